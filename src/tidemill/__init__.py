@@ -14,7 +14,7 @@ __all__ = ["Cluster", "Table", "__version__", "connect"]
 
 
 def __getattr__(name: str) -> Any:
-    """Lazy: executors, nodes and commands import this package and need none of it."""
+    """Import the query API lazily: executors, nodes and commands import this package without it."""
     if name in ("Cluster", "Table", "connect"):
         from tidemill import query
 

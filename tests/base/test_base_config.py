@@ -48,7 +48,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[pipeline.p]\nfile = 'f'\ndriver = '../x'\n", "pipeline.p.driver"),
         ("[pipeline.p]\nfile = 'f'\ndriver = 3\n", "pipeline.p.driver"),
         ("[pipeline.p]\nfile = 'f'\ndrivers = 'x'\n", "Write pipeline.p.driver"),
-        ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark.conf]\nexecutor = '1'\n", "they begin with spark."),
+        ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark.conf]\nexecutor = '1'\n", "those begin with spark."),
         ("[capture.shop]\ndsn = '${SHOP_DSN}'\n", "SHOP_DSN"),
     ],
 )

@@ -137,7 +137,7 @@ def test_what_begins_anew_life_after_life_at_one_position_is_stuck_with_an_age_t
     assert ages == {(LIVES - 1) * 6_000 + 5_000}
     last = lives(LIVES + 2, 3)
     assert (last.restarts, state_of(last, at_ms=29_000, now_ms=29_000)) == (LIVES + 1, State.STUCK)
-    assert last.reason == f"begun anew {LIVES + 1} times at this place"
+    assert last.reason == f"restarted {LIVES + 1} times at this position"
 
 
 def test_lives_at_one_position_are_counted_through_failures_and_forgotten_when_it_moves() -> None:

@@ -274,7 +274,7 @@ def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restar
             await world.sql(f"INSERT INTO a VALUES ({10_000 + life})")
         assert ages[:LIVES] == sorted(set(ages[:LIVES])), "some restarts in a long copy are no failure"
         assert set(ages[LIVES:]) == {ages[LIVES - 1]}
-        assert f"begun anew {LIVES + 1} times" in mark.reason
+        assert f"restarted {LIVES + 1} times" in mark.reason
         may_write.set()
         async with world.capture() as capture:
             await until(lambda: mark_of(world, capture)[0].restarts == 0, "it goes on once a copy ends")

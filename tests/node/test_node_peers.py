@@ -59,7 +59,7 @@ def test_a_node_whose_lease_is_late_is_named_once_its_report_is_old(monkeypatch:
 
         leases.names = ("frozen", "left", "unheard")
         await until(peers.silent)
-        said = ["process:node:frozen: has not reported for 3 s: it is stopped, cut off or dead, pid 7 on h"]
+        said = ["process:node:frozen: has not reported for 3 s: it is stopped, disconnected or dead, pid 7 on h"]
         assert peers.silent() == said
         asked = consensus.heads
         await until(lambda: consensus.heads > asked + 10)

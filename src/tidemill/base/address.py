@@ -1,4 +1,4 @@
-"""A host and a port as configuration, command line and URLs write them: `host:port`, `[IPv6]:port` (RFC 3986)."""
+"""Addresses as configuration, command line and URLs write them: `host:port`, `[IPv6]:port` (RFC 3986)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _MAPPED = "::ffff:"
 
 
 class Address(NamedTuple):
-    """`host` has no brackets: sockets, certificates and Kafka's metadata take it as it is."""
+    """A host and a port. `host` has no brackets, as sockets, certificates and Kafka's metadata require."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ValueError with the way to write it."""
+        """Parse an address. Raises ValueError with the correct notation."""
         host, _, port = text.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         bare = host[1:-1] if bracketed else host
@@ -37,7 +37,7 @@ class Address(NamedTuple):
 
     @property
     def is_wildcard(self) -> bool:
-        """True for an address to listen at that no client can connect to."""
+        """True for a listening address to which no client can connect."""
         try:
             return ip_address(self.host).is_unspecified
         except ValueError:
@@ -52,18 +52,21 @@ class Address(NamedTuple):
 
 
 def bracketed(host: str) -> str:
-    """The host as a URL has it."""
+    """Return the host as written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
 def bare(host: str) -> str:
-    """A host that may be written in brackets, without them."""
+    """Return a host without brackets, if it has any."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def plain_host(host: str) -> str:
-    """The address of a peer as everything else names it: one of IPv4 is ::ffff:10.0.0.5 at a socket that listens for
-    both (RFC 4291, 2.5.5.2), and 10.0.0.5 at every other. Anything else as it is."""
+    """Return the canonical address of a peer.
+
+    A socket that listens for IPv4 and IPv6 reports an IPv4 peer as ::ffff:10.0.0.5 (RFC 4291, 2.5.5.2), any other
+    socket as 10.0.0.5. The latter form is returned; other addresses are unchanged.
+    """
     if host[: len(_MAPPED)].lower() != _MAPPED:
         return host
     try:

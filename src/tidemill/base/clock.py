@@ -1,7 +1,7 @@
-"""Time and randomness are passed in; nothing else in the package reads a clock or a random source.
+"""Clocks and random sources, which are passed in: no other module of the package reads one.
 
-`tests/tidy` bans the raw calls outside this file. Waiting is always `asyncio.sleep` or a timeout,
-so the simulation's virtual-time loop controls it without knowing about `Clock`.
+`tests/tidy` bans the raw calls outside this file. Waiting is always `asyncio.sleep` or a timeout, so the simulation's
+virtual-time loop controls it without knowing about `Clock`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now_ms(self) -> int:
-        """Wall time in milliseconds since the Unix epoch; may jump."""
+        """Return the wall time in milliseconds since the Unix epoch; it may jump."""
         ...
 
     def monotonic_s(self) -> float:
-        """Seconds from an arbitrary start; never goes back."""
+        """Return seconds from an arbitrary start; never goes back."""
         ...
 
 
@@ -36,7 +36,7 @@ class SystemClock:
 
 
 class MovedClock:
-    """Test-only: the process believes that it started at `start_ms`, and that time runs `rate` times as fast."""
+    """Clock for tests: the process believes that it started at `start_ms`, and that time runs `rate` times as fast."""
 
     def __init__(self, start_ms: int, rate: float) -> None:
         self.rate = rate
@@ -50,7 +50,7 @@ class MovedClock:
         return self._start_ms + int((self.monotonic_s() - self._began_s) * 1000)
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """A loop whose sleeps and timeouts follow this clock."""
+        """Return an event loop whose sleeps and timeouts follow this clock."""
         rate, clock = self.rate, self
 
         class Selector(selectors.DefaultSelector):
@@ -73,17 +73,19 @@ def _moved(setting: str) -> MovedClock | None:
 
 
 MOVED = _moved(os.environ.get("TIDEMILL_TEST_CLOCK", ""))
-"""`START_MS:RATE` from the environment, for the calendar test: thirty days of real processes in minutes. A negative
-start is so long ago, for every process that is started with it."""
+"""Clock set by `START_MS:RATE` in the environment, for the calendar test: thirty days of real processes in minutes.
+
+A negative start is relative to now, for every process that is started with it.
+"""
 
 
 def thread_cpu_s() -> float:
-    """Processor time that the calling thread has used: what it did, whoever else had the machine."""
+    """Return the processor time that the calling thread has used, independent of other load on the machine."""
     return time.thread_time()
 
 
 class ManualClock:
-    """A clock that moves only when told to, for tests of pure cores."""
+    """Clock that only moves on request, for tests of pure cores."""
 
     def __init__(self, now_ms: int = 1_000_000) -> None:
         self._now_ms = now_ms
@@ -99,7 +101,7 @@ class ManualClock:
         self._now_ms += delta_ms
 
     def jump(self, delta_ms: int) -> None:
-        """The wall clock is set, either way; the monotonic one goes on."""
+        """Set the wall clock forward or back; the monotonic clock continues."""
         self._now_ms += delta_ms
         self._set_by_ms += delta_ms
 
@@ -118,7 +120,7 @@ class Rand:
         return self._random.randrange(bound)
 
     def nonce(self) -> str:
-        """32 hex digits, unique for all practical purposes; names one attempt of one write."""
+        """Return 32 hex digits, unique for all practical purposes, that name one attempt of one write."""
         if self._seeded:
             return f"{self._random.getrandbits(128):032x}"
         return os.urandom(16).hex()

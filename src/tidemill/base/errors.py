@@ -1,10 +1,10 @@
-"""The few kinds of error that cross a room's boundary; each tells the caller what it may do.
+"""The few kinds of errors that cross a package's boundary; each states what the caller may do.
 
-`UnavailableError` and `UnknownOutcomeError` differ in one thing only, and it is the thing that matters: after
-`UnavailableError` the operation certainly did not happen and may be retried; after `UnknownOutcomeError` it may
-have happened, and the caller resolves it by nonce or by re-reading, or steps down. It never guesses.
+`UnavailableError` and `UnknownOutcomeError` differ in one important way. After `UnavailableError` the operation
+certainly did not happen and may be retried. After `UnknownOutcomeError` it may have happened, and the caller resolves
+it by nonce or by re-reading, or steps down. It never guesses.
 
-Foreign exceptions are translated into these at the edge of the room that calls the library.
+Exceptions of libraries are translated into these at the edge of the package that calls the library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TidemillError(Exception):
 
 
 class InvalidError(TidemillError):
-    """The request itself is wrong; it changed nothing and will fail again unless it is changed."""
+    """The request itself is wrong. It changed nothing and fails again unless it is changed."""
 
 
 class MissingError(InvalidError):
@@ -39,7 +39,7 @@ class MissingError(InvalidError):
 
 
 class ConflictError(TidemillError):
-    """Another writer was first. `current` holds what is there now, so the loser saves a round trip."""
+    """Another writer was first. `current` has the current state, which saves the loser a round trip."""
 
     def __init__(self, message: str, *, current: object = None, fix: str = "") -> None:
         super().__init__(message, fix=fix)
@@ -55,11 +55,11 @@ class FencedError(TidemillError):
 
 
 class UnavailableError(TidemillError):
-    """It did not happen; retrying later may succeed."""
+    """The operation did not happen; retrying later may succeed."""
 
 
 class UnknownOutcomeError(TidemillError):
-    """It may or may not have happened; resolve by nonce or re-read before doing anything else."""
+    """The operation may have happened; resolve it by nonce or re-read before anything else."""
 
     @property
     def kind(self) -> str:
@@ -67,42 +67,48 @@ class UnknownOutcomeError(TidemillError):
 
 
 class CorruptError(TidemillError):
-    """Durable bytes are not what was written. Never retried, never papered over."""
+    """Stored bytes are not those that were written. Never retried, never hidden."""
 
 
 class ClosedError(TidemillError):
-    """The component was closed; the caller outlived it."""
+    """The component was closed before the call."""
 
 
 class StoreRolledBackError(ClosedError):
-    """A store returned to an earlier state: what this process holds in memory is of a history that is gone.
+    """A store returned to an earlier state: the state in this process's memory belongs to a history that is lost.
 
-    The process must end; a new one continues from what exists. Never retried (`ends_process`).
+    The process must end; a new one continues from the stored state. Never retried (`ends_process`).
     """
 
 
 class ClusterReplacedError(ClosedError):
-    """The bucket belongs to another cluster: this process must end and stay down. Never retried (`ends_process`)."""
+    """The bucket belongs to another cluster: this process must end and not be restarted.
+
+    Never retried (`ends_process`).
+    """
 
 
 def ends_process(error: BaseException) -> bool:
-    """True for errors that mean "stop": no loop may retry them, the process ends with them."""
+    """True for errors after which the process must end: no loop may retry them."""
     return isinstance(error, StoreRolledBackError | ClusterReplacedError)
 
 
 def as_unavailable(error: TidemillError) -> UnavailableError:
-    """The same words as Unavailable: what was right when it was opened and is wrong now may be mended, so that it is
-    waited for, and told, instead of ending whoever met it."""
+    """Return the error as UnavailableError with the same text.
+
+    A configuration that was valid at the start and is not now may be repaired, so the caller retries and reports it
+    instead of ending.
+    """
     return UnavailableError(error.message, fix=error.fix)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Of names that are known, the one that was probably meant; "" where none is like it."""
+    """Return the known name that was probably meant, or "" if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(known), 1)), "")
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """The `fix` of an error that tells of an unknown name."""
+    """Return the `fix` of an error about an unknown name."""
     have = list(known)
     near = nearest(name, have)
     return f"{f'Did you mean {near}? ' if near else ''}Known are {', '.join(have)}."

@@ -1,4 +1,4 @@
-"""Positions in PostgreSQL's write-ahead log as small ordered classes: comparing across kinds raises."""
+"""Positions in PostgreSQL's write-ahead log as small ordered classes: comparing different kinds raises."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Lsn(msgspec.Struct, frozen=True, order=True):
 class ChangePosition(msgspec.Struct, frozen=True, order=True):
     """Position of one change of a captured database: the commit LSN of its transaction, then its ordinal in it.
 
-    Row LSNs interleave across transactions and repeat (multi-row INSERT, COPY), so they are no position.
+    Row LSNs interleave across transactions and repeat (multi-row INSERT, COPY), so they do not identify a position.
     """
 
     commit_lsn: int

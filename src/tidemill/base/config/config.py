@@ -1,6 +1,7 @@
-"""`tidemill.toml` as plain data. Settings are data, components are passed in; `${ENV}` is filled from the environment.
+"""`tidemill.toml` as plain data. Components are not configured here but passed in; `${ENV}` expands environment
+variables.
 
-Every value may also come from the environment as TIDEMILL_<SECTION>__<KEY>, which wins over the file.
+Every value may also come from the environment as TIDEMILL_<SECTION>__<KEY>, which overrides the file.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def _host_and_port(value: str) -> str:
 
 
 def _reachable(value: str) -> str:
-    """An address that clients can open, or ""."""
+    """Check an address that clients can open, or ""."""
     if value and (Address.parse(value).port == 0 or Address.parse(value).is_wildcard):
-        raise ValueError("write it as host:port by which clients reach this node, e.g. kafka.example.com:9094")
+        raise ValueError("write the host:port by which clients reach this node, e.g. kafka.example.com:9094")
     return value
 
 
@@ -65,7 +66,7 @@ class MetastoreSection(Section):
 
 
 class RetentionSection(Section):
-    """How long what nobody reads any more stays, in seconds: see `keeper.grounds.Retention`."""
+    """Retention of unused data, in seconds: see `maintenance.context.Retention`."""
 
     history_s: float = Field(60.0, ge=1.0, le=30 * 86_400.0)
     collect_after_s: float = Field(120.0, ge=1.0, le=30 * 86_400.0)
@@ -74,7 +75,9 @@ class RetentionSection(Section):
 
 
 class StorageSection(Section):
-    """How topics lie in the bucket: see `topics.settings.TopicSettings`; `node.served` makes one of it."""
+    """Layout of topics in the bucket: see `topics.config.settings.TopicSettings`, created by
+    `node.settings_from_config`.
+    """
 
     l1: bool = True
     l1_object_mb: int = Field(32, ge=1, le=1_024)
@@ -87,7 +90,7 @@ class FreshnessSection(Section):
 
 
 class HttpSection(Section):
-    """See `node.http_limits.HttpLimits`; `node.served` makes one of it."""
+    """See `node.http.limits.HttpLimits`, created by `node.settings_from_config`."""
 
     authenticate: bool = False
     tls: bool = False
@@ -104,7 +107,7 @@ Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 
 
 class TlsSection(Section):
-    """See `access.tls.TlsSettings`; paths are relative to the configuration's file."""
+    """See `security.tls.TlsSettings`; paths are relative to the configuration's file."""
 
     certificate: str = ""
     key: str = ""
@@ -120,7 +123,7 @@ class SaslSection(Section):
 
 
 class OauthSection(Section):
-    """See `access.tokens.TokenSettings`."""
+    """See `security.oauth_tokens.TokenSettings`."""
 
     jwks_file: str = ""
     jwks_url: str = ""
@@ -149,8 +152,11 @@ class SecuritySection(Section):
 
 
 class KafkaListenerSection(Section):
-    """One listener beside node.kafka. advertised: what its clients are told, "" = the address, with
-    node.advertised_host where that is set. security "": as kafka.security says."""
+    """One listener in addition to node.kafka.
+
+    advertised  address reported to its clients; "" = `address`, with node.advertised_host if that is set
+    security    "" = kafka.security
+    """
 
     address: str
     advertised: str = ""
@@ -217,7 +223,7 @@ class KafkaSection(Section):
 
 
 class RegistrySection(Section):
-    """See `registry.settings.RegistrySettings`; `node.served` makes one of it."""
+    """See `registry.settings.RegistrySettings`, created by `node.settings_from_config`."""
 
     enabled: bool = True
     schema_kb: int = Field(192, ge=1, le=240)
@@ -247,7 +253,7 @@ class CaptureSection(Section):
 
 
 class TopicSection(Section):
-    """Retention: None leaves it out, -1 keeps everything."""
+    """One topic. For retention, None omits the setting and -1 retains everything."""
 
     partitions: int = Field(4, ge=1, le=10_000)
     retention_ms: int | None = Field(None, ge=-1)
@@ -255,17 +261,17 @@ class TopicSection(Section):
 
     @property
     def configs(self) -> dict[str, str]:
-        """As Kafka names them."""
+        """The settings under Kafka's names."""
         values = {"retention.ms": self.retention_ms, "retention.bytes": self.retention_bytes}
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
 LEAST_HEAP_KB = 470 << 10
-"""Spark refuses to run with less than 450 MiB, of which its JVM counts one survivor space out."""
+"""Least heap: Spark refuses to run with less than 450 MiB, from which its JVM excludes one survivor space."""
 
 
 class PipelineSparkSection(Section):
-    """How the drivers of one pipeline run. "": as [spark] says."""
+    """Settings for the drivers of one pipeline. "" = as in [spark]."""
 
     master: str = ""
     driver_memory: str = "1g"
@@ -278,22 +284,22 @@ class PipelineSparkSection(Section):
         if not re.fullmatch(r"[1-9]\d*[kmgt]", value.lower()):
             raise ValueError(f"{value!r}: write it as 512m or 2g")
         if int(value[:-1]) << 10 * "kmgt".index(value[-1].lower()) < LEAST_HEAP_KB:
-            raise ValueError(f"{value!r}: Spark starts with {LEAST_HEAP_KB >> 10}m at least")
+            raise ValueError(f"{value!r}: Spark needs at least {LEAST_HEAP_KB >> 10}m")
         return value
 
     @field_validator("conf", mode="before")
     @classmethod
     def _settings(cls, value: Any) -> Any:
-        """As Spark has them: `spark.executor.memory = "1g"` without quotes is three tables in TOML."""
+        """Flatten settings: `spark.executor.memory = "1g"` without quotes around the key is three tables in TOML."""
         found = _flat(value) if isinstance(value, dict) else value
         for key in found if isinstance(found, dict) else ():
             if not key.startswith("spark."):
-                raise ValueError(f"{key!r} is no setting of Spark's: they begin with spark.")
+                raise ValueError(f"{key!r} is not a Spark setting: those begin with spark.")
         return found
 
 
 class PipelineSection(Section):
-    """Pipelines that name the same `driver` share one process and one Spark session; "" = one of its own."""
+    """One pipeline. Pipelines with the same `driver` share one process and one Spark session; "" = a separate one."""
 
     file: str
     driver: str = ""
@@ -348,7 +354,7 @@ class Config(Section):
 
 
 def exposed(config: Config) -> list[str]:
-    """`key=address` of each server that other machines can reach without authentication."""
+    """Return `key=address` of each server that other machines can reach without authentication."""
     found = []
     certified = config.security.tls.client_auth == "required"
     servers = [("node.http", config.node.http, ""), ("node.kafka", config.node.kafka, config.kafka.security)]
@@ -368,13 +374,13 @@ def exposed(config: Config) -> list[str]:
 def load(path: Path | None = None, *, environ: Mapping[str, str] | None = None) -> Config:
     """Read the file (default ./tidemill.toml, which may be absent) and the environment.
 
-    Raises InvalidError with one sentence that names the key and says what to write.
+    Raises InvalidError with one sentence that names the key and the correction.
     """
     environ = os.environ if environ is None else environ
     chosen = path or Path(environ.get("TIDEMILL_CONFIG", DEFAULT_FILE))
     if not chosen.exists():
         if path is not None or "TIDEMILL_CONFIG" in environ:
-            raise InvalidError(f"no such configuration file: path={chosen}.", fix="Create it, or leave --config out.")
+            raise InvalidError(f"no such configuration file: path={chosen}.", fix="Create it, or omit --config.")
         text = ""
     else:
         text = _text(chosen)
@@ -411,7 +417,7 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
 
 
 def _placed(security: SecuritySection, base: Path) -> SecuritySection:
-    """Paths relative to the configuration's file."""
+    """Resolve paths relative to the configuration's file."""
 
     def placed(section: Section, *keys: str) -> Section:
         found = {key: str((base / path).absolute()) for key in keys if (path := getattr(section, key))}
@@ -422,13 +428,13 @@ def _placed(security: SecuritySection, base: Path) -> SecuritySection:
 
 
 def protocols(config: Config) -> list[str]:
-    """How the Kafka listeners let clients in, each way once."""
+    """Return the security protocols of the Kafka listeners, each once."""
     listeners = config.kafka.listeners.values()
     return sorted({config.kafka.security, *(each.security or config.kafka.security for each in listeners)})
 
 
 def _secure(config: Config, origin: str) -> None:
-    """Raises InvalidError where what is asked for lacks what it needs."""
+    """Check the security settings. Raises InvalidError if a feature lacks its prerequisites."""
     tls, oauth, used = config.security.tls, config.security.oauth, protocols(config)
     over_tls = [f"kafka.security={protocol}" for protocol in used if protocol.endswith("ssl")]
     over_tls += ["http.tls=true"] if config.http.tls else []
@@ -439,36 +445,38 @@ def _secure(config: Config, origin: str) -> None:
         )
     sources = [key for key in ("jwks_file", "jwks_url", "secret") if getattr(oauth, key)]
     if len(sources) > 1:
-        raise InvalidError(f"keys of tokens in more than one place in {origin}: {sources}.", fix="Leave one of them.")
+        raise InvalidError(
+            f"token keys are configured in several places in {origin}: {sources}.", fix="Keep only one of them."
+        )
     if (
         any(protocol.startswith("sasl") for protocol in used)
         and "OAUTHBEARER" in config.security.sasl.mechanisms
         and not sources
     ):
         raise InvalidError(
-            f"OAUTHBEARER without keys in {origin}: security.sasl.mechanisms.",
+            f"OAUTHBEARER has no keys in {origin}: security.sasl.mechanisms.",
             fix="Set security.oauth.jwks_file, security.oauth.jwks_url or security.oauth.secret.",
         )
     for name, shape in config.shape.items():
         if shape.claims and not config.http.authenticate:
             raise InvalidError(
-                f"a shape is bound to claims, and nobody is asked for any in {origin}: shape.{name}.params.",
+                f"a shape uses claims, but HTTP authentication is off in {origin}: shape.{name}.params.",
                 fix="Set http.authenticate = true.",
             )
 
 
 def _registered(config: Config, origin: str) -> None:
-    """Raises InvalidError where a capture's topics would have schemas that nobody keeps."""
+    """Check the registry settings. Raises InvalidError if a capture needs the schema registry and it is disabled."""
     for name, section in config.capture.items():
         if section.envelope == AVRO and not config.registry.enabled:
             raise InvalidError(
-                f"the registry that keeps the schemas of Avro is off in {origin}: capture.{name}.envelope={AVRO}.",
+                f"Avro needs the schema registry, which is disabled in {origin}: capture.{name}.envelope={AVRO}.",
                 fix='Set registry.enabled = true, or envelope = "debezium".',
             )
 
 
 def authorizes(config: Config) -> bool:
-    """Are rules asked what somebody may do? Where nothing is said: once clients prove who they are."""
+    """Return whether ACLs are checked. The default: if any listener authenticates its clients."""
     if config.security.authorize is not None:
         return config.security.authorize
     used, certified = protocols(config), config.security.tls.client_auth != "none"
@@ -476,7 +484,7 @@ def authorizes(config: Config) -> bool:
 
 
 def drivers(config: Config) -> dict[str, list[str]]:
-    """The pipelines of each named driver, in the order of the file."""
+    """Return the pipelines of each named driver, in the order of the file."""
     found: dict[str, list[str]] = {}
     for name, section in config.pipeline.items():
         if section.driver:
@@ -485,7 +493,10 @@ def drivers(config: Config) -> dict[str, list[str]]:
 
 
 def _agree(config: Config, driver: str, names: list[str], origin: str) -> None:
-    """Raises InvalidError where pipelines of one driver ask for two kinds of it: there is one session, with one JVM."""
+    """Check that pipelines of one driver agree on its settings: there is one session, with one JVM.
+
+    Raises InvalidError.
+    """
 
     def asked(name: str) -> dict[str, object]:
         section = config.pipeline[name].spark
@@ -498,7 +509,7 @@ def _agree(config: Config, driver: str, names: list[str], origin: str) -> None:
         different = sorted(key for key in first | other if first.get(key) != other.get(key))
         if different:
             raise InvalidError(
-                f"pipelines of one driver share its Spark session, and differ in {origin}: driver={driver}"
+                f"pipelines of one driver share a Spark session, but differ in {origin}: driver={driver}"
                 f" pipelines={names[0]},{name} spark.{different[0]}.",
                 fix=f"Give pipeline.{name} the same spark.{different[0]}, or another driver.",
             )
@@ -517,7 +528,7 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _nearest(place: tuple[int | str, ...]) -> str:
-    """The known key that is most like the unknown one at `place`, in full; "" where none is like it."""
+    """Return the full name of the known key most similar to the unknown one at `place`, or ""."""
     model: Any = Config
     for part in place[:-1]:
         if isinstance(model, dict):
@@ -536,13 +547,13 @@ def _text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InvalidError(
-            f"the configuration cannot be read: path={path} reason={reason}.", fix="Name a readable TOML file."
+            f"the configuration cannot be read: path={path} reason={reason}.", fix="Use a readable TOML file."
         ) from error
 
 
 def _variable(name: str, environ: Mapping[str, str]) -> str:
     if name not in environ:
-        raise InvalidError(f"the configuration names ${{{name}}}, which is not set.", fix=f"Export {name}.")
+        raise InvalidError(f"the configuration uses ${{{name}}}, which is not set.", fix=f"Export {name}.")
     return environ[name].replace("\\", "\\\\").replace('"', '\\"')
 
 
@@ -556,7 +567,7 @@ def _overlay(values: dict[str, Any], environ: Mapping[str, str]) -> None:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
                 raise InvalidError(
-                    f"the environment goes below a plain value: variable={variable} key={part}.",
+                    f"an environment variable sets a key below a plain value: variable={variable} key={part}.",
                     fix=f"Unset it, or make {part} a section of the file.",
                 )
         section[last] = value

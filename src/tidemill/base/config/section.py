@@ -1,4 +1,4 @@
-"""What every section of the configuration is: unknown keys are errors, and names have one spelling."""
+"""Base of all sections of the configuration: unknown keys are errors, and names have one spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of the configuration about shapes: what they cost, which ones the server defines, who signs URLs of them."""
+"""Sections of the configuration about shapes: limits, server-defined shapes, and keys of signed URLs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY_BYTES_MIN = 32
 
 
 class ShapesSection(Section):
-    """See `shapes.settings.ShapeSettings`; `node.served` makes one of it."""
+    """See `shapes.settings.ShapeSettings`, created by `node.settings_from_config`."""
 
     secret: str = ""
     allowed_origins: list[str] = list(LOOPBACK_ORIGINS)
@@ -50,14 +50,16 @@ class ShapesSection(Section):
 
 
 class BoundParam(Section):
-    """A value that is no constant: of the token's `claim`, or the client's own `params[client]`."""
+    """A bound value: the token's `claim`, or the client's own `params[client]`."""
 
     claim: str = ""
     client: int = Field(0, ge=0, le=1_000)
 
 
 class ShapeSection(Section):
-    """One shape that the server defines; see `shapes.named.NamedShape`, which `node.served` makes of it."""
+    """One server-defined shape; see `shapes.definition.server_defined.NamedShape`, created by
+    `node.settings_from_config`.
+    """
 
     table: str = Field(min_length=1)
     where: str = ""
@@ -68,7 +70,7 @@ class ShapeSection(Section):
 
     @property
     def claims(self) -> list[str]:
-        """Names of the claims that its clause is bound to."""
+        """Names of the claims to which its clause is bound."""
         return [param.claim for param in self.params if isinstance(param, BoundParam) and param.claim]
 
     @field_validator("params", mode="before")
@@ -81,14 +83,14 @@ class ShapeSection(Section):
     def _numbered(cls, value: list[str | BoundParam]) -> list[str | BoundParam]:
         numbers = {each.client for each in value if isinstance(each, BoundParam) and each.client}
         if numbers != set(range(1, len(numbers) + 1)):
-            raise ValueError("what clients send is numbered from 1 without gaps: { client = 1 }, { client = 2 }")
+            raise ValueError("client parameters must be numbered from 1 without gaps: { client = 1 }, { client = 2 }")
         return value
 
     @field_validator("columns")
     @classmethod
     def _columns(cls, value: list[str]) -> list[str]:
         if not all(value):
-            raise ValueError("a column without a name")
+            raise ValueError("a column has no name")
         return value
 
     @field_validator("narrow")
@@ -96,12 +98,12 @@ class ShapeSection(Section):
     def _one_numbering(cls, value: bool, info: ValidationInfo) -> bool:
         params = info.data.get("params", [])
         if value and any(isinstance(each, BoundParam) and each.client for each in params):
-            raise ValueError("with narrow, params are those of the client's own clause: leave { client = … } out")
+            raise ValueError("with narrow, params belong to the client's own clause: omit { client = … }")
         return value
 
 
 def _param(value: Any) -> Any:
-    """As text, or what it is bound to."""
+    """Return a value as text, or its binding."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
@@ -110,12 +112,14 @@ def _param(value: Any) -> Any:
     if not isinstance(value, str) and not bound:
         raise ValueError('write a value, { claim = "NAME" } of the token, or { client = 1 } for what the client sends')
     if isinstance(value, str) and "\0" in value:
-        raise ValueError("a value holds a zero byte, which no text of PostgreSQL can")
+        raise ValueError("a value contains a zero byte, which PostgreSQL text cannot")
     return value
 
 
 class SigningSection(Section):
-    """Keys of signed URLs, by their ids; see `shapes.signing.Signing`, which `node.served` makes of it."""
+    """Keys of signed URLs, by id; see `shapes.definition.signed_urls.Signing`, created by
+    `node.settings_from_config`.
+    """
 
     keys: dict[str, str] = {}
     use: str = ""
@@ -129,12 +133,12 @@ class SigningSection(Section):
             if not NAME.match(name):
                 raise ValueError(NOT_A_NAME.format(name))
             if len(key.encode()) < KEY_BYTES_MIN:
-                raise ValueError(f"the key {name} is too short: use {KEY_BYTES_MIN} bytes at least")
+                raise ValueError(f"the key {name} is too short: use at least {KEY_BYTES_MIN} bytes")
         return value
 
     @field_validator("use")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
         if value and value not in info.data.get("keys", {}):
-            raise ValueError(f"{value!r} is none of security.signing.keys")
+            raise ValueError(f"{value!r} is not one of security.signing.keys")
         return value

@@ -1,13 +1,13 @@
-"""Values of change events in Avro: which kind of binary value a column has, and what stands before each. Pure.
+"""Values of change events in Avro: the kind of binary value of a column, and the prefix of each record. Pure.
 
     record   0x00 │ schema id, uint32 │ body      the wire format of registries: key and value each have their schema
     kind     body of a value
-    varint   zig-zag varint: int and long alike, so that one which was widened reads as it did
-    float    4 bytes IEEE 754, little end first                  double   8 bytes
+    varint   zig-zag varint: int and long have the same form, so that a widened column stays readable
+    float    4 bytes IEEE 754, little-endian                     double   8 bytes
     boolean  1 byte
     string   its size as a varint, UTF-8
 
-Forms are those of the JSON (pgforms); what JSON has no number for, a float has as such.
+Forms are those of the JSON (`debezium`), except that a float represents values for which JSON has no number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from tidemill.base.pgtypes.debezium import NUMBERS, form_of
 
 AVRO = "debezium-avro"
-"""The envelope's name."""
+"""Name of the envelope."""
 MAGIC = 0
 PREFIX_BYTES = 5
 NULL, THERE = b"\x00", b"\x02"
@@ -26,13 +26,13 @@ NULL, THERE = b"\x00", b"\x02"
 
 Kind = Literal["varint", "float", "double", "boolean", "string"]
 Layout = tuple[tuple[str, Kind, bool], ...]
-"""The fields of a row in order: column, kind, whether it may be null."""
+"""Fields of a row in order: column, kind, whether it may be null."""
 
 _FLOAT4 = 700
 
 
 class Described(Protocol):
-    """A column, as the stream or the catalogue has it."""
+    """A column, as described by the stream or the catalogue."""
 
     @property
     def name(self) -> str: ...
@@ -58,10 +58,10 @@ def kind_of(type_oid: int, type_mod: int) -> Kind:
 
 
 def layout_of(columns: Sequence[Described]) -> Layout:
-    """Of the rows within events: what belongs to the key is never null."""
+    """Return the layout of the rows in events. Key columns are never null."""
     return tuple((c.name, kind_of(c.type_oid, c.type_mod), c.key_index < 0) for c in columns)
 
 
 def key_of(columns: Sequence[Described]) -> Layout:
-    """Of keys, in the order of the primary key."""
+    """Return the layout of keys, in the order of the primary key."""
     return layout_of(sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index))

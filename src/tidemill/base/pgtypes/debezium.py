@@ -1,6 +1,8 @@
-"""Values of change events: PostgreSQL's text ⇄ JSON as Debezium writes it, one form a type. Pure.
+"""Values of change events: PostgreSQL's text ⇄ JSON as Debezium writes it, one form per type. Pure.
 
-    form           types                          JSON, of decimal.handling.mode=string, time.precision.mode=adaptive
+With decimal.handling.mode=string and time.precision.mode=adaptive:
+
+    form           types                          JSON
     number         smallint integer bigint oid    number
     float          real, double precision         number; NaN and ±Infinity are strings
     bool           boolean                        true, false
@@ -11,10 +13,10 @@
     clock_micros   time                           number: microseconds of the day
     zoned          timestamp with time zone       string: ISO 8601 in UTC
     hex            bytea                          string: hexadecimal digits (binary.handling.mode=hex)
-    text           everything else                string: PostgreSQL's text as it is
+    text           everything else                string: PostgreSQL's text unchanged
 
-Infinities are numbers that Debezium takes from PostgreSQL's JDBC driver; of a date, ±(2³¹−1). Every form has a way
-back: `read` gives the text, or what has the same value.
+Infinities are the numbers that Debezium gets from PostgreSQL's JDBC driver; for a date, ±(2³¹−1). Every form is
+reversible, to the text or to one with the same value.
 """
 
 from __future__ import annotations
@@ -42,19 +44,19 @@ _BY_OID = {
 }
 _SHORT = {"micros": "millis", "clock_micros": "clock_millis"}
 MILLIS_DIGITS = 3
-"""A time or timestamp with so many digits of a second, or fewer, is told in milliseconds."""
+"""Maximum precision, in digits of a second, of a time or timestamp that is written in milliseconds."""
 NUMBERS = frozenset({"days", "millis", "micros", "clock_millis", "clock_micros"})
-"""Forms that make a number of what is none."""
+"""Forms that represent other values as numbers."""
 MILLIS = frozenset({"millis", "clock_millis"})
 CLOCKS = frozenset({"clock_millis", "clock_micros"})
 NOT_JSON_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
 
 DATE_INFINITY = 2**31 - 1
 INFINITY, MINUS_INFINITY = 9_223_372_036_825_200_000, -9_223_372_036_832_400_000
-"""Of timestamps: µs without a zone; of those with a zone ms, which are these texts."""
+"""Infinite timestamps: µs without a zone; ms with a zone, which are these texts."""
 ZONED_INFINITY, ZONED_MINUS_INFINITY = "+292278994-08-16T23:00:00Z", "-292275055-05-16T23:00:00Z"
 UTC = "+00"
-"""What a session in UTC prints behind every timestamp with time zone."""
+"""Suffix of every timestamp with time zone that a session in UTC prints."""
 
 
 def form_of(type_oid: int, type_mod: int) -> str:
@@ -63,12 +65,15 @@ def form_of(type_oid: int, type_mod: int) -> str:
 
 
 def written(form: str) -> Callable[[str], str]:
-    """PostgreSQL's text → JSON. What it returns raises Refused on a text that is no such value."""
+    """Return the conversion from PostgreSQL's text to JSON.
+
+    It raises InvalidTextError for a text that is no such value.
+    """
     return _WRITTEN.get(form, escape)
 
 
 def plain(form: str) -> Callable[[str], str]:
-    """PostgreSQL's text → what the string of a form that is one says, without JSON's quotes and escapes."""
+    """Return the conversion from PostgreSQL's text to the content of a JSON string, without quotes and escapes."""
     return _PLAIN.get(form, _as_it_is)
 
 
@@ -124,14 +129,14 @@ def _zoned(text: str) -> str:
 
 def _iso(text: str) -> str:
     if not text.isascii() or not text.isprintable() or '"' in text:
-        return text  # no such value
+        return text  # not a timestamp
     if text in ("infinity", "-infinity"):
         return ZONED_INFINITY if text == "infinity" else ZONED_MINUS_INFINITY
     whole = text.removesuffix(" BC")
     moment, zone = whole[: -len(UTC)], whole[-len(UTC) :]
     day, blank, clock = moment.partition(" ")
     if zone != UTC or not blank:
-        return text  # of no session that is in UTC: as it is
+        return text  # not from a session in UTC: unchanged
     year, dash, rest = day.partition("-")
     if whole != text:
         before = int(year) - 1  # 1 BC is the year 0
@@ -159,7 +164,7 @@ _PLAIN: dict[str, Callable[[str], str]] = {"hex": _digits, "zoned": _iso}
 
 
 def clock_text(micros: int) -> str:
-    """A time of day as PostgreSQL prints it. Raises ValueError beyond a day."""
+    """Return a time of day as PostgreSQL prints it. Raises ValueError beyond a day."""
     if not 0 <= micros <= 86_400_000_000:
         raise ValueError(f"not a time of day: us={micros}")
     seconds, fraction = divmod(micros, 1_000_000)
@@ -168,7 +173,7 @@ def clock_text(micros: int) -> str:
 
 
 def zoned_text(iso: str) -> str:
-    """A timestamp with time zone as PostgreSQL prints it."""
+    """Return a timestamp with time zone as PostgreSQL prints it."""
     if iso in (ZONED_INFINITY, ZONED_MINUS_INFINITY):
         return "infinity" if iso == ZONED_INFINITY else "-infinity"
     moment = iso.removesuffix("Z")

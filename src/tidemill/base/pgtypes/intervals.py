@@ -1,8 +1,8 @@
-"""PostgreSQL's intervals: months, days and microseconds, which are apart until they are compared. Pure.
+"""PostgreSQL's intervals: months, days and microseconds, which stay separate except in comparisons. Pure.
 
-Read are ISO 8601 durations, as sessions print them under IntervalStyle iso_8601, and quantities with units and a time
-(`1 year 2 mons -3 days 04:05:06.7`), as people write them. What else PostgreSQL reads (fractions of other units than
-seconds, quantities without a unit) is refused.
+Accepts ISO 8601 durations, as sessions print them under IntervalStyle iso_8601, and quantities with units and a time
+(`1 year 2 mons -3 days 04:05:06.7`), as people write them. Other forms that PostgreSQL accepts (fractions of units
+other than seconds, quantities without a unit) are rejected.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from tidemill.base.pgtypes.text import BLANKS, DAY_US, InvalidTextError
 
 MONTH_DAYS = 30
-"""For comparisons."""
+"""Days of a month in comparisons."""
 
 
 class Interval(NamedTuple):
-    """`days` is ±inf for an infinite one."""
+    """An interval. `days` is ±inf for an infinite one."""
 
     months: int
     days: int | float
@@ -26,12 +26,12 @@ class Interval(NamedTuple):
 
 
 def interval_span(value: Interval) -> int | float:
-    """What intervals are compared by, in microseconds."""
+    """Return the value by which intervals are compared, in microseconds."""
     return (value.months * MONTH_DAYS + value.days) * DAY_US + value.micros
 
 
 def checked(months: int, days: int, micros: int) -> Interval:
-    """Raises InvalidTextError."""
+    """Return the interval. Raises InvalidTextError if it is out of range."""
     if not (
         -(1 << 31) < months < (1 << 31) - 1 and -(1 << 31) < days < (1 << 31) - 1 and -(1 << 63) < micros < 1 << 63
     ):
@@ -67,7 +67,7 @@ _INFINITE = {
 
 
 def read_interval(text: str) -> Interval:
-    """Raises InvalidTextError."""
+    """Parse an interval. Raises InvalidTextError."""
     word = text.strip(BLANKS)
     infinite = _INFINITE.get(word.lower())
     if infinite is not None:

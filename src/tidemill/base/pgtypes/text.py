@@ -1,21 +1,21 @@
-"""Values in PostgreSQL's text form, one rule a type: what PostgreSQL's own input function makes of the text. Pure.
+"""Values in PostgreSQL's text form, one rule per type: the result of PostgreSQL's own input function. Pure.
 
     bool              bool
     int2 int4 int8    int, checked against the type's range
     numeric           Decimal (NaN and infinities included)
     float4 float8     float (float4 rounded to single precision)
     uuid              str, canonical lower case: its order is the byte order
-    bytea             bytes, of the hex format
+    bytea             bytes, from the hex format
     date              days since 1970-01-01;  ±inf
     time              microseconds of the day
     timestamp(tz)     microseconds since 1970-01-01 UTC;  ±inf
     arrays            nested lists, None for NULL (`arrays`)
     anything else     its text
 
-All that sessions print under DateStyle ISO, bytea_output hex and TimeZone UTC is read, and what people write in its
-stead; of the input functions' further words (`now`, `Jan 8`, `0x1F`, `1_000`) nothing. Digits and blanks are ASCII's.
-What is not read raises `InvalidTextError`, with PostgreSQL's message. Columns of ordinary values are read by Arrow
-(`shards/parts/pg_columns`), which takes the same text for the same values; these functions read what it does not know.
+Accepts everything that sessions print under DateStyle ISO, bytea_output hex and TimeZone UTC, and the usual notations
+of people. Rejects the special words of the input functions (`now`, `Jan 8`, `0x1F`, `1_000`). Digits and blanks are
+those of ASCII. A text that is not accepted raises `InvalidTextError` with PostgreSQL's message. Arrow reads columns of
+ordinary values (`shards/parts/pg_columns`), with the same values for the same text; these functions read the rest.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ from typing import Any
 INTEGERS = {"int2": 1 << 15, "int4": 1 << 31, "int8": 1 << 63}
 
 INTEGER_DIGITS = 100
-"""With sign, blanks and leading zeros; PostgreSQL has no such limit, and nobody writes such a number."""
+"""Length limit including sign, blanks and leading zeros. PostgreSQL has none, but no real number is this long."""
 
 NUMERIC_DIGITS = 16_000
-"""Numbers with more digits, on either side of the point, are refused: PostgreSQL goes further (131,072 and 16,383), but
-one operation on such numbers must not cost the loop more than a few milliseconds."""
+"""Digits on either side of the point above which a number is rejected.
+
+PostgreSQL accepts more (131,072 and 16,383), but one operation on such numbers must not cost the event loop more than a
+few milliseconds.
+"""
 
 DAY_US = 86_400_000_000
 DAYS = range(-2_440_588, 2_145_042_906)
-"""From 4714-11-24 BC to 5874897-12-31."""
+"""Dates from 4714-11-24 BC to 5874897-12-31."""
 MOMENTS = range(-210_866_803_200_000_000, 9_224_318_016_000_000_000)
-"""From 4714-11-24 BC to the end of the year 294276, which is beyond 2⁶³ µs after 1970."""
+"""Timestamps from 4714-11-24 BC to the end of the year 294276, which is beyond 2⁶³ µs after 1970."""
 
 DISPLAY = {
     "bool": "boolean",
@@ -54,7 +57,7 @@ DISPLAY = {
     "timestamp": "timestamp without time zone",
     "timestamptz": "timestamp with time zone",
 }
-"""Names of types as PostgreSQL's messages have them."""
+"""Names of types in PostgreSQL's messages."""
 
 BLANKS = " \t\n\r\f\v"
 _INT = re.compile(r"[ \t\n\r\f\v]*[+-]?[0-9]+[ \t\n\r\f\v]*\Z")
@@ -82,7 +85,7 @@ _MONTH_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
 
 class InvalidTextError(ValueError):
-    """The text is no such value, or the value does not fit its type: PostgreSQL raises an error here."""
+    """The text is not a value of its type, or the value is out of range: PostgreSQL raises an error here."""
 
 
 def _syntax(type_name: str, text: str) -> InvalidTextError:
@@ -119,7 +122,7 @@ def _read_integer(name: str) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not looks(text):
             raise _syntax(name, text)
-        if len(text) > INTEGER_DIGITS:  # Python refuses to read very long ones
+        if len(text) > INTEGER_DIGITS:  # Python rejects very long ones
             raise InvalidTextError(f"{DISPLAY[name]} out of range")
         value = int(text)
         return value if -bound <= value < bound else check_integer(name, value)
@@ -138,7 +141,7 @@ def read_numeric(text: str) -> Decimal:
         raise too_wide()
     try:
         return check_numeric(Decimal(word))
-    except InvalidOperation as error:  # an exponent beyond any
+    except InvalidOperation as error:  # an exponent beyond any limit
         raise too_wide() from error
 
 
@@ -176,13 +179,15 @@ def to_float4(value: float) -> float:
 
 
 def read_float4(text: str) -> float:
-    """Rounded once: a double halfway between two singles does not say on which side of it the text is."""
+    """Parse a float4, rounding once: a double halfway between two singles does not show on which side of it the text
+    is.
+    """
     value = read_float8(text)
     return value if math.isnan(value) or math.isinf(value) else nearest_float4(Decimal(text.strip(BLANKS)), value)
 
 
 def nearest_float4(exact: Decimal | int, value: float) -> float:
-    """The single nearest to `exact`, of which `value` is the nearest double. Raises InvalidTextError."""
+    """Return the single nearest to `exact`, whose nearest double is `value`. Raises InvalidTextError."""
     near = to_float4(value)
     if near == value or value == exact:
         return near
@@ -213,14 +218,14 @@ def read_bytea(text: str) -> bytes:
 
 
 def days_of(year: int, month: int, day: int) -> int:
-    """Days since 1970-01-01 in the proleptic Gregorian calendar, by eras of 400 years; 1 BC is year 0."""
+    """Return days since 1970-01-01 in the proleptic Gregorian calendar, by eras of 400 years; 1 BC is year 0."""
     era, year_of_era = divmod(year - (month <= 2), 400)
     day_of_year = (153 * ((month + 9) % 12) + 2) // 5 + day - 1
     return era * 146_097 + year_of_era * 365 + year_of_era // 4 - year_of_era // 100 + day_of_year - 719_468
 
 
 def ymd_of(days: int) -> tuple[int, int, int]:
-    """Year, month and day of a date, the inverse of `days_of`."""
+    """Return year, month and day of a date, the inverse of `days_of`."""
     era, of_era = divmod(days + 719_468, 146_097)
     year = (of_era - of_era // 1_460 + of_era // 36_524 - of_era // 146_096) // 365
     of_year = of_era - (365 * year + year // 4 - year // 100)
@@ -236,7 +241,7 @@ def month_days(year: int, month: int) -> int:
 
 
 def _days(text: str, year: int, month: int, day: int, bc: bool) -> int:
-    """Days since 1970-01-01 in the proleptic Gregorian calendar, by eras of 400 years; there is no year 0."""
+    """Return days since 1970-01-01 in the proleptic Gregorian calendar, by eras of 400 years; there is no year 0."""
     if not year:
         raise _field(text)
     year = 1 - year if bc else year
@@ -273,17 +278,17 @@ def read_time(text: str) -> int:
 
 
 def read_timestamp(text: str) -> int | float:
-    """Without zone: a zone in the text is ignored, as PostgreSQL does."""
+    """Parse a timestamp without a zone: a zone in the text is ignored, as PostgreSQL does."""
     return _read_moment(text, "timestamp")
 
 
 def read_timestamptz(text: str) -> int | float:
-    """Without a zone in the text the session's zone counts, which is UTC here."""
+    """Parse a timestamp with a zone. A text without one is in the session's zone, which is UTC here."""
     return _read_moment(text, "timestamptz")
 
 
 def names_zone(text: str) -> bool:
-    """Is it a timestamp with a zone in its text?"""
+    """Return whether the text is a timestamp with a zone."""
     found = _MOMENT.match(text.strip(BLANKS))
     return found is not None and found[3] is not None
 

@@ -13,18 +13,18 @@ from tidemill.base.errors import ClosedError
 T = TypeVar("T")
 
 CLOSE_S = 5.0
-"""What runs on the loop when it is closed is cancelled, and has this long to end."""
+"""Time that cancelled work on the loop has to end when the portal is closed."""
 
 
 class BlockingPortal:
-    """`call(coroutine)` runs it on the portal's loop and returns its result, or raises its error.
+    """Runs coroutines on its loop: `call(coroutine)` returns the result or raises the error.
 
-    No caller outlives the loop: `close` cancels what runs, and a thread that waits in `call` gets CancelledError.
+    No caller outlives the loop: `close` cancels all work, and a thread that waits in `call` gets CancelledError.
     """
 
     def __init__(self, name: str = "tidemill-portal") -> None:
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.RLock()  # a finalizer that calls may run inside a call
+        self._lock = threading.RLock()  # a finalizer may make a call inside another call
         self._waiting: set[Future[Any]] = set()
         self._closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -36,16 +36,22 @@ class BlockingPortal:
 
     @property
     def is_here(self) -> bool:
-        """Does the caller run in the loop's own thread, as a finalizer may? There nobody may wait for the loop."""
+        """True if the caller runs in the loop's own thread, as a finalizer may.
+
+        There, waiting for the loop would deadlock.
+        """
         return threading.current_thread() is self._thread
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Raises what the coroutine raises, TimeoutError, ClosedError when the portal is; CancelledError when it
-        closes. RuntimeError in the loop's own thread, which would wait for itself."""
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises the coroutine's error, TimeoutError, ClosedError if the portal is closed, CancelledError if it closes
+        during the call, and RuntimeError in the loop's own thread, which would wait for itself.
+        """
         if self.is_here:
             coroutine.close()
             raise RuntimeError("the loop's own thread would wait for itself")
-        with self._lock:  # one that is closing either sees this call, or refuses it
+        with self._lock:  # a concurrent `close` either sees this call, or rejects it
             if self._closing:
                 coroutine.close()
                 raise ClosedError("the event loop of this process is closed.")

@@ -1,13 +1,14 @@
-"""Giving the event loop its turn inside long plain work: stretches are bounded by time, not by a guess.
+"""Yields to the event loop inside long synchronous work: time bounds each stretch of work, not a guess of its cost.
 
-One `CoopBudget` is shared by all work of one kind, for a hundred tasks that took a stretch each would be one long
-stretch: in one turn of the loop they have one together, and who waits gets it in the order of coming.
+One `CoopBudget` is shared by all work of one kind, since a hundred tasks with a stretch each would be one long stretch.
+In one turn of the loop they have one stretch together, and waiting tasks get it in the order of their arrival.
 
-P1  Who rests after working goes behind all who wait; who was called and found the stretch used up keeps its place.
-P2  While anybody waits, a turn's stretch begins with one who was called: whoever comes new before it waits too.
-    So every turn the first who waits goes on, however many come; a short work waits for a stretch of each before it.
-P3  `_turned` is scheduled exactly while a stretch has begun or anybody waits. It depends on no waiter's coming back:
-    a cancelled one takes its place away and no other's turn.
+Invariant (queue order): a task that rests after working goes to the end of the queue. A task that was called but found
+the stretch used up keeps its place. Invariant (no starvation): while any task waits, a turn's stretch starts with a
+called task; a newcomer before it waits, too. So the first waiting task continues in every turn, however many arrive,
+and a short piece of work waits for one stretch of each task before it. Invariant (no lost wake-up): `_turned` is
+scheduled exactly while a stretch has begun or a task waits. It does not depend on a waiter resuming: a cancelled one
+removes its own place and takes no other's turn.
 """
 
 from __future__ import annotations
@@ -20,24 +21,27 @@ from math import inf
 from tidemill.base.clock import Clock
 
 STRETCH_S = 0.005
-"""A tenth of what the loop may stand still."""
+"""Length of a stretch: a tenth of the tolerated stall of the event loop."""
 _KEPT = -inf
-"""No stretch has begun, and only one who was called may begin it."""
+"""Marker: no stretch has begun, and only a called task may begin it."""
 
 
 class CoopBudget:
-    """`if pace.due: await pace.rest()` between two elements of the work, and before the first where many may begin."""
+    """Shared time budget: `if pace.due: await pace.rest()` between two elements of the work.
+
+    Also use it before the first element if many tasks may start together.
+    """
 
     def __init__(self, clock: Clock, stretch_s: float = STRETCH_S) -> None:
         self._clock = clock
         self._stretch_s = stretch_s
         self._until_s: float | None = None
-        """Of this turn of the loop, once anybody works in it."""
+        """End of the stretch in this turn of the loop; None until a task works in it."""
         self._waiting: OrderedDict[object, asyncio.Future[None]] = OrderedDict()
-        """By place, first come first; a place that gets another future stays where it is."""
+        """Futures by place, in order of arrival; a place whose future is replaced keeps its order."""
         self._called = 0
         self._went_on = 0
-        """Of those called for this turn."""
+        """Number of tasks called for this turn that continued."""
 
     @property
     def due(self) -> bool:
@@ -48,7 +52,7 @@ class CoopBudget:
         return now_s >= self._until_s
 
     async def rest(self) -> None:
-        """Until a turn of the loop whose stretch others have not used up; whoever rests first goes on first."""
+        """Wait for a turn of the loop whose stretch is not used up; tasks continue in the order of arrival."""
         place = object()
         try:
             while self.due:
@@ -61,7 +65,10 @@ class CoopBudget:
             self._waiting.pop(place, None)
 
     def _turned(self) -> None:
-        """Runs after those it called in the turn before. As many are called as went on; twice as many if all did."""
+        """Call the next tasks; runs after those called in the previous turn.
+
+        Calls as many tasks as continued in that turn, or twice as many if all did.
+        """
         if self._waiting:
             count = self._went_on if self._went_on < self._called else 2 * self._called
             self._called, self._went_on = min(max(count, 1), len(self._waiting)), 0
@@ -70,7 +77,7 @@ class CoopBudget:
                 if not future.done():
                     future.set_result(None)
         elif self._called:
-            self._called = 0  # what is left of the stretch they had is all that this turn still has
+            self._called = 0  # this turn has only the rest of the stretch of the called tasks
         else:
             self._until_s = None
             return

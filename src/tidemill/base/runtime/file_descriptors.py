@@ -1,10 +1,10 @@
-"""Descriptors of this process: the limit is raised as far as the system lets us, and every use has a share of it.
+"""File descriptors of this process: the limit is raised as far as possible, and every use has a share of it.
 
-    reserve      kept open on purpose by whoever must work when nothing is left (the sequencer); given up for a moment
-    own          what a process needs whatever its clients do: stores, logs, children
+    reserve      kept open by components that must work when no descriptor is left (the sequencer); released briefly
+    own          needs of the process that are independent of its clients: stores, logs, children
     the rest     connections of clients, by the shares below
 
-A share is a limit on connections: beyond it a newcomer is turned away, and everybody else goes on.
+A share is a limit on connections: above it a new client is rejected, and all others continue.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Iterator
 import msgspec
 
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-"""What the system says when there is no descriptor, or no memory for what stands behind one."""
+"""System errors for a lack of descriptors, or of memory for the object of one."""
 
 WANTED = 1 << 16
-"""More than this nobody here can use; some systems have a hard limit of a thousand million, and tables sized by it."""
+"""Limit above which more descriptors are useless here. Some systems allow a thousand million, and size tables by it."""
 
 OWN = 256
-"""Stores, listeners, logs, children, scratch files."""
+"""Descriptors for stores, listeners, logs, children, scratch files."""
 
 RESERVE = 16
-"""For the sequencer to open its database and its sockets again."""
+"""Descriptors for the sequencer to reopen its database and sockets."""
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """Connections each kind of client may have at once, in this process. `limit`: RLIMIT_NOFILE."""
+    """Concurrent connections per kind of client in this process. `limit` is RLIMIT_NOFILE."""
 
     limit: int
     kafka: int
@@ -40,13 +40,15 @@ class Shares(msgspec.Struct, frozen=True):
 
 
 def shares(limit: int) -> Shares:
-    """A half of what is not needed otherwise for Kafka, a quarter for HTTP, an eighth for local processes."""
+    """Divide the descriptors that are not needed otherwise: half for Kafka, a quarter for HTTP, an eighth for local
+    processes.
+    """
     free = max(64, limit - OWN - RESERVE)
     return Shares(limit, free // 2, free // 4, min(1_000, free // 8))
 
 
 def raise_limit() -> Shares:
-    """Raise the soft limit towards the hard one; the shares of what it is then. Raises nothing."""
+    """Raise the soft limit towards the hard one; return the resulting shares. Never raises."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -56,13 +58,13 @@ def raise_limit() -> Shares:
 
 
 def current() -> Shares:
-    """The shares of the limit as it is."""
+    """Return the shares of the current limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return shares(WANTED if soft == resource.RLIM_INFINITY else soft)
 
 
 def open_count() -> int:
-    """Descriptors that are open now; -1 where the system does not tell."""
+    """Return the number of open descriptors; -1 if the system does not report it."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1
     except OSError:
@@ -70,12 +72,12 @@ def open_count() -> int:
 
 
 def facts() -> dict[str, object]:
-    """{"limit", "open", "kafka", "http", "sequencer"}: for a process's report."""
+    """Return {"limit", "open", "kafka", "http", "sequencer"} for a process's report."""
     return {"open": open_count(), **msgspec.to_builtins(current())}
 
 
 class Reserve:
-    """Some descriptors that can be given up for a moment. Belongs to one thread."""
+    """Descriptors that can be released briefly. Belongs to one thread."""
 
     def __init__(self, count: int = RESERVE) -> None:
         self._count = count
@@ -83,14 +85,14 @@ class Reserve:
         self.fill()
 
     def fill(self) -> None:
-        """Take back what is missing, as far as there is any."""
+        """Refill the reserve as far as descriptors are available."""
         with contextlib.suppress(OSError):
             while len(self._held) < self._count:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """In this block there are as many to be had as the reserve held, unless another thread is faster."""
+        """Release the reserve inside the context, for use there unless another thread is faster."""
         self.close()
         try:
             yield

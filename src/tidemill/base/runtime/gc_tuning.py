@@ -1,11 +1,13 @@
-"""Short pauses of Python's cyclic collector in a process whose heap is large and long-lived.
+"""Short pauses of Python's cyclic collector in a process with a large, long-lived heap.
 
-A full collection walks every container there is: with a gigabyte of shapes and caches it stops the loop for a tenth
-of a second, to find next to nothing, since what this package drops has no cycles. So whatever survives a full
-collection is set aside (`gc.freeze`): the next one walks only what came since. A cycle that dies among what was set
-aside is found when everything is taken back: where what was set aside has grown by half since the last time, which
-is looked at every `LOOK_EVERY` full collections (a heap which only stays is never walked, and one that grows ever more
-rarely), and after `TAKE_BACK_EVERY` of them in any case, for few containers may hold many bytes.
+A full collection walks every container. With a gigabyte of shapes and caches it stops the loop for a tenth of a second,
+and finds next to nothing, since this package's garbage has no cycles. So all survivors of a full collection are frozen
+(`gc.freeze`), and the next one walks only newer containers.
+
+A cycle that dies among frozen containers is found when everything is unfrozen: whenever the number of frozen containers
+has grown by half since the last time, which is checked every `LOOK_EVERY` full collections (so a stable heap is never
+walked, and a growing one ever more rarely), and after `TAKE_BACK_EVERY` of them in any case, since few containers may
+hold many bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ from __future__ import annotations
 import gc
 
 TAKE_BACK_EVERY = 100_000
-"""Under full load a process makes some fifty full collections a second: half an hour."""
+"""Full collections between unconditional unfreezes: half an hour at full load, with fifty a second."""
 LOOK_EVERY = 3_000
-"""Full collections from one count of what was set aside to the next, a minute of full load: the count walks a list, at
-20 to 240 ns a container, by how they lie in memory."""
+"""Full collections between two checks of the growth, a minute at full load: counting frozen containers walks a list, at
+20 to 240 ns per container, depending on their locality.
+"""
 GROWN_LEAST = 50_000
-"""Containers: fewer are not worth a walk (1 to 2 µs each)."""
+"""Least growth in containers that is worth a walk, at 1 to 2 µs each."""
 THRESHOLDS = (700, 5, 3)
-"""A full collection comes after 10,500 more containers were made than dropped: it walks that many, at 1 to 2 µs each
-(measured: docs/benchmarks.md). What survives is walked once at each size, so smaller ones cost no more in all."""
+"""Collector thresholds: a full collection follows 10,500 net new containers, and walks as many, at 1 to 2 µs each.
+
+Measured in docs/benchmarks.md. Survivors are walked once at any threshold, so a smaller one costs no more in total.
+"""
 OLDEST = 2
 
 
@@ -30,7 +35,7 @@ class _Setter:
         self.full_collections = 0
         self.taken_back = False
         self.kept = 0
-        """Containers that survived when everything was taken back the last time."""
+        """Containers that survived the last collection after an unfreeze."""
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] != OLDEST:
@@ -53,9 +58,9 @@ _setter = _Setter()
 
 
 def keep_pauses_short() -> None:
-    """For this process, from now on. Idempotent."""
+    """Install the tuning in this process. Idempotent."""
     if _setter not in gc.callbacks:
         gc.set_threshold(*THRESHOLDS)
         gc.callbacks.append(_setter)
-        _setter.taken_back = True  # what is there now is where growth is counted from
+        _setter.taken_back = True  # growth is counted from the current heap
         gc.collect()

@@ -1,10 +1,10 @@
-"""How long the event loop of this process stood still: the price that every other unit paid for one of them.
+"""Stalls of this process's event loop: the delay that one unit of work caused to all others.
 
-One turn of the loop is from when its selector should have returned (its next timer was due, or something came) until
-it is asked again: by so much was late whoever became due meanwhile. It is measured there, at each turn, so an idle
-process is not woken to be watched. The longest of the last minute and of the whole life are facts of every process,
-and metrics. On a machine that is busy elsewhere a loop is also late without having done anything: the processor time
-that its thread used meanwhile tells the two apart.
+One turn of the loop lasts from the time when its selector should have returned (the next timer was due, or an event
+arrived) until it is called again: the delay of work that became due in between. It is measured there, in each turn, so
+an idle process is not woken for the measurement. The longest of the last minute and of the whole life are facts of
+every process, and metrics. On a busy machine a loop is also late without its own work: the processor time that its
+thread used in the turn distinguishes the two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client import Gauge
 from tidemill.base.clock import Clock, thread_cpu_s
 
 WORTH_S = 0.001
-"""A shorter turn is none that anybody waits for."""
+"""Shortest turn that is recorded; a shorter one delays nothing noticeably."""
 WINDOW_S = 60.0
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ _DEAREST = Gauge("tidemill_loop_stall_cpu_seconds", "Most processor time that th
 
 
 class LoopWatch:
-    """`run` until cancelled; `facts` any time, also from other threads."""
+    """Watches the loop: `run` until cancelled; call `facts` at any time, also from other threads."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -42,7 +42,7 @@ class LoopWatch:
         _LONGEST.set_function(lambda: self.recent_s)
         _DEAREST.set_function(lambda: self._longest_cpu_s)
         loop = asyncio.get_running_loop()
-        # Of every loop that waits in a selector; it has no other place that is passed once a turn.
+        # Every loop that waits in a selector has it. No other place is passed exactly once per turn.
         selector: Any = vars(loop)["_selector"]
         wait = selector.select
         selector.select = self.around(wait)
@@ -52,7 +52,7 @@ class LoopWatch:
             selector.select = wait
 
     def around(self, wait: Callable[[float | None], T]) -> Callable[[float | None], T]:
-        """The selector's `select`, watched: it waits as long as it does without."""
+        """Return the selector's `select` with the measurement, which does not change its waiting time."""
         monotonic_s = self._clock.monotonic_s
         due_s, cpu_s = monotonic_s(), thread_cpu_s()
         read_s = due_s
@@ -60,7 +60,7 @@ class LoopWatch:
         def select(timeout: float | None = None) -> T:
             nonlocal due_s, cpu_s, read_s
             asked_s = monotonic_s()
-            # The processor time is a system call: of short turns it is read once for many.
+            # The processor time is a system call: for short turns it is read once for many.
             if asked_s - read_s >= WORTH_S:
                 used_s = thread_cpu_s()
                 if asked_s - due_s >= WORTH_S:
@@ -75,8 +75,10 @@ class LoopWatch:
         return select
 
     def observe(self, late_s: float, now_s: float, cpu_s: float) -> None:
-        """One turn of the loop that took `late_s`, during which the thread worked for `cpu_s`. The window is two
-        halves, so that a stall is seen for at least half a minute and forgotten after one."""
+        """Record one turn of the loop that took `late_s`, in which the thread worked for `cpu_s`.
+
+        The window has two halves, so that a stall is visible for at least half a minute and expires after one.
+        """
         passed_s = now_s - self._window_started_s
         if passed_s > WINDOW_S / 2:
             self._earlier_s = self._window_s if passed_s <= WINDOW_S else 0.0
@@ -87,15 +89,18 @@ class LoopWatch:
 
     @property
     def recent_s(self) -> float:
-        """Longest stall of the last minute. Changes nothing: only the loop's own thread does (`observe`)."""
+        """Longest stall of the last minute. Changes nothing, since only the loop's own thread may (`observe`)."""
         passed_s = self._clock.monotonic_s() - self._window_started_s
         if passed_s <= WINDOW_S / 2:
             return max(self._earlier_s, self._window_s)
         return self._window_s if passed_s <= WINDOW_S else 0.0
 
     def facts(self) -> dict[str, object]:
-        """{"stall_ms": of the last minute, "longest_stall_ms": since the process began, "longest_stall_cpu_ms": the
-        most work that was done in one stall}."""
+        """Return {"stall_ms", "longest_stall_ms", "longest_stall_cpu_ms"}.
+
+        These are the longest stall of the last minute, the longest since the process began, and the most processor time
+        used in one stall.
+        """
         return {
             "stall_ms": round(self.recent_s * 1000, 1),
             "longest_stall_ms": round(self._longest_s * 1000, 1),

@@ -1,7 +1,8 @@
-"""The memory budget of a process: named shares of one limit, counted by their owners, enforced where they are taken.
+"""The memory budget of a process: named shares of one limit, counted and enforced by their owners.
 
-A share is asked before memory is taken: `take` says no instead of letting the process grow, and what cannot wait
-fails as one unit. What a library allocates is not seen here; `resident_bytes` is what the system says.
+A share is requested before memory is allocated: its owner rejects the request instead of letting the process grow, and
+work that cannot wait fails as one unit. Allocations of libraries are not visible here; `resident_bytes` returns the
+system's figure.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from collections.abc import Callable
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _LARGEST_KEPT = (-3, 32 << 20)
-"""glibc's M_MMAP_THRESHOLD, the most it takes: what is larger is mapped for its time."""
+"""glibc's M_MMAP_THRESHOLD at its maximum: larger blocks are mapped individually."""
 _TRIM_THRESHOLD = -1
-"""M_TRIM_THRESHOLD: an arena gives pages back when more than this is free at its end."""
+"""M_TRIM_THRESHOLD: an arena returns pages when more than this is free at its end."""
 _ARENAS = (-8, 1)
-"""M_ARENA_MAX: what one thread freed is there for the next one, and can be given back; of any other arena than the
-first, malloc_trim trims what lies between, and not the end."""
+"""M_ARENA_MAX: memory freed by one thread is available to the next, and can be returned to the system.
+
+In any arena other than the first, malloc_trim trims the middle, but not the end.
+"""
 
 
 def resident_bytes() -> int:
-    """Of this process, as Linux counts; 0 where /proc is not there."""
+    """Return the resident memory of this process, as counted by Linux; 0 without /proc."""
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * _PAGE_BYTES
@@ -31,9 +34,11 @@ def resident_bytes() -> int:
 
 
 def keep_freed_memory(kept_bytes: int = 1 << 30) -> bool:
-    """From now on what this process frees stays with it, up to `kept_bytes` of it, for its next work: pages that the
-    system gave are zeroed first, which costs more than much of what is done with them. Call it before there are
-    threads. False where the C library is not glibc, and everything is as it was (mallopt(3))."""
+    """Keep up to `kept_bytes` of freed memory in the process for its next work. Return False without glibc
+    (mallopt(3)).
+
+    The system zeroes new pages, which costs more than much of the work on them. Call this before there are threads.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
@@ -42,7 +47,10 @@ def keep_freed_memory(kept_bytes: int = 1 << 30) -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """To the system: the next work asks for it again (malloc_trim(3)). Nothing where there is no glibc."""
+    """Return freed memory to the system, from which the next work requests it again (malloc_trim(3)).
+
+    No-op without glibc.
+    """
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
@@ -51,7 +59,7 @@ def give_freed_memory_back() -> None:
 
 
 class Rest:
-    """Tells once, after a while without work, that there was some. `after_s` by the caller's clock."""
+    """Detects, once, the end of a period of work: `after_s` without work, by the caller's clock."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
@@ -59,7 +67,10 @@ class Rest:
         self._since_s: float | None = None
 
     def begins(self, done: int, now_s: float) -> bool:
-        """`done` counts what was worked; another count than last time is work."""
+        """Return True once if there was work and then none for `after_s`.
+
+        `done` counts work: a changed count is work.
+        """
         if done != self._done:
             self._done, self._since_s = done, now_s
         if self._since_s is None or now_s - self._since_s < self._after_s:
@@ -69,8 +80,10 @@ class Rest:
 
 
 class Budget:
-    """`share(name, limit, used)`: an owner that counts for itself is shown here under its name. Limits of all shares
-    together need not reach `limit_bytes`: the rest is for code, libraries and the allocator."""
+    """Registry of shares: `share(name, limit, used)` registers an owner that counts for itself.
+
+    The limits of all shares together need not reach `limit_bytes`: the rest is for code, libraries and the allocator.
+    """
 
     def __init__(self, limit_bytes: int = 0) -> None:
         self.limit_bytes = limit_bytes
@@ -80,5 +93,5 @@ class Budget:
         self._shares[name] = (limit_bytes, used)
 
     def shares(self) -> dict[str, tuple[int, int]]:
-        """{name: (used, limit)} in bytes."""
+        """Return {name: (used, limit)} in bytes."""
         return {name: (used(), limit) for name, (limit, used) in sorted(self._shares.items())}

@@ -1,4 +1,4 @@
-"""Directories below `node.data`: data, logs and passwords in them are private to their user."""
+"""Private directories below `node.data`: data, logs and passwords in them are readable only by their user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PRIVATE: int = 0o700
 
 
 def make_private_directory(directory: Path) -> None:
-    """mkdir -p with mode 0700 for each directory that is missing; each new entry survives power loss.
+    """Create missing directories with mode 0700, like mkdir -p; each new entry survives power loss.
 
     An existing directory keeps its mode, which is its user's choice. Raises OSError.
     """

@@ -1,7 +1,7 @@
-"""Stores that are away when a process starts are waited for, and it is said who is waited for.
+"""Opens stores that may be away when a process starts: retries, and reports which store it is waiting for.
 
-A node that ended because its bucket or its consensus does not answer would be restarted for ever without a word:
-nothing is published before consensus is open, and nothing served before the bucket is.
+A node that ended because its bucket or consensus does not answer would be restarted forever without any message:
+nothing is published before consensus is open, and nothing is served before the bucket is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tidemill.base.runtime.tasks import Backoff, sentence
 T = TypeVar("T")
 
 SLOW_S = 2.0
-"""An attempt that has not ended by then is told as well: what is black-holed fails only after a while."""
+"""Duration after which a pending attempt is reported, too: a black-holed connection fails only much later."""
 
 log = structlog.get_logger()
 
@@ -27,8 +27,11 @@ log = structlog.get_logger()
 async def open_with_retry(
     opening: Callable[[], Awaitable[T]], clock: Clock, *, waiting: Callable[[str], None], longest_s: float = 5.0
 ) -> T:
-    """The result of `opening`, tried again while it is Unavailable or Unknown; `waiting(sentence)` is told each time,
-    and `""` when it opened. Raises what waiting cannot mend (Invalid, Corrupt)."""
+    """Return the result of `opening`, retried on UnavailableError and UnknownOutcomeError.
+
+    Each failure is reported with `waiting(sentence)`, and success with `waiting("")`. Raises errors that a retry cannot
+    fix (InvalidError, CorruptError).
+    """
     restarts = Backoff(0.25, longest_s)
     loop = asyncio.get_running_loop()
     while True:

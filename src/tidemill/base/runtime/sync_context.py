@@ -1,4 +1,4 @@
-"""An asynchronous context that synchronous code is in, for as long as it likes."""
+"""An asynchronous context that synchronous code can stay in for any time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = structlog.get_logger()
 
 
 class SyncContext(Generic[T]):
-    """Enters `context` in a task of its own, which stays in it until `leave`; `value` is what entering it gave.
+    """Enters `context` in a separate task, which stays in it until `leave`; `value` is the result of entering it.
 
-    Who forgets to leave it leaves it when the last reference goes, or when the portal closes. Raises as
-    `BlockingPortal.call` does.
+    Without `leave`, it is left when the last reference is dropped, or when the portal closes. Raises as
+    `BlockingPortal.call`.
     """
 
     def __init__(self, portal: BlockingPortal, context: AbstractAsyncContextManager[T]) -> None:
@@ -44,7 +44,7 @@ class SyncContext(Generic[T]):
         async def begin() -> Tasks:
             tasks = Tasks(lambda _, error: log.warning("left with an error", cause=str(error)))
             staying = tasks.spawn(stay(), name="entered")
-            # A portal that closes may cancel it before its first step.
+            # A closing portal may cancel the task before its first step.
             staying.add_done_callback(lambda _: given.done() or given.cancel())
             return tasks
 
@@ -56,14 +56,16 @@ class SyncContext(Generic[T]):
             raise
 
     def leave(self) -> None:
-        """Leave it, and wait until it is left; the portal's own thread does not wait. Again, or after the portal was
-        closed: nothing."""
+        """Leave the context and wait for its end; the portal's own thread does not wait. Idempotent.
+
+        A no-op after the portal was closed.
+        """
         if self._abandon() and not self._portal.is_here:
             with contextlib.suppress(ClosedError, CancelledError):
                 self._portal.call(self._tasks.drain(CLOSE_S))
 
     def _abandon(self) -> bool:
-        """Without waiting: garbage may be collected in the portal's own thread, or after its end."""
+        """Start leaving without waiting: garbage may be collected in the portal's own thread, or after its end."""
         first = not self._leaving.done()
         if first:
             self._leaving.set_result(None)

@@ -1,14 +1,14 @@
-"""Task groups and supervision: no bare `create_task` anywhere else in the package, and no task without an owner.
+"""Task groups and supervision: `create_task` is called nowhere else in the package, and every task has an owner.
 
-    U1  A fault is as large as its unit. `keep` runs one unit (a shape, a partition, a table, a pipeline, a capture):
-        whatever its body raises, of whatever type, ends that unit, is told under the unit's mark with the error of
-        the last try, and is tried again after a pause. Nothing larger notices.
-    U2  The age of a failure survives retries at the same place: it heals when the unit's position moves, or says so.
-        An error that means "stop" (`errors.ends_process`) is not a unit's own: it is told and raised, never retried.
-    U3  A task tells its owner how it ended. `Tasks` asks for `on_failure`; there is no default that only logs.
+Invariant (isolation): a fault affects only its unit. `keep` runs one unit (a shape, a partition, a table, a pipeline, a
+capture): any error of its body, of any type, ends that unit, is reported under the unit's stage status, and the unit is
+retried after a pause. Nothing larger is affected. Invariant (age of a failure): it survives retries at the same place,
+until the unit's position moves or it reports recovery. An error that means "stop" (`errors.ends_process`) is not the
+unit's own: it is reported and raised, never retried. Invariant (no silent end): a task reports its failure to its
+owner. `Tasks` requires `on_failure`; there is no default that only logs.
 
-Ordering is decided before a task exists: `create_task` defers a coroutine's body, so a reservation
-on its first line is already too late (seed 000). Reserve in a plain `def`, then `spawn`.
+Order is decided before a task exists: `create_task` defers a coroutine's body, so a reservation in its first line is
+already too late. Reserve in a plain `def`, then `spawn`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FailureHandler = Callable[[str, BaseException], None]
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 STEADY_AFTER_S = 20.0
-"""A unit that ran this long before it failed starts its pauses over."""
+"""Duration of a run after which the pauses of a unit start again from the shortest."""
 
 log = structlog.get_logger()
 
@@ -37,8 +37,8 @@ log = structlog.get_logger()
 class Tasks:
     """Owns background tasks for the lifetime of a component.
 
-    Unlike asyncio.TaskGroup one failing task does not cancel its siblings: the failure goes to
-    `on_failure(name, error)`, and `aclose` cancels and awaits whatever still runs.
+    Unlike asyncio.TaskGroup, a failing task does not cancel its siblings: the failure goes to `on_failure(name,
+    error)`, and `aclose` cancels and awaits all running tasks.
     """
 
     def __init__(self, on_failure: FailureHandler) -> None:
@@ -68,12 +68,12 @@ class Tasks:
         return len(self._tasks)
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait for what runs now, at most so long; cancels nothing."""
+        """Wait for the running tasks, at most for `timeout_s`; cancel none."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
 
     async def aclose(self) -> None:
-        """Cancel what runs and wait for it. Idempotent."""
+        """Cancel the running tasks and wait for them. Idempotent."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -88,19 +88,21 @@ class Tasks:
 
 
 def is_fault(error: BaseException) -> bool:
-    """True for everything that is a unit's own failure: also types that nobody listed, and those that libraries derive
-    from BaseException (a panic of native code). False for what ends a process or a task on purpose, and for errors that
-    say that this process must end (`errors.ends_process`): who asks this passes them on."""
+    """True for every failure of a unit itself, of any type, including those that libraries derive from BaseException.
+
+    An example of the latter is a panic of native code. False for the deliberate end of a process or a task, and for
+    errors upon which this process must end (`errors.ends_process`): the caller passes those on.
+    """
     if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit | GeneratorExit):
         return False
     return not ends_process(error)
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """As `is_fault`, around an await: a cancellation that leaked out of what was awaited is a fault too.
+    """Return `is_fault` for an error of an await: a cancellation that leaked out of the awaited work is a fault, too.
 
-    Nothing is one once this task was cancelled: what its clean-up raises then stands in the cancellation's place, and
-    who took it for a fault and went on would never end.
+    False once this task was cancelled: an error of its clean-up then replaces the cancellation, and a caller that
+    treated it as a fault and continued would never end.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -109,7 +111,10 @@ def is_own_fault(error: BaseException) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """One line for a mark: our own errors as they speak, others with their type, for their texts say little alone."""
+    """Return an error as one line for a stage status.
+
+    Foreign errors get their type, since their texts alone say little.
+    """
     text = " ".join(str(error).split())[:500]
     if type(error).__module__.startswith("tidemill."):
         return text
@@ -117,7 +122,7 @@ def sentence(error: BaseException) -> str:
 
 
 class Backoff:
-    """When a failed unit is tried again: pauses double to a limit, and start over after a steady run. Pure."""
+    """Pauses between retries of a failed unit: they double up to a limit, and start again after a steady run. Pure."""
 
     def __init__(
         self,
@@ -131,7 +136,7 @@ class Backoff:
         self._next_s = first_s
 
     def pause_s(self, ran_s: float, *, parked: bool = False) -> float:
-        """How long to wait after a run of `ran_s`. A parked unit is looked at again at the longest pause only."""
+        """Return the pause after a run of `ran_s`. A paused unit (`parked`) is only retried at the longest pause."""
         if ran_s > self._steady_after_s:
             self._next_s = self._first_s
         pause_s = self._next_s
@@ -140,14 +145,14 @@ class Backoff:
 
 
 def parks(error: BaseException) -> bool:
-    """True where trying again cannot help before somebody changes something."""
+    """True if a retry cannot help until an operator changes something."""
     return isinstance(error, InvalidError | CorruptError)
 
 
 class RetryState:
-    """What follows a run that failed, for every loop that keeps something running: it is logged, told, and paused for.
+    """Handling of a failed run, for every loop that restarts its work: log, report, and pause.
 
-    `tell(sentence, parked)` hears of every fault. Without `may_park` nothing is parked: trying again is all there is.
+    Every fault is reported with `tell(sentence, parked)`. Without `may_park` no unit is paused: it is always retried.
     """
 
     def __init__(
@@ -167,7 +172,7 @@ class RetryState:
         self._begun_s = now_s()
 
     def failed(self, fault: BaseException) -> float:
-        """How long to wait, in seconds; the next run is taken to begin after that."""
+        """Record a fault; return the pause in seconds. The next run counts from its end."""
         parked, now_s = self._may_park and parks(fault), self._now_s()
         log.error("unit failed", unit=self.name, error=sentence(fault), parked=parked, exc_info=not parked and fault)
         self._tell(sentence(fault), parked)
@@ -184,7 +189,7 @@ def _of_a_unit(mark: str, tracker: StatusTracker, clock: Clock, restarts: Backof
 
 
 async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: RetryState) -> None:
-    """Run `body` again after each fault, of whatever type; a cancellation that leaked out of what it awaits is one.
+    """Run `body` again after each fault, of any type, including a cancellation that leaked out of awaited work.
 
     Raises an error that ends the process (`ends_process`).
     """
@@ -212,10 +217,10 @@ async def keep(
     clock: Clock,
     restarts: Backoff | None = None,
 ) -> None:
-    """Run a unit's `body` until it returns. Any fault is told under `mark` and tried again after a pause (U1, U2).
+    """Run a unit's `body` until it returns. Any fault is reported under `mark` and retried after a pause.
 
-    What only an operator can mend (Invalid, Corrupt) is parked: held by `operator`, tried at the longest pause, so
-    that it heals without a restart once it was mended.
+    A fault that only an operator can repair (InvalidError, CorruptError) pauses the unit: blocked by `operator`,
+    retried at the longest pause, so that it recovers without a restart after the repair.
     """
     await until_it_returns(body, _of_a_unit(mark, tracker, clock, restarts))
     tracker.heal(mark)
@@ -230,11 +235,11 @@ def keep_thread(
     ending: threading.Event,
     restarts: Backoff | None = None,
 ) -> None:
-    """The twin of `keep` for a unit that is a thread: run its `body` until it returns or `ending` is set.
+    """Run the `body` of a unit that is a thread until it returns or `ending` is set; the counterpart of `keep`.
 
-    A failure that stands when the process ends is kept: its last report hands it to the next process.
+    A failure that is present when the process ends is retained: the last report passes it to the next process.
 
-    Nobody cancels a thread, so whatever its body raises is its fault, also what a user's function raises to leave.
+    Threads are not cancelled, so every error of the body is its fault, also one that a user's function raises to exit.
     Raises an error that ends the process (`ends_process`).
     """
     attempts = _of_a_unit(mark, tracker, clock, restarts)

@@ -1,12 +1,11 @@
-"""How fresh a stage is, looked at from its source: the worst of everything between them, and who holds it.
+"""Freshness of a stage as seen from its source: the worst status on the path between them, and its blocker.
 
     shard:orders ──upstream──► table:shop/public.orders ──► capture:shop/topics ──upstream──► capture:shop
          │ process:pipeline:shop                │ process:node:node-1, objects, consensus
 
-A stage that is at its target says only that its input brought nothing: whether its input is well is for the input to
-say. So the verdict on a table walks to its source, along `held_by` where a stage waits and along `upstream` where it
-does not, and takes the worst mark on the way. What a stage stands on in its own process (its storage, its consensus)
-is on the way too.
+A stage at its target only shows that its input delivered nothing; only the input shows whether it works itself. So the
+verdict on a table walks to its source, along `held_by` from a waiting stage and along `upstream` from others, and takes
+the worst status on the path. The path includes the foundations of a stage in its own process (storage, consensus).
 """
 
 from __future__ import annotations
@@ -21,15 +20,18 @@ SHARD = "shard:"
 TABLE = "table:"
 PIPELINE = "pipeline:"
 REFUSED = ":table/"
-"""In the mark of a table that a pipeline may not keep, between the pipeline's and the table's name."""
+"""Separator between the pipeline's and the table's name in the status of a table that a pipeline must not maintain."""
 
 EXIT_BY_STATE = {State.STUCK: 2, State.BLIND: 2, State.WAITING: 1}
-"""0 fresh, 1 lagging, 2 stuck: of `why`, `status` and `/freshz`."""
+"""Exit codes of `why`, `status` and `/freshz`: 0 fresh, 1 lagging, 2 stuck."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`chain`: from the stage asked for to its source. `worst` decides; `root` is who is to be looked at, as a mark's
-    name or an outside holder in words."""
+    """Result of `verdict`.
+
+    `chain` leads from the requested stage to its source. `worst` decides. `root` is the root cause: the name of a stage
+    status, or an outside blocker in words.
+    """
 
     chain: tuple[Derived, ...]
     worst: Derived
@@ -41,10 +43,10 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdict(marks: Mapping[str, Derived], name: str) -> Verdict:
-    """Of a mark that exists. Raises KeyError for one that does not."""
+    """Return the verdict on an existing stage status. Raises KeyError if there is no such status."""
     chain = tuple(walk(marks, name))
-    # Of equally bad ones what a whole process stands on, else the one nearest to the source: those behind it stand
-    # because of it.
+    # Among equally bad ones choose a foundation of a whole process, else the one nearest to the source, which causes
+    # the others.
     worst = max(enumerate(chain), key=lambda item: (trouble(item[1])[0], _is_ground(item[1].mark.name), item[0]))[1]
     return Verdict(chain, worst, _root(marks, worst))
 
@@ -54,7 +56,7 @@ def _is_ground(name: str) -> bool:
 
 
 def walk(marks: Mapping[str, Derived], name: str) -> Iterator[Derived]:
-    """Every mark between `name` and its source, `name` first, none twice."""
+    """Yield every status between `name` and its source, `name` first, each once."""
     open_names, seen = [name], set[str]()
     if name not in marks:
         raise KeyError(name)
@@ -67,7 +69,7 @@ def walk(marks: Mapping[str, Derived], name: str) -> Iterator[Derived]:
         yield derived
         process = PROCESS + derived.process
         silent = process in marks and marks[process].state is State.BLIND
-        # A driver that dies again and again is told by who restarts it, under the driver's own name.
+        # The supervisor of a driver that dies repeatedly reports it, under the driver's own name.
         restarted = [n for n in marks if n.partition("@")[0] == derived.process and marks[n].mark.error]
         for other in [*([process] if silent else [f"{stand}@{derived.process}" for stand in OWN]), *restarted]:
             if other not in seen and other in marks and marks[other].state is not State.IDLE:
@@ -75,12 +77,15 @@ def walk(marks: Mapping[str, Derived], name: str) -> Iterator[Derived]:
                 yield marks[other]
         open_names += [mark for mark in (derived.mark.held_by, derived.mark.upstream) if mark]
         if here.startswith("topic:"):
-            open_names.append("binding:topic/" + here.removeprefix("topic:"))  # who gives its records a time
+            open_names.append("binding:topic/" + here.removeprefix("topic:"))  # the source of times for its records
 
 
 def _stands_for(marks: Mapping[str, Derived], name: str) -> str:
-    """A captured table that flows has no mark of its own: it is where its capture's topics are. A table that nobody
-    keeps, for its pipeline may not, is told by that pipeline."""
+    """Return the status that stands for `name`.
+
+    A captured table that is streaming has no separate status: it is where its capture's topics are. A table that its
+    pipeline must not maintain is reported by that pipeline.
+    """
     if name in marks:
         return name
     if name.startswith(SHARD):
@@ -95,7 +100,7 @@ def _refusal(marks: Mapping[str, Derived], table: str) -> str:
 
 
 def _root(marks: Mapping[str, Derived], worst: Derived) -> str:
-    """Where walking `held_by` from the worst ends: an outside holder, or the name of the last mark."""
+    """Return the end of the walk along `held_by` from the worst status: an outside blocker, or the last status name."""
     seen: set[str] = set()
     here = worst
     while here.mark.name not in seen:
@@ -111,12 +116,15 @@ def _root(marks: Mapping[str, Derived], worst: Derived) -> str:
 
 
 def table_mark(marks: Mapping[str, Derived], name: str) -> str:
-    """The mark that `name` means: a mark's own name, a table, a topic, a capture, a pipeline. Raises KeyError."""
+    """Return the status meant by `name`: a status's own name, a table, a topic, a capture, a pipeline.
+
+    Raises KeyError.
+    """
     kinds = (f"{kind}:{name}" for kind in ("table", "topic", "capture", "pipeline"))
     for candidate in (name, SHARD + name, _refusal(marks, name), *kinds):
         if candidate in marks:
             return candidate
-    # A captured table that does not flow, by its own name: whichever capture has it.
+    # A captured table that is not streaming, by its plain name: in any capture that has it.
     for mark in sorted(marks):
         if mark.startswith(TABLE) and mark.partition("/")[2] in (name, f"public.{name}"):
             return mark

@@ -1,9 +1,10 @@
-"""How long things take, as histograms: of fixed size whatever is counted, and added up over processes.
+"""Histograms of durations: of fixed size for any count, and summable over processes.
 
-    bucket 0: below 1 ms · bucket n: [2^((n−1)/4), 2^(n/4)) ms · the last one takes all that is longer (37 hours)
+    bucket 0: below 1 ms · bucket n: [2^((n−1)/4), 2^(n/4)) ms · the last one has all longer ones (37 hours)
 
-N1  A quantile is the upper end of its bucket, at most a fifth above what it is; never more than the longest seen.
-N2  `Stages` shows the last WINDOW_MS to twice that, as long as something comes; then it stands still and costs nothing.
+Invariant (precision): a quantile is the upper end of its bucket, at most a fifth too high, and never above the maximum.
+Invariant (window): `Stages` covers the last WINDOW_MS to twice that while events arrive; without events it does not
+change and costs nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ BUCKETS = 27 * PER_OCTAVE + 1
 WINDOW_MS = 300_000
 
 STAGES = ("received", "durable", "bound", "planned", "decoded", "written", "appended")
-"""On the way from a commit to a shard. The first three are the capture's, the others a pipeline's."""
+"""Stages from a commit to a shard. The first three are the capture's, the others a pipeline's."""
 
 SINCE_BOUND = "appended since bound"
-"""A pipeline's own share: counted from the binding, the others from the commit."""
+"""Delay of a pipeline alone: counted from the binding, while the others count from the commit."""
 
 Plain = dict[str, object]
 
 
 class Histogram:
-    """Of durations in ms. Not for several threads."""
+    """Histogram of durations in ms. Not thread-safe."""
 
     def __init__(self) -> None:
         self._counts = [0] * BUCKETS
@@ -37,7 +38,7 @@ class Histogram:
         return sum(self._counts)
 
     def add(self, duration_ms: int) -> None:
-        """Below 0 (clocks that differ) counts as 0."""
+        """Add a duration; a negative one (clocks differ) counts as 0."""
         self._counts[_bucket(duration_ms)] += 1
         self.most_ms = max(self.most_ms, duration_ms)
 
@@ -46,7 +47,7 @@ class Histogram:
         self.most_ms = max(self.most_ms, other.most_ms)
 
     def quantile(self, fraction: float) -> int | None:
-        """In ms, nearest rank (N1); None of nothing."""
+        """Return a quantile in ms by nearest rank; None if empty."""
         rank = int(fraction * (self.count - 1))
         for bucket, count in enumerate(self._counts):
             if rank < count:
@@ -55,7 +56,7 @@ class Histogram:
         return None
 
     def summary(self) -> dict[str, int | None]:
-        """{"count", "p50", "p95", "p99", "max"}, ms; None of nothing."""
+        """Return {"count", "p50", "p95", "p99", "max"} in ms; None values if empty."""
         count = self.count
         found: dict[str, int | None] = {"count": count}
         for name, fraction in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
@@ -63,12 +64,12 @@ class Histogram:
         return found | {"max": self.most_ms if count else None}
 
     def plain(self) -> Plain:
-        """As reports carry it: {"max": ms, "counts": [[bucket, count], …]}."""
+        """Return the form used in reports: {"max": ms, "counts": [[bucket, count], …]}."""
         return {"max": self.most_ms, "counts": [[n, count] for n, count in enumerate(self._counts) if count]}
 
     @classmethod
     def of(cls, plain: object) -> Histogram:
-        """Of what another process said, of whatever version: what cannot be read counts as nothing."""
+        """Read the plain form of another process, of any version; unreadable content counts as nothing."""
         made = cls()
         match plain:
             case {"max": int(most), "counts": [*pairs]}:
@@ -89,7 +90,7 @@ def _upper_ms(bucket: int) -> int:
 
 
 class Stages:
-    """Of one source: a histogram for each stage. Any thread."""
+    """Histograms of one source, one for each stage. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,7 +99,9 @@ class Stages:
         self._began_ms: int | None = None
 
     def add(self, stage: str, since_ms: Iterable[int], now_ms: int) -> None:
-        """What began at each of `since_ms` (wall clock; 0 = not known) has come to `stage` now."""
+        """Add one duration per element of `since_ms` (wall clock; 0 = unknown): from there to the arrival at `stage`
+        now.
+        """
         with self._lock:
             began_ms = self._began_ms
             if began_ms is None or not 0 <= now_ms - began_ms < WINDOW_MS:

@@ -1,7 +1,7 @@
-"""Structured logs on stderr: JSON lines when not a terminal, readable lines when one.
+"""Structured logs on stderr: readable lines on a terminal, JSON lines otherwise.
 
-Whoever logs is not harmed by where logs go: a reader of stderr that went away, or a full disk behind it, loses
-lines and ends no unit.
+A broken log destination harms no caller: if the reader of stderr is gone, or the disk is full, lines are lost and no
+unit ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import structlog
 
 
 class _Stderr:
-    """A structlog logger on the process's stderr as it is at that moment."""
+    """A structlog logger that writes to the current stderr of the process."""
 
     def msg(self, message: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
@@ -24,7 +24,7 @@ class _Stderr:
 
 
 def configure_logs(level: str = "info") -> None:
-    """For this process, from its next line on."""
+    """Configure the logs of this process, from its next line on."""
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     )

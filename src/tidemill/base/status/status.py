@@ -1,22 +1,24 @@
-"""Marks: where every stage is, who holds it, and for how long. States are derived, never self-reported.
+"""Stage statuses: the position of every stage, its blocker, and for how long. States are derived, never self-reported.
 
-M1  A minimum always names its argmin: `held_by` is the name of another mark, or of an outside
-    holder (a pid, a lease, a file), and walking it ends at a root cause (base/status/freshness.py).
-M2  A stage is *idle* only when a heartbeat crossed it: its position has reached its target.
-M3  A process that does not report is *blind*; no report is never read as health. Each process has a mark of its
-    own, `process:NAME`, so that one that froze is not hidden behind a peer that works. A node's is blind sooner than
-    the marks that it published.
-M4  Where several processes each have a share of one stage (a topic's partitions), its mark is their sum, in the
-    state of the worst of them: a share that stands still is not hidden behind one that moves. Where several
-    processes report the same stage, the furthest of the living speaks for it, and each other that is in trouble
-    stands beside it as `name@process`. A failure that lies in the data (`of_data`) is the stage's, whoever met it.
-M5  A unit that failed says so until its position moves past the place where it failed, or it heals: how often it was
-    tried again does not make its failure younger. Parked (only an operator can mend it) is stuck at once.
-M6  Long work is *moving* while its progress counter moves, whatever its position does: a first snapshot and a
-    catch-up are not stuck. Work that life after life begins anew at one position, and none ends, is: from the
-    LIVES-th restart there on progress counts no more, and the age stays what it was.
+Invariants:
 
-Positions are plain integers (an LSN, an offset sum, a time in ms): only compared within one mark.
+- Named blocker: a minimum always names its argmin. `held_by` is the name of another stage status, or of an outside
+  blocker (a pid, a lease, a file), and walking it ends at a root cause (base/status/freshness.py).
+- Proven idle: a stage is *idle* only if its position has reached its target.
+- Blind processes: a process that does not report is *blind*; a missing report is never read as health. Each process has
+  a separate status, `process:NAME`, so that a frozen one is not hidden by a working peer. A node becomes blind sooner
+  than the statuses that it published.
+- Shares: if several processes each have a share of one stage (a topic's partitions), its status is their sum, in the
+  state of the worst share: a stalled share is not hidden by a moving one.
+- Peers: if several processes report the same stage, the furthest live one represents it, and each other one in trouble
+  is listed as `name@process`. A failure caused by the data (`of_data`) belongs to the stage, not to a process.
+- Age of a failure: a failed unit is reported until its position moves beyond the place of the failure, or it recovers.
+  Retries do not make its failure younger. A paused unit (only an operator can repair it) is stuck immediately.
+- Progress: long work is *moving* while its progress counter moves, even if its position does not: a first snapshot or a
+  catch-up is not stuck. Work that is restarted at one position again and again is stuck: from the LIVES-th restart
+  there, progress does not count any more, and the age is retained.
+
+Positions are plain integers (an LSN, an offset sum, a time in ms), compared only within one stage.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ import msgspec
 from tidemill.base.limits import FRESHNESS_BUDGET_MS, MARK_BLIND_AFTER_MS, NODE_BLIND_AFTER_MS
 
 LIVES = 3
-"""So many processes in a row may show progress at one position before it counts as standing (M6): a restart in the
-middle of a long step is no failure, a driver that dies in every one of them is."""
+"""Restarts at one position from which progress no longer counts.
+
+A restart in the middle of a long step is no failure, but a driver that dies in every such step is one.
+"""
 
 
 class State(StrEnum):
@@ -46,21 +50,21 @@ class State(StrEnum):
 
 
 class StageStatus(msgspec.Struct, frozen=True):
-    """One stage's place.
+    """Status of one stage.
 
     position    how far the stage has come
-    target      where its input is; position ≥ target means nothing is left to do
-    held_by     name of the mark (or outside holder) that the stage waits for; "" = itself
-    upstream    name of the mark that feeds the stage, whether or not it waits for it
+    target      where its input is; position ≥ target means that nothing is left to do
+    held_by     name of the status (or outside blocker) for which the stage waits; "" = itself
+    upstream    name of the status that feeds the stage, whether or not it waits for it
     reason      one short sentence, for people
     since_ms    when position or progress last changed, or when the stage became idle
-    progress    a counter of work done (records read, rows copied) that moves while the position cannot (M6)
-    budget_ms   freshness budget: standing still below target for longer is *stuck*
-    share       the place of this process's share only (M4)
-    error       what the unit's last try ended with (M5); "" = it does not fail
-    failing_since_ms, tries, parked   since when, how often, and whether trying again can help
-    of_data     the failure lies in what the stage is given (M4)
-    restarts    how often the process was started anew while the position stood (M6)
+    progress    a counter of work done (records read, rows copied) that moves while the position cannot
+    budget_ms   freshness budget: a stage stalled below its target for longer is *stuck*
+    share       position and target are those of this process's share only
+    error       the error of the unit's last try; "" = it does not fail
+    failing_since_ms, tries, parked   since when, how often, and whether only an operator can help
+    of_data     the failure is caused by the stage's input data
+    restarts    number of process restarts while the position stalled
     """
 
     name: str
@@ -83,7 +87,7 @@ class StageStatus(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Of one unit, at one place (M5). `position`: where it stood when it first failed."""
+    """Failure of one unit, at one place. `position` is where the unit was when it first failed."""
 
     error: str
     since_ms: int
@@ -95,10 +99,10 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All marks of one process as of `at_ms` (the publisher's clock), with free-form facts beside them.
+    """All stage statuses of one process as of `at_ms` (the publisher's clock), with free-form facts.
 
-    `pid` on `host`: whom an operator looks for when it goes silent. `left`: the last one of a process that was stopped
-    in order. Its marks grow no older, neither before the process is blind nor in its next life.
+    `pid` on `host` identify the process for an operator when it is silent. `left` marks the last report of a process
+    that was stopped in order: its statuses do not age, neither before the process is blind nor in its next life.
     """
 
     process: str
@@ -121,7 +125,7 @@ class Derived(msgspec.Struct, frozen=True):
 def derive(
     mark: StageStatus, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000, left: bool = False
 ) -> Derived:
-    """The state of one mark, from the mark and the age of the report that carried it; `left` as of the report."""
+    """Derive the state of one stage, from its status and the age of its report; `left` as in the report."""
     age_ms = max(0, now_ms - at_ms)
     standing_ms = max(0, (at_ms if left else now_ms) - (mark.failing_since_ms or mark.since_ms))
     if age_ms > MARK_BLIND_AFTER_MS:
@@ -140,15 +144,17 @@ def derive(
 
 
 def behind(mark: StageStatus) -> int | None:
-    """How far a stage is from its target, in its unit; None for one in ms that has no time yet: the years since 1970
-    are no delay."""
+    """Return the distance of a stage from its target, in its unit.
+
+    None for a stage in ms that has no time yet: the years since 1970 are no delay.
+    """
     if mark.unit == "ms" and mark.position <= 0 < mark.target:
         return None
     return max(0, mark.target - mark.position)
 
 
 def behind_text(mark: StageStatus) -> str:
-    """The same for people, with its unit."""
+    """Return the distance as text, with its unit."""
     found = behind(mark)
     return "no time yet" if found is None else f"{found:,} {mark.unit}".rstrip()
 
@@ -157,17 +163,17 @@ NOTICE_BUDGET_MS = 1 << 52
 PROCESS = "process:"
 NODE = "node:"
 OWN = ("objects", "consensus", "metastore", "descriptors")
-"""What each process stands on, by its own experience: these marks are never merged, but `name@process` each."""
+"""Foundations of each process, in its own experience. Their statuses are never merged, but listed as `name@process`."""
 _TROUBLE = {State.IDLE: 0, State.MOVING: 1, State.WAITING: 2, State.STUCK: 3, State.BLIND: 4}
 
 
 def trouble(derived: Derived) -> tuple[int, int]:
-    """Greater is worse: by state, then by how long."""
+    """Return a sort key: greater is worse, by state, then by duration."""
     return _TROUBLE[derived.state], derived.standing_ms
 
 
 def derive_all(reports: Iterable[Report], now_ms: int) -> dict[str, Derived]:
-    """Every mark by name, every process by `process:NAME` (M3), other instances in trouble by `name@process` (M4)."""
+    """Derive every stage by name, every process by `process:NAME`, and other instances in trouble by `name@process`."""
     instances: dict[str, list[Derived]] = {}
     found: dict[str, Derived] = {}
     for report in sorted(reports, key=lambda r: (r.at_ms, r.process)):
@@ -196,7 +202,7 @@ def _speaks(one: Derived) -> tuple[int, bool, bool, int]:
 
 
 def _named(each: Iterable[Derived]) -> dict[str, Derived]:
-    """Instances of one stage by `name@process`."""
+    """Return instances of one stage by `name@process`."""
     found = {}
     for one in each:
         name = f"{one.mark.name}@{one.process}"
@@ -205,19 +211,21 @@ def _named(each: Iterable[Derived]) -> dict[str, Derived]:
 
 
 def derive_process(report: Report, now_ms: int) -> Derived:
-    """Whether a process reports, from the age of its report alone (M3). A node is blind sooner than its marks,
-    unless it was stopped in order."""
+    """Derive the state of a process from the age of its report alone.
+
+    A node becomes blind sooner than its stage statuses, unless it was stopped in order.
+    """
     age_ms = max(0, now_ms - report.at_ms)
     node = report.process.startswith(NODE) and not report.left
     blind = age_ms > (NODE_BLIND_AFTER_MS if node else MARK_BLIND_AFTER_MS)
     holder = f"pid {report.pid} on {report.host}" if report.pid else ""
-    reason = f"has not reported for {age_ms // 1000} s: it is stopped, cut off or dead" if blind else ""
+    reason = f"has not reported for {age_ms // 1000} s: it is stopped, disconnected or dead" if blind else ""
     mark = StageStatus(PROCESS + report.process, 0, 1 if blind else 0, holder if blind else "", reason, report.at_ms)
     return Derived(mark, report.process, State.BLIND if blind else State.IDLE, age_ms, age_ms)
 
 
 def _whole(live: list[Derived]) -> Derived:
-    """One mark of several shares. The share of a blind process is somebody else's by now: only the living count."""
+    """Sum several shares. Only live processes count, since other processes have taken over the share of a blind one."""
     worst = max(live, key=trouble)
     position, target = sum(part.mark.position for part in live), sum(part.mark.target for part in live)
     mark = msgspec.structs.replace(worst.mark, position=position, target=target)
@@ -225,7 +233,7 @@ def _whole(live: list[Derived]) -> Derived:
 
 
 def as_row(derived: Derived) -> dict[str, object]:
-    """One mark as JSON: what `status --json`, `/api/status` and the console share."""
+    """Return one stage as JSON, as used by `status --json`, `/api/status` and the console."""
     mark = derived.mark
     return {
         "name": mark.name,
@@ -246,15 +254,15 @@ def as_row(derived: Derived) -> dict[str, object]:
 
 
 def argmin(positions: Mapping[str, int]) -> tuple[str, int]:
-    """The holder and value of a minimum; ties go to the first name. Raises ValueError when empty (M1)."""
+    """Return the name and value of a minimum; ties go to the first name. Raises ValueError if empty."""
     name = min(positions, key=lambda n: (positions[n], n))
     return name, positions[name]
 
 
 class StatusTracker:
-    """Keeps one process's marks: `set` stamps `since_ms` when position or progress moves or a target is reached.
+    """Statuses of one process: `set` updates `since_ms` when position or progress moves or the target is reached.
 
-    `budget_ms`: the freshness budget of marks that name none of their own. Every method may be called from any thread.
+    `budget_ms` is the default freshness budget. Every method may be called from any thread.
     """
 
     def __init__(self, budget_ms: int = FRESHNESS_BUDGET_MS) -> None:
@@ -265,9 +273,12 @@ class StatusTracker:
         self._lock = threading.Lock()
 
     def adopt(self, report: Report, now_ms: int = 0) -> None:
-        """Remember what this process said before it was restarted: a stage that still stands where it stood, and a
-        unit that fails again where it failed, are not younger for it (M5). A stage that does not fail begins at
-        `now_ms` where the process was stopped in order: it could not move meanwhile, and this is no other try (M6)."""
+        """Adopt the last report of this process's previous life.
+
+        A stage that is still at the same position, and a unit that fails again at the same place, retain their age. A
+        stage that did not fail starts at `now_ms` if the process was stopped in order: it could not move in the
+        meantime, and this restart does not count.
+        """
         self._earlier = {mark.name: mark for mark in report.marks if mark.error or mark.position < mark.target}
         if report.left:
             for name, mark in self._earlier.items():
@@ -301,7 +312,7 @@ class StatusTracker:
             moved = elsewhere or old is None or (progress and progress != old.progress and restarts < LIVES)
             since_ms = now_ms if moved or old is None else old.since_ms
             if restarts >= LIVES:
-                reason = f"{reason + '; ' if reason else ''}begun anew {restarts} times at this place"
+                reason = f"{reason + '; ' if reason else ''}restarted {restarts} times at this position"
             budget_ms = self.budget_ms if budget_ms is None else budget_ms
             self._marks[name] = StageStatus(
                 name, position, target, held_by, reason, since_ms, budget_ms, unit, share,
@@ -316,13 +327,15 @@ class StatusTracker:
     def fail(
         self, name: str, error: str, *, now_ms: int, parked: bool = False, held_by: str = "", of_data: bool = False
     ) -> None:
-        """Unit `name` failed with `error`, one sentence. Its age is that of the first failure at its place (M5)."""
+        """Record a failure of unit `name`, in one sentence. Its age is that of the first failure at its place."""
         with self._lock:
             mark, old, earlier = self._marks.get(name), self._failures.get(name), self._earlier.get(name)
             position = mark.position if mark is not None else 0
             if old is None and earlier is not None and earlier.error and earlier.position >= position:
                 old = Failure("", earlier.failing_since_ms, earlier.tries, False, "", earlier.position)
-            if earlier is not None:  # its failure is told from here on; where it stood still counts
+            if (
+                earlier is not None
+            ):  # its failure is reported by this life from now on; the position at which it stalled still counts
                 self._earlier[name] = msgspec.structs.replace(earlier, error="")
             self._failures[name] = Failure(
                 error,
@@ -335,20 +348,20 @@ class StatusTracker:
             )
 
     def heal(self, name: str) -> None:
-        """The unit works again, or is not wanted any more."""
+        """Record that the unit works again, or is no longer wanted."""
         with self._lock:
             self._failures.pop(name, None)
 
     def works(self, name: str, trouble: str, *, now_ms: int, held_by: str = "", notice: str = "") -> None:
-        """What this process stands on (OWN): it works, or `trouble` says in a sentence what does not.
+        """Record whether a foundation of this process (OWN) works, or with `trouble`, one sentence, that it does not.
 
-        `notice`: it works, and something is wrong with it. That is waiting, however long it lasts, and never stuck.
+        With `notice` it works, but something is wrong with it: it is waiting for any time, and never stuck.
         """
         budget_ms = NOTICE_BUDGET_MS if notice and not trouble else None
         if trouble or notice:
             mark = self._marks.get(name)
             if mark is None or (mark.budget_ms == NOTICE_BUDGET_MS) != (budget_ms is not None):
-                self.heal(name)  # trouble is not as old as the notice before it
+                self.heal(name)  # trouble is younger than the notice before it
                 self.set(name, 1, 1, now_ms=now_ms, budget_ms=budget_ms)
             self.fail(name, trouble or notice, now_ms=now_ms, held_by=held_by)
         else:
@@ -356,25 +369,25 @@ class StatusTracker:
             self.set(name, 1, 1, now_ms=now_ms)
 
     def mark(self, name: str) -> StageStatus | None:
-        """As it was set last, by this process or its predecessor, without a failure."""
+        """Return the status as last set by this process or its predecessor, without a failure."""
         return self._marks.get(name) or self._earlier.get(name)
 
     def failure(self, name: str) -> Failure | None:
         return self._failures.get(name)
 
     def failures(self, prefix: str) -> list[tuple[str, str]]:
-        """(mark, error) of every unit of this process that fails now, by name."""
+        """Return (stage, error) of every unit of this process that currently fails, by name."""
         with self._lock:
             return sorted((name, found.error) for name, found in self._failures.items() if name.startswith(prefix))
 
     def remove(self, name: str) -> None:
-        """The mark goes with what it was about; a failure stays until the unit heals."""
+        """Remove a stage that no longer exists; a failure stays until the unit recovers."""
         with self._lock:
             self._marks.pop(name, None)
             self._earlier.pop(name, None)
 
     def clear(self, prefix: str) -> None:
-        """Marks and failures of this prefix are for another process to tell from here on."""
+        """Remove stages and failures with this prefix: another process reports them from now on."""
         with self._lock:
             self._marks = {name: mark for name, mark in self._marks.items() if not name.startswith(prefix)}
             self._earlier = {name: mark for name, mark in self._earlier.items() if not name.startswith(prefix)}
@@ -388,7 +401,7 @@ class StatusTracker:
 
 
 def _failing(name: str, mark: StageStatus | None, failure: Failure) -> StageStatus:
-    """A failing unit's mark: never at its target, with what its last try ended with as the reason."""
+    """Return a failing unit's status: never at its target, with the error of its last try as the reason."""
     mark = mark or StageStatus(name, failure.position, failure.position + 1, since_ms=failure.since_ms)
     return msgspec.structs.replace(
         mark,
@@ -404,11 +417,11 @@ def _failing(name: str, mark: StageStatus | None, failure: Failure) -> StageStat
 
 
 def _both(reason: str, error: str) -> str:
-    """What the unit waits for and what its last try ended with, each once."""
+    """Combine the reason for waiting and the error of the last try, each once."""
     return error if reason in error else f"{reason}; its last try: {error}"
 
 
 @cache
 def this_process() -> tuple[int, str]:
-    """(pid, host)"""
+    """Return (pid, host)."""
     return os.getpid(), socket.gethostname()
