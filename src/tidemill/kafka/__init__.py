@@ -4,9 +4,6 @@
                                                             └─► groups, transactions, fetch_sessions, metadata
     schema: codecs of requests and responses
 
-Owns connections, frames, versions, codecs, one handler per API key, error codes, consumer groups and transactions. Does
-not own partitions, producer ids or node membership (`topics`), or which topics exist (`metastore`).
-
 The endpoint owns connections, frames, versions, codecs, one handler per API key, error codes, consumer groups and
 transactions. It does not own partitions, producer ids or node membership (`topics`), nor which topics exist
 (`metastore`).

@@ -226,7 +226,7 @@ def read_request(view: memoryview, key: int, version: int, correlation_id: int) 
     client_id = ""
     if length >= 0:
         if position + length > len(view):
-            raise MalformedFrameError(f"client id passes the end of the frame: length={length}.")
+            raise MalformedFrameError(f"client id exceeds the frame: length={length}.")
         client_id = str(view[position : position + length], "utf-8", "replace")
         position += length
     if is_flexible(key, version):

@@ -34,7 +34,7 @@ COUNT_EVERY_S = 1.0
 TOLD_S = 30.0
 TOLD_BY_NAME = 100
 
-_LOADED = Gauge("tidemill_kafka_groups", "Consumer groups in memory here")
+_LOADED = Gauge("tidemill_kafka_groups", "Consumer groups in memory on this node")
 
 
 def is_name(group: str) -> bool:

@@ -25,7 +25,7 @@ ANY: Final = 2
 async def handle(context: Context, request: Request, body: Body) -> Body:
     asked = {each["entity_type"]: each for each in body["components"]}
     if len(asked) < len(body["components"]):
-        return failed(body, error_codes.INVALID_REQUEST, "A kind of entity is named twice.")
+        return failed(body, error_codes.INVALID_REQUEST, "The request names an entity type twice.")
     if not set(asked) <= {USER, CLIENT}:
         return failed(body, error_codes.UNSUPPORTED_VERSION, f"Only {USER} and {CLIENT} have quotas.")
     if any(each["match_type"] not in (EXACT, OF_DEFAULT, ANY) for each in asked.values()):

@@ -211,7 +211,7 @@ def _struct_reader(schema: Any) -> Read:
                 name, reader = tagged[tag]
                 body[name], position = reader(view[:end], position)
                 if position != end:
-                    raise MalformedFrameError(f"tagged field of a wrong size: field={name} size={size}.")
+                    raise MalformedFrameError(f"tagged field has a wrong size: field={name} size={size}.")
             position = end
         return body, position
 

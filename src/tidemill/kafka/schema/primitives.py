@@ -117,7 +117,7 @@ def read_length(view: memoryview, position: int, *, compact: bool, wide: bool) -
     else:
         value, position = read_i16(view, position)
     if value < -1 or value > len(view) - position:
-        raise MalformedFrameError(f"length passes the end of the frame: length={value} left={len(view) - position}.")
+        raise MalformedFrameError(f"length exceeds the frame: length={value} left={len(view) - position}.")
     return value, position
 
 

@@ -376,8 +376,8 @@ class Transactions:
             here: dict[tuple[str, int], Seen] = {}
             if not seen.bumped:
                 here = await self._open_here(some, marker)
-                # Invariant: the register is read after the open transactions. A marker then ends only what was open while
-                # the register was still prepared, never the next transaction of the same epoch.
+                # Invariant: the register is read after the open transactions. A marker then ends only a transaction that
+                # was open while the register was still prepared, never the next one of the same epoch.
                 found = await self.read(transactional_id)
                 if found is None or not transitions.is_same(found, seen):
                     return found is None or not found.state.prepared
