@@ -45,7 +45,7 @@ def directory(tmp_path: Path) -> Path:
 def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> None:
     early = command(directory, "restore", "--dry-run")
     assert early.returncode == 0, early
-    assert "topic   clicks" in early.stdout and "REFUSED Consensus is not empty" in early.stdout
+    assert "topic   clicks" in early.stdout and "REFUSED consensus is not empty" in early.stdout
     assert command(directory, "restore").returncode == 2
     for path in (directory / "data").glob("consensus.db*"):
         path.unlink()
@@ -68,7 +68,7 @@ def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> No
     assert done.returncode == 0, done
     assert "incarnation 2; start it with: tidemill up" in done.stdout
     again = command(directory, "restore")
-    assert again.returncode == 2 and "Consensus is not empty" in again.stderr and "metastore/cluster" in again.stderr
+    assert again.returncode == 2 and "consensus is not empty" in again.stderr and "metastore/cluster" in again.stderr
     deep = command(directory, "doctor", "--deep", "--json")
     report = json.loads(deep.stdout.splitlines()[-1])
     assert (deep.returncode, report["clean"], report["incarnation"]) == (0, True, 2)
@@ -91,6 +91,6 @@ def test_a_broken_reference_is_one_line_and_exit_1(directory: Path) -> None:
 
 def test_without_any_cluster_both_say_so(tmp_path: Path) -> None:
     restore = command(tmp_path, "restore", "--from", str(tmp_path / "empty"))
-    assert restore.returncode == 2 and "holds no cluster" in restore.stderr
+    assert restore.returncode == 2 and "contains no cluster" in restore.stderr
     deep = command(tmp_path, "doctor", "--deep")
     assert deep.returncode == 2 and "there is no cluster" in deep.stderr

@@ -294,7 +294,7 @@ def test_f520_a_restore_beside_a_live_cluster_is_refused_whatever_the_clocks_of_
 
         fresh = MemoryConsensus(world.clock)
         living = asyncio.ensure_future(live())
-        with pytest.raises(InvalidError, match=r"cluster is alive: it wrote a sign of life.*node=n1.*Stop every node"):
+        with pytest.raises(InvalidError, match=r"cluster is alive, it wrote a sign of life.*node=n1.*Stop all its nodes"):
             await Restorer(fresh, world.objects, world.clock, world.rand).run()
         living.cancel()
         await asyncio.gather(living, return_exceptions=True)
@@ -350,7 +350,7 @@ def test_the_old_cluster_finds_that_it_was_replaced() -> None:
 def test_an_empty_bucket_has_nothing_to_restore() -> None:
     async def main() -> None:
         clock = SystemClock()
-        with pytest.raises(MissingError, match="holds no cluster"):
+        with pytest.raises(MissingError, match="contains no cluster"):
             await Restorer(MemoryConsensus(clock), MemoryObjects(clock), clock, Rand()).run()
 
     asyncio.run(main())
@@ -371,7 +371,7 @@ def test_a_damaged_newest_manifest_is_named_and_an_older_one_can_be_chosen() -> 
             await Restorer(fresh, world.objects, world.clock, world.rand).run()
         assert await fresh.scan("") == []
         for wrong in ("metastore/nobody/manifest/1", "l0/1/x"):
-            with pytest.raises(InvalidError, match="Not a manifest of this cluster"):
+            with pytest.raises(InvalidError, match="not a manifest of this cluster"):
                 await Restorer(fresh, world.objects, world.clock, world.rand).run([wrong])
         await Restorer(fresh, world.objects, world.clock, world.rand).run([older])
         shard = await open_shard(fresh, world.objects, world.clock, world.rand, "table")

@@ -231,7 +231,7 @@ def test_a_uuid_is_set_once_on_a_log(url: str) -> None:
 
     async def body(machine: Machine) -> None:
         await machine.do(SetDomainUuid(UUID))
-        await machine.refused(SetDomainUuid("other"), ConflictError, "has its uuid")
+        await machine.refused(SetDomainUuid("other"), ConflictError, "already has a uuid")
         assert machine.state.domain_uuid == UUID
 
     on_a_log(url, body)

@@ -1,4 +1,4 @@
-"""The transitions of a domain's state. Pure: checks everything, then writes; a refusal changes nothing (R2).
+"""Transitions of a domain's state. Pure: checks everything, then writes. A rejected update changes nothing.
 
 update             accepted when                                                effect
 set domain uuid    none is set                                                  set it
@@ -6,9 +6,9 @@ write batch        uuid matches, rows, seqno above the newest                   
 persist manifest   uuid matches, epoch is that of the record's own term,        store it; drop volatile ≤ its seqno
                    counts from 0, last_seqno was issued, neither seqno, epoch nor number
                    below stored
-reset manifest     volatile empty, no manifest or one of seqno 0                replace uuid and manifest; deltas so
-                                                                                that this record stands at its seqno
-                                                                                and this term at its epoch
+reset manifest     volatile empty, no manifest or one of seqno 0                replace uuid and manifest; set the
+                                                                                deltas so that this record gets the
+                                                                                manifest's seqno, this term its epoch
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from tidemill.metastore.domain.commands import PersistManifest, ResetManifest, S
 from tidemill.metastore.domain.state import DomainState, VolatileBatch, batch_bytes
 
 NO_FAULTS: frozenset[str] = frozenset()
-"""Faults are for the simulation alone, which must find them: `lower-manifest`, `forget-delta`."""
+"""Faults exist only for the simulation, which must find them: `lower-manifest`, `forget-delta`."""
 
 
 class UnreadableRecordError(Exception):
-    """Not one of the refusals, on purpose: whoever skipped a record that others applied would hold another state.
+    """The log contains a record that this version cannot decode.
 
-    The state log stops at it and answers Corrupt from then on.
+    Deliberately not a TidemillError, which would reject the record: a process that skipped a record which others
+    applied would have a different state. The state log stops at the record and reports Corrupt from then on.
     """
 
 
 def apply(state: DomainState, data: bytes, position: int, term: int, faults: frozenset[str] = NO_FAULTS) -> DomainState:
-    """The same object, changed by the update in `data` from the record at `position` and `term`.
+    """Apply the update in `data`, the record at `position` and `term`; return the same, changed object.
 
-    Raises ConflictError or Invalid, having changed nothing; UnreadableRecordError when the bytes are no update.
+    Raises ConflictError or Invalid, having changed nothing; UnreadableRecordError if the bytes are not an update.
     """
     try:
         command = decode_command(data)
@@ -49,16 +50,16 @@ def apply(state: DomainState, data: bytes, position: int, term: int, faults: fro
             seqno = state.seqno(position)
             if seqno <= state.newest_seqno:
                 raise ConflictError(
-                    f"The seqno of a batch would decrease: seqno={seqno} newest_seqno={state.newest_seqno} "
+                    f"the seqno of a batch would decrease: seqno={seqno} newest_seqno={state.newest_seqno} "
                     f"position={position}.",
-                    fix="Report it: log positions only grow.",
+                    fix="Report this: log positions only grow.",
                 )
             state.volatile.append(VolatileBatch(seqno, keys, values))
             state.volatile_bytes += batch_bytes(keys, values)
         case PersistManifest(manifest=manifest):
             if manifest.epoch != state.epoch(term):
                 raise ConflictError(
-                    f"A manifest is persisted in its own term only: epoch={manifest.epoch} "
+                    f"a manifest must be persisted in its own term: epoch={manifest.epoch} "
                     f"expected={state.epoch(term)} term={term}.",
                     current=state.manifest,
                     fix="Step down and reopen.",

@@ -1,4 +1,4 @@
-"""Bytes of a domain's log records and rollups: msgpack arrays, positional, with append-only tags.
+"""Encoding of a domain's log records and rollups: msgpack arrays, positional, with append-only tags.
 
     record   = [tag, field…]                 one update; unknown tags are Corrupt, extra fields are ignored
       1 set uuid    [1, domain_uuid]
@@ -8,8 +8,8 @@
     manifest = [data, last_seqno, epoch, number]
     rollup   = [1, domain_uuid, seqno_delta, epoch_delta, manifest | nil, [[seqno, [key…], [value…]]…]]
 
-Keys, values and data are msgpack bin; uuids are strings. Decoding makes the one copy of keys and values
-that the volatile buffer and the memtable share. The leading 1 of a rollup is the format's number.
+Keys, values and data are msgpack bin; uuids are strings. Decoding copies keys and values once; the volatile buffer and
+the memtable share that copy. The leading 1 of a rollup is the format version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tidemill.metastore.domain.state import DomainState, PersistedManifest, Vola
 ROLLUP_FORMAT = 1
 
 SLICE_ROWS = 2_000
-"""Rows of a rollup encoded or decoded in one step: a few milliseconds. A full buffer has some hundred thousand."""
+"""Rows of a rollup encoded or decoded in one step: a few milliseconds. A full buffer has some hundred thousand rows."""
 
 B = TypeVar("B")
 
@@ -54,24 +54,25 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """Raise CorruptError when the bytes are no update of this format."""
+    """Decode an update. Raises CorruptError if the bytes are not an update of this format."""
     try:
         command: Command = _decode_command(data)
         return command
     except msgspec.MsgspecError as error:
         raise CorruptError(
-            f"A record of a domain's log cannot be read: size_bytes={len(data)} reason={str(error)!r}.",
-            fix="Upgrade tidemill if a newer one wrote it.",
+            f"a record of a domain's log cannot be read: size_bytes={len(data)} reason={str(error)!r}.",
+            fix="Upgrade tidemill if a newer version wrote it.",
         ) from error
 
 
 def encode_state(state: DomainState) -> bytes:
-    """A rollup: everything a reader needs instead of the records before it."""
+    """Encode a rollup: everything a reader needs in place of the records before it."""
     return _encode(_rollup(state, list(state.volatile)))
 
 
 async def encode_state_slowly(state: DomainState) -> bytes:
-    """The same bytes, of the state as it is when this begins; others have their turn in between."""
+    """Encode the state as of the call, with the same bytes as `encode_state`, but yield to the event loop in
+    between."""
     volatile = list(state.volatile)
     pieces = [_encode(_rollup(state, []))[:-1], _array_head(len(volatile))]
     rows = 0
@@ -91,7 +92,7 @@ def _rollup(state: DomainState, volatile: list[VolatileBatch]) -> _Rollup[list[V
 
 
 def decode_state(data: bytes) -> DomainState:
-    """Raise CorruptError when the bytes are no rollup of this format."""
+    """Decode a rollup. Raises CorruptError if the bytes are not a rollup of this format."""
     state, batches = _decode_steps(data)
     for _ in batches:
         pass
@@ -99,7 +100,7 @@ def decode_state(data: bytes) -> DomainState:
 
 
 async def decode_state_slowly(data: bytes) -> DomainState:
-    """As `decode_state`; others have their turn in between."""
+    """Decode a rollup, as `decode_state`, but yield to the event loop in between."""
     state, batches = _decode_steps(data)
     for _ in batches:
         await asyncio.sleep(0)
@@ -107,7 +108,7 @@ async def decode_state_slowly(data: bytes) -> DomainState:
 
 
 def _decode_steps(data: bytes) -> tuple[DomainState, Iterator[None]]:
-    """The state without its batches, and what brings them in: a step every SLICE_ROWS rows."""
+    """Return the state without its batches, and an iterator that adds them in steps of SLICE_ROWS rows."""
     state = DomainState()
     try:
         rollup = _decode_rollup(data)
@@ -138,7 +139,8 @@ def _decode_steps(data: bytes) -> tuple[DomainState, Iterator[None]]:
 
 
 def _check_format(data: bytes) -> None:
-    """Only of bytes that are no rollup as we know it: those of another format need not look like one."""
+    """Raise CorruptError for an unknown format. Called for undecodable bytes: another format need not look like this
+    one."""
     try:
         head = _decode_head(data)
         written = msgspec.msgpack.decode(head[0], type=int) if head else 0
@@ -150,17 +152,17 @@ def _check_format(data: bytes) -> None:
 
 def _unknown_format(written: int) -> CorruptError:
     return CorruptError(
-        f"A domain's rollup has an unknown format: format={written} known={ROLLUP_FORMAT}.",
-        fix="Upgrade tidemill: a newer one wrote it.",
+        f"a domain's rollup has an unknown format: format={written} known={ROLLUP_FORMAT}.",
+        fix="Upgrade tidemill: a newer version wrote it.",
     )
 
 
 def _unreadable(data: bytes, error: msgspec.MsgspecError) -> CorruptError:
-    return CorruptError(f"A domain's rollup cannot be read: size_bytes={len(data)} reason={str(error)!r}.")
+    return CorruptError(f"a domain's rollup cannot be read: size_bytes={len(data)} reason={str(error)!r}.")
 
 
 def _array_head(count: int) -> bytes:
-    """How msgpack begins an array of so many elements."""
+    """Return the msgpack header of an array of `count` elements."""
     if count < 16:
         return bytes((0x90 | count,))
     return b"\xdc" + count.to_bytes(2) if count < 1 << 16 else b"\xdd" + count.to_bytes(4)

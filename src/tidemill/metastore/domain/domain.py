@@ -1,12 +1,13 @@
-"""One process's handle on one domain: it follows the domain's log, and leads while it holds the domain's lease.
+"""Handle of one process on one domain: it follows the domain's log, and leads while it holds the domain's lease.
 
-    log and lease   metastore/<domain>       forwarding_client.py has the two logs beside it
+    log and lease   metastore/<domain>       forwarding_client.py has two more logs
 
-DO1  Reads after `sync` hold everything whose commit had returned, anywhere, before `sync` was called. A leader that
-     was deposed finds out by the log's term, not by its lease, and serves as a follower from then on.
-DO2  A commit is answered once it is durable and the answering process's database has it; where that is a follower
-     which cannot ask consensus just then, without the latter.
-DO3  No call waits for a leader for ever: `request_timeout_s` ends it.
+- Invariant (linearizable sync): reads after `sync` contain everything whose commit had returned, in any process, before
+  `sync` was called. A superseded leader detects this by the log's term, not by its lease, and serves as a follower
+  from then on.
+- Invariant (read your writes): a commit returns once it is durable and this process's database contains it. A follower
+  that cannot reach consensus at that moment returns without the latter.
+- Invariant (bounded wait): no call waits for a leader indefinitely; `request_timeout_s` ends the wait.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 RELEASE_TIMEOUT_S = 2.0
 TROUBLE_S = 10.0
-"""Longer than the longest pause between two attempts."""
+"""Time after which a failure is out of date. It exceeds the longest pause between two attempts."""
 CONFIRM_S = 2.0
 
 
 class Domain(Reading):
-    """Made by `factory`. Every method may raise UnavailableError, ClosedError, Corrupt."""
+    """One domain. Created by `factory`. Every method may raise UnavailableError, ClosedError, Corrupt."""
 
     def __init__(self, grounds: DomainContext, own_earlier_life: Callable[[str], bool]) -> None:
         self.marks = grounds.tracker
@@ -87,9 +88,9 @@ class Domain(Reading):
         self._closing = False
         self._turned = asyncio.Event()
         self.failed: TidemillError | None = None
-        """Why the last attempt at leading or following failed; None after one that did not."""
+        """Reason why the last attempt to lead or follow failed; None after one that succeeded."""
         self._failed_s = self._failing_s = float("-inf")
-        """The last and the first failure of those that repeat."""
+        """Times of the last and the first of a series of failures."""
         self._cannot_follow = False
         self._ended = asyncio.Event()
         self._tasks = Tasks(self._task_failed)
@@ -110,10 +111,11 @@ class Domain(Reading):
         own_earlier_life: Callable[[str], bool] = lambda _: False,
         faults: frozenset[str] = NO_FAULTS,
     ) -> Domain:
-        """Follow the log up to now. Leadership comes by itself (`settings.lead`); `until_leading` waits for it.
+        """Open a handle that has followed the log up to now. Leadership comes later (`settings.lead`); `until_leading`
+        waits for it.
 
-        `holder` names this process in the lease; it is made unique. `own_earlier_life(holder)`: see
-        `consensus.leading.lead`. Consensus, objects and merger stay the caller's.
+        `holder` names this process in the lease; a nonce makes it unique. `own_earlier_life(holder)`: see
+        `consensus.leading.lead`. The caller keeps ownership of consensus, objects and merger.
         """
         grounds = DomainContext(
             name,
@@ -142,21 +144,21 @@ class Domain(Reading):
 
     @property
     def term(self) -> int:
-        """The term this process leads in, 0 while it does not."""
+        """Term in which this process leads; 0 if it does not."""
         return self._leader.term if self._leader is not None and not self._leader.ended else 0
 
     @property
     def domain_uuid(self) -> str:
-        """As of the newest record seen; "" while nobody has led the domain."""
+        """Uuid as of the newest record seen; "" while no process has led the domain yet."""
         return self._log.state.domain_uuid
 
     @property
     def state(self) -> DomainState:
-        """The replicated state as of the newest record seen. Only to be read."""
+        """Replicated state as of the newest record seen. Read-only."""
         return self._log.state
 
     async def until_leading(self, timeout_s: float) -> None:
-        """Raise UnavailableError when this process does not lead after so long, with the reason as far as known."""
+        """Wait until this process leads. Raises UnavailableError after the timeout, with the reason as far as known."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.leading:
@@ -166,28 +168,29 @@ class Domain(Reading):
         except TimeoutError as error:
             cause = self.failed.message if self.failed is not None else "another process holds the lease"
             raise UnavailableError(
-                f"This process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
+                f"this process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
             ) from error
 
     async def until_following(self) -> None:
-        """Until this process does not lead: at once, if it does not now."""
+        """Wait until this process does not lead; return immediately if it does not now."""
         while self._leader is not None and not self._leader.ended:
             await self._leader.over()
 
     async def sync(self) -> None:
-        """DO1. Those who wait at once share one read of consensus, begun after all of them had called."""
+        """Wait for a linearizable barrier. Concurrent callers share one read of consensus, begun after all of them
+        called."""
         self._check()
         await self._barrier.passed()
 
     # writes -------------------------------------------------------------------------------------
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = NOTHING) -> int:
-        """Write all rows (an empty value deletes), if every expected key has the given seqno (0 = no live row).
+        """Write all rows (an empty value deletes) if every expected key has the given seqno (0 = no live row).
 
-        Returns the batch's seqno. Commits that touch different keys at once may share one; of a key that is there
-        twice the last row counts. Raises Conflict(current={expected key: Row | None}, or None when that is too much
-        to be sent to this process); Fenced (it did not happen: ask
-        again) or Unknown (it may have) when leadership ended meanwhile; Unavailable; Invalid.
+        Returns the batch's seqno. Concurrent commits of different keys may share one seqno; of a key that occurs twice
+        the last row counts. Raises Conflict(current={expected key: Row | None}, or None if that is too large to be sent
+        to this process); if leadership ended during the commit, Fenced (it did not happen: retry) or Unknown (it may
+        have happened); Unavailable; Invalid.
         """
         leader = self._leader
         if leader is not None and not leader.ended:
@@ -197,28 +200,30 @@ class Domain(Reading):
                 if on_its_way is not None:
                     return await on_its_way
             return await leader.writing.commit(rows, expects)
-        measured(rows)  # refused here: a request without rows is a request to flush
+        measured(rows)  # also rejects a commit without rows: the request log would take it for a flush request
         return await self._ask(lambda: self._requester.commit(rows, expects))
 
     async def flush(self, timeout_s: float | None = None) -> int:
-        """Everything committed so far into the bucket, wherever the leader is; the highest seqno that is there.
+        """Flush everything committed so far to the bucket, wherever the leader is; return the highest seqno stored
+        there.
 
-        Raises as `commit` does."""
-        await self.sync()  # a leader that was deposed unawares has nothing to flush of what another committed since
+        Raises the same errors as `commit`."""
+        await self.sync()  # an unknowingly superseded leader does not have what the new leader committed
         leader = self._leader
         if leader is not None and not leader.ended:
             return await leader.flush(timeout_s)
         return await self._ask(lambda: self._requester.flush(timeout_s))
 
     async def reset(self, domain_uuid: str, manifest: Manifest | None, *, timeout_s: float = 30.0) -> None:
-        """Make this empty domain go on from a manifest of its bucket, or begin anew; returns when it is reopened.
+        """Let this empty domain continue from a manifest of its bucket, or start without rows; return when it is
+        reopened.
 
-        Raises Conflict when the domain holds rows; Unavailable when this process does not come to lead; Unknown when
-        it was reset and this process could not open it anew.
+        Raises Conflict if the domain holds rows; Unavailable if this process does not become the leader; Unknown if the
+        domain was reset but this process could not reopen it.
         """
         if manifest is not None and manifest.domain_uuid != domain_uuid:
             raise InvalidError(
-                f"The manifest is of another domain: uuid={domain_uuid} manifest_uuid={manifest.domain_uuid}.",
+                f"the manifest is of another domain: uuid={domain_uuid} manifest_uuid={manifest.domain_uuid}.",
                 fix="Restore each domain from its own manifest.",
             )
         persisted = None
@@ -233,31 +238,31 @@ class Domain(Reading):
         try:
             await self.until_leading(timeout_s)
         except UnavailableError as error:
-            # It is done, so Unavailable would be a lie. Another process may have opened it: then nothing is wrong.
+            # The reset is done, so Unavailable would be wrong. If another process opened the domain, all is well.
             if self.failed is not None:
                 raise UnknownOutcomeError(
-                    f"The domain was reset but could not be opened: domain={self.name} uuid={domain_uuid} "
+                    f"the domain was reset but could not be opened: domain={self.name} uuid={domain_uuid} "
                     f"cause={self.failed.message!r}.",
-                    fix="Mend the cause; the domain then opens by itself.",
+                    fix="Fix the cause; the domain then opens automatically.",
                 ) from error
 
     async def _ask(self, ask: Callable[[], Awaitable[int]]) -> int:
         self._check()
         if self._settings.may_lead:
-            # Its task runs only when this call waits, and then the request is known to wait too (`_wanted`).
+            # The task starts only when this call waits. The request is waiting at that time (see `_wanted`).
             self._compete_soon()
         seqno = await ask()
         try:
             await self.sync()
         except TidemillError as error:
-            # It is done, and nothing else may be said of it, also while this process is closing.
-            _log.warning("committed, but not yet to be read here", domain=self.name, cause=error.message)
+            # The commit is done, so no error may be raised for it, even while this process is closing.
+            _log.warning("committed, but not readable here yet", domain=self.name, cause=error.message)
         return seqno
 
     # following ----------------------------------------------------------------------------------
 
     async def _pass(self) -> None:
-        """One round of the barrier."""
+        """Run one round of the barrier."""
         leader = self._leader
         if leader is not None and not leader.ended:
             with contextlib.suppress(FencedError):
@@ -271,14 +276,14 @@ class Domain(Reading):
             await self._follower.advance()
 
     async def _follow(self) -> None:
-        """Keep the follower near the end of the log while somebody else leads."""
+        """Keep the follower near the end of the log while another process leads."""
         pause_s = RETRY_FIRST_S
         while True:
             if self.leading:
                 await asyncio.sleep(FOLLOW_WAIT_S)
                 continue
             if self._log.broken is not None:
-                # What this handle replayed can no longer be trusted: it ends, and another one replays anew.
+                # The state that this handle replayed can no longer be trusted. It ends; a new handle replays the log.
                 raise self._log.broken
             try:
                 await self._log.wait(FOLLOW_WAIT_S)
@@ -305,7 +310,7 @@ class Domain(Reading):
         return self._settings.lead or self._requester.waiting
 
     async def _compete(self) -> None:
-        """Try for the lease again and again; each time it is held, `_lead` runs once."""
+        """Try for the lease repeatedly; each time it is acquired, `_lead` runs once."""
         grounds, pause_s = self._grounds, RETRY_FIRST_S
         try:
             while self._wanted():
@@ -333,7 +338,7 @@ class Domain(Reading):
             self._competing = False
 
     async def _lead(self, lease: Lease) -> None:
-        """The lease's body: one term from opening to stepping down."""
+        """Run one term, from opening the database to stepping down, while the lease is held."""
         grounds = self._grounds
         leader = await Leader.open(grounds, self._log, lease.term)
         try:
@@ -353,20 +358,23 @@ class Domain(Reading):
             await leader.aclose()
 
     async def _linger(self, leader: Leader, serving: ForwardingServer) -> None:
-        """Whoever led for want of another gives up once nothing is left to do, neither for it nor for those who asked:
-        a request that it executed and did not answer would wait for the next leader."""
+        """Step down a temporary leader once no work is left: neither its own requests nor those of others.
+
+        A request that it executed but did not answer would otherwise wait for the next leader."""
         while True:
             self._busy = False
             await asyncio.sleep(self._settings.linger_s)
             if not self._requester.waiting and not self._busy and not serving.busy:
-                leader.step_down(ClosedError(f"Nothing is left to do here: domain={self.name}."))
+                leader.step_down(ClosedError(f"no work is left for a temporary leader: domain={self.name}."))
                 return
 
     # the end ------------------------------------------------------------------------------------
 
     def trouble(self) -> str:
-        """A failure that repeats for CONFIRM_S counts until this process leads, or TROUBLE_S: by then another one
-        leads, or it failed again. One alone is none: every follower meets it when consensus pauses for a moment."""
+        """Return a failure that persists: it has repeated for CONFIRM_S and is at most TROUBLE_S old; else "".
+
+        A single failure does not count: every follower has one when consensus pauses for a moment. After TROUBLE_S
+        without another failure a different process leads."""
         if self._closed is not None:
             return self._closed.message
         if self.failed is None or self._grounds.clock.monotonic_s() - self._failed_s > TROUBLE_S:
@@ -385,11 +393,12 @@ class Domain(Reading):
         self.failed, self._failed_s, self._cannot_follow = error, now_s, following
 
     async def aclose(self) -> None:
-        """Stop, and give the lease up so that others lead now. Nothing is flushed: the log has everything."""
+        """Stop, and release the lease so that another process can lead immediately. No flush: the log has
+        everything."""
         if self._closing:
             return
         self._closing = True
-        self._closed = self._closed or ClosedError(f"The domain was closed: domain={self.name}.")
+        self._closed = self._closed or ClosedError(f"the domain is closed: domain={self.name}.")
         self._turned.set()
         await self._tasks.aclose()
         await self._requester.aclose()
@@ -400,10 +409,10 @@ class Domain(Reading):
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 await self._release()
         except (TidemillError, TimeoutError) as error:
-            _log.info("lease not released; it expires by itself", domain=self.name, cause=str(error))
+            _log.info("lease not released; it will expire", domain=self.name, cause=str(error))
 
     async def _release(self) -> None:
-        """Also a lease whose acquisition was cut off."""
+        """Release this process's lease, including one whose acquisition was interrupted."""
         grounds = self._grounds
         for lease in await grounds.consensus.leases(grounds.log):
             if lease.name == grounds.log and lease.holder == grounds.holder and lease.live:
@@ -412,7 +421,9 @@ class Domain(Reading):
     def _task_failed(self, name: str, error: BaseException) -> None:
         _log.error("a task of the domain failed", domain=self.name, task=name, cause=str(error))
         broken = (
-            error if isinstance(error, TidemillError) else ClosedError(f"A task broke: task={name!r} reason={error!r}.")
+            error
+            if isinstance(error, TidemillError)
+            else ClosedError(f"a task failed: task={name!r} reason={error!r}.")
         )
         self._note(broken)
         self._closed = self._closed or broken

@@ -1,10 +1,11 @@
-"""A process that does not lead serves reads from the same files and its own replica of the log.
+"""Reads of a process that does not lead, from the same files and its own replica of the log.
 
-FO1  The database holds a prefix of the log, whole batches, and only grows: reads are stale by a bound, never torn.
-FO2  A batch that a manifest trimmed before it was fed is in that manifest's files: the database goes over to the
-     manifest first and is fed after, in one step.
-FO3  What reads find has all that the replica held when it was opened; and nothing is open while this process leads,
-     when nobody feeds it.
+- Invariant (whole batches): the database holds a prefix of the log in whole batches, and only grows. Reads are stale by
+  a bounded time, never torn.
+- Invariant (manifest first): a batch that a manifest trimmed before it was applied here is in that manifest's files. So
+  the database switches to the manifest first and applies later batches after it, in one step.
+- Invariant (no unfed database): reads find everything that the replica held when the database was opened. None is open
+  while this process leads, since none would be fed then.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from tidemill.metastore.domain.state import DomainState, PersistedManifest
 from tidemill.metastore.lsm.database import Database
 
 FEED_ROWS = 2_000
-"""Fed in one step: a few milliseconds. A domain may have a hundred thousand rows in no manifest."""
+"""Rows applied in one step: a few milliseconds. A domain may have a hundred thousand rows that no manifest holds."""
 
 
 class Follower:
-    """Opened by the first `advance`, again after `release` or when the domain was renamed."""
+    """The follower's database. Opened by the first `advance`, and again after `release` or when the domain's uuid
+    changed."""
 
     def __init__(self, grounds: DomainContext, log: StateLog[DomainState]) -> None:
         self._grounds = grounds
@@ -31,11 +33,11 @@ class Follower:
         self._domain_uuid = ""
         self._manifest: PersistedManifest | None = None
         self.database: Database | None = None
-        """None while it is released, or while the domain has no uuid: then it has no rows either."""
+        """Closed (None) while released, or while the domain has no uuid and therefore no rows."""
 
     async def advance(self, *, reopen: bool = True) -> Database | None:
-        """Bring the database to what the replica holds; None while the domain has no uuid, and when it was released
-        and `reopen` is False. Raises Unavailable, Corrupt, Missing, Invalid.
+        """Bring the database up to the replica's state; return it. Returns None while the domain has no uuid, or if it
+        was released and `reopen` is False. Raises Unavailable, Corrupt, Missing, Invalid.
         """
         async with self._lock:
             state = self._log.state
@@ -52,9 +54,9 @@ class Follower:
             return database
 
     async def refresh(self) -> None:
-        """A file was missing: the leader may have collected it. Go over to the newest manifest."""
+        """Switch to the newest manifest, after a file was missing: the leader may have deleted it."""
         await self._log.catch_up()
-        # This process may lead by now, and would have released it (FO3).
+        # This process may lead by now; then the database was released and must stay closed.
         await self.advance(reopen=False)
 
     async def release(self) -> None:
@@ -82,7 +84,7 @@ class Follower:
         return database
 
     def _feed(self, database: Database) -> bool:
-        """True when nothing is left to feed. Plain: the log may go on under an await."""
+        """Apply the next batches; return True if none is left. Synchronous: the log may advance during an await."""
         state = self._log.state
         if state.domain_uuid != self._domain_uuid:
             return True

@@ -1,26 +1,27 @@
-"""Commits from processes that do not lead, through two logs that any process may append to (term 0).
+"""Commits of processes that do not lead, through two logs that any process may append to (term 0).
 
     log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}, expires_ms, hears_unknown]
                                        no rows: a flush
     log metastore/<domain>/replies     [nonce, kind, seqno, [[key, seqno, value]…], text]
-                                       kind: 0 done, 1 conflict (rows: seqno −1 = there is none; no rows: too many
+                                       kind: 0 done, 1 conflict (rows: seqno −1 = no such row; no rows: too many
                                        to send), 2 invalid, 3 unavailable, 4 unknown
 
-    row 00 "requests"                  [position, seqno_delta, epoch_delta]: the next request to execute, on the
-                                       request log that this state's own log stands beside
+    row 00 "requests"                  [position, seqno_delta, epoch_delta]: the next request to execute, in the
+                                       request log that accompanies the log with these deltas
 
-RQ1  A request is executed at most once: the row with the next position is in the very batch that executes it, or
-     in one of its own when it was refused. It is executed once if anybody leads afterwards.
-RQ2  A reply is written only when what it says is durable.
-RQ3  Requests below the position are truncated. Replies are kept for the newest REPLIES_KEPT.
-RQ5  What nobody executed by `expires_ms` (the requester's wall clock) is refused, never executed: whoever was told
-     Unknown knows after that time that it did not happen, and no leader of tomorrow does the work of today.
-RQ6  A request that left the log's position behind and is still in the log may have no answer: its leader may have
-     ended in between. The next leader answers it with Unknown at once; where there was an answer, that one is heard
-     first.
-RQ4  Nobody needs to trust a requester: what cannot be read is passed over; one that died gets a reply nobody reads.
+- Invariant (at most once): a request is executed at most once. The row with the next position is written in the same
+  batch that executes it, or in a separate batch if it was rejected. The request is executed if a leader exists
+  afterwards.
+- Invariant (durable replies): a reply is written only when the outcome that it reports is durable.
+- Invariant (expiry): a request that was not executed by `expires_ms` (the requester's wall clock) is rejected, never
+  executed. So a requester that got Unknown knows after that time that it did not happen, and no later leader executes
+  old requests.
+- Invariant (unanswered requests): a request below the position that is still in the log may have no reply, since its
+  leader may have ended in between. The next leader immediately replies Unknown; an earlier reply is read first.
+- Untrusted requesters: undecodable requests are skipped; a requester that died gets a reply that no process reads.
+- Requests below the position are truncated. The newest REPLIES_KEPT replies are retained.
 
-The two deltas name the log: a domain that was restored into empty consensus has the row of its old life.
+The two deltas identify the log: a domain that was restored into empty consensus has a position row of its former log.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ from tidemill.metastore.lsm.read_view import Row
 POSITION_KEY = b"\x00requests\x00\x01"
 REPLIES_KEPT = 1_000
 EXPIRES_AFTER_MS = 300_000
-"""Longer than any requester waits, by more than clocks of one cluster may differ."""
+"""Expiry of a request. It exceeds every requester's timeout by more than the clocks of one cluster may differ."""
 
 UNSENT_MAX = 10_000
-"""Requests of one process that wait to be sent; one more is refused at once."""
+"""Limit of requests of one process that wait to be sent; further ones are rejected immediately."""
 
 BACKLOG_MAX = 10_000
-"""Requests nobody has executed; a requester that finds so many adds none."""
+"""Limit of requests that no leader has executed; a requester that finds more adds none."""
 
 APPEND_REQUESTS = 256
 APPEND_BYTES = 4 * MIB
-"""One append takes so many requests or replies at most, the last of them aside."""
+"""Limit of requests or replies in one append. The last one may exceed it."""
 
 CONFLICT_BYTES = 1 * MIB
-"""Rows of a conflict beyond this are not sent."""
+"""Limit of the rows sent with a conflict; beyond it none are sent."""
 
 RETRY_PAUSE_S = 0.05
 WAIT_S = 5.0
@@ -74,19 +75,24 @@ DONE, CONFLICT, INVALID, UNAVAILABLE, UNKNOWN = range(5)
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
+    """Request to the leader: a commit, or a flush if it has no rows."""
+
     nonce: str
     rows: list[tuple[bytes, bytes]]
     expects: dict[bytes, int] = {}
     expires_ms: int = 0
-    """0: never, as processes of an older version ask."""
+    """0: never, for requests of an older version."""
     hears_unknown: bool = False
-    """A process of an older version would take the reply for a refusal: it gets none, and its time runs out."""
+    """False for a process of an older version, which would misread the Unknown reply as a rejection. It gets no reply
+    and times out."""
 
     def expired(self, now_ms: int) -> bool:
         return 0 < self.expires_ms < now_ms
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """Reply to one request, identified by its nonce."""
+
     nonce: str
     kind: int
     seqno: int = 0
@@ -125,19 +131,19 @@ def encode_place(state: DomainState, position: int) -> bytes:
 
 
 def decode_place(state: DomainState, value: bytes | None) -> int:
-    """The next request to execute; 0 when nothing was ever executed from this log."""
+    """Return the position of the next request to execute; 0 if none was ever executed from this log."""
     if value is None:
         return 0
     try:
         place: Place = _decode_place(value)
     except msgspec.MsgspecError as error:
-        raise CorruptError(f"The position of requests cannot be read: value={value.hex()}.") from error
+        raise CorruptError(f"the position of requests cannot be read: value={value.hex()}.") from error
     same_log = (place.seqno_delta, place.epoch_delta) == (state.seqno_delta, state.epoch_delta)
     return place.position if same_log else 0
 
 
 def decode_request(data: bytes) -> Request | None:
-    """None for what is no request (RQ4)."""
+    """Decode a request; None if the bytes are not a request."""
     try:
         request: Request = _decode_request(data)
         return request
@@ -146,7 +152,7 @@ def decode_request(data: bytes) -> Request | None:
 
 
 def refusal(nonce: str, error: TidemillError) -> Reply:
-    """What a requester is told of a commit that certainly did not happen."""
+    """Return the reply for a commit that certainly did not happen."""
     if isinstance(error, ConflictError) and isinstance(error.current, Mapping):
         rows = [
             (key, row.seqno if row is not None else -1, row.value if row is not None else b"")
@@ -163,14 +169,14 @@ def outcome(reply: Reply) -> int | TidemillError:
         return reply.seqno
     if reply.kind == CONFLICT:
         current = {key: None if seqno < 0 else Row(seqno, value) for key, seqno, value in reply.rows}
-        return ConflictError(reply.text, current=current or None, fix="Read again and decide anew.")
+        return ConflictError(reply.text, current=current or None, fix="Read again and retry.")
     if reply.kind == UNKNOWN:
         return UnknownOutcomeError(reply.text, fix="Read the rows to see whether it was done.")
     return InvalidError(reply.text) if reply.kind == INVALID else UnavailableError(reply.text, fix="Retry.")
 
 
 async def append_as_equal(consensus: Consensus, rand: Rand, log: str, records: Sequence[bytes], at: int) -> LogHead:
-    """Append wherever the log ends, `at` being a guess; the head's `next` is where the records end.
+    """Append at the log's end, `at` being a guess of it; return the head, whose `next` is where the records end.
 
     Raises UnavailableError (it did not happen), UnknownOutcomeError.
     """
@@ -184,14 +190,14 @@ async def append_as_equal(consensus: Consensus, rand: Rand, log: str, records: S
             try:
                 landed = await resolve_append(consensus, log, at, nonce)
             except (MissingError, UnavailableError) as error:
-                # Truncated over the answer, or nobody to ask: it may have happened.
+                # The log was truncated beyond the append, or consensus is unavailable: it may have happened.
                 raise unknown from error
             if landed:
                 return LogHead(0, at, at + len(records))
 
 
 class Requester:
-    """One process's requests to one domain. `commit` is what callers wait in."""
+    """Requests of one process to one domain. Callers wait in `commit`."""
 
     def __init__(self, consensus: Consensus, clock: Clock, rand: Rand, domain: str, timeout_s: float) -> None:
         self._consensus = consensus
@@ -204,19 +210,19 @@ class Requester:
         self._waiting: dict[str, asyncio.Future[int]] = {}
         self._sending = False
         self._listening = False
-        self._heard = 0  # the next reply to read
+        self._heard = 0  # position of the next reply to read
         self._guess = 0
-        self._backlog = 0  # requests nobody had executed, when last seen
+        self._backlog = 0  # number of requests that no leader had executed, when last checked
         self._closed: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
 
     @property
     def waiting(self) -> bool:
-        """Does anybody wait for an answer?"""
+        """True if a caller waits for a reply."""
         return bool(self._waiting)
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int]) -> int:
-        """As `Domain.commit`. Unknown when no answer came in time: it may still be executed."""
+        """Commit as `Domain.commit`. Raises Unknown if no reply came in time: it may still be executed."""
         measured(rows)
         return await self._ask(list(rows), dict(expects), self._timeout_s)
 
@@ -228,8 +234,8 @@ class Requester:
             raise self._closed
         if len(self._unsent) >= UNSENT_MAX:
             raise UnavailableError(
-                f"Too many requests wait to be sent: log={self._requests!r} count={len(self._unsent)}.",
-                fix="Look at the consensus database.",
+                f"too many requests wait to be sent: log={self._requests!r} count={len(self._unsent)}.",
+                fix="Check the consensus database.",
             )
         request = Request(self._rand.nonce(), rows, expects, self._clock.now_ms() + EXPIRES_AFTER_MS, True)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -244,12 +250,12 @@ class Requester:
         except TimeoutError as error:
             if not _withdrawn(self._unsent, future):
                 raise UnknownOutcomeError(
-                    f"No leader answered in time: log={self._requests!r} timeout_s={timeout_s}.",
-                    fix="Read the rows to see whether it was done; it may still be.",
+                    f"no leader answered in time: log={self._requests!r} timeout_s={timeout_s}.",
+                    fix="Read the rows to see whether it was done; it may still be executed.",
                 ) from error
             raise UnavailableError(
-                f"The request could not be sent in time: log={self._requests!r} timeout_s={timeout_s}.",
-                fix="Look at the consensus database.",
+                f"the request could not be sent in time: log={self._requests!r} timeout_s={timeout_s}.",
+                fix="Check the consensus database.",
             ) from error
         finally:
             self._waiting.pop(request.nonce, None)
@@ -257,7 +263,7 @@ class Requester:
     # sending ------------------------------------------------------------------------------------
 
     async def _send(self) -> None:
-        """Everything unsent, in order, as many requests as wait in one append."""
+        """Send everything unsent, in order, with all waiting requests that fit in one append."""
         try:
             while self._unsent:
                 if not self._listening and not await self._begin_to_listen():
@@ -293,7 +299,7 @@ class Requester:
         self._guess, self._backlog = head.next, head.next - head.start
 
     async def _begin_to_listen(self) -> bool:
-        """Know where the replies end before the first request is sent. False when nobody could be asked."""
+        """Find the end of the replies before the first request is sent. Return False if consensus is unavailable."""
         try:
             self._heard = (await self._consensus.log_head(self._replies)).next
         except TidemillError as error:
@@ -306,7 +312,7 @@ class Requester:
         return True
 
     async def _worked_off(self) -> bool:
-        """Is there somebody who executes requests, or at least a bound to those who wait for one?"""
+        """Return whether the backlog is within its limit; otherwise fail all unsent requests."""
         try:
             requests = await self._consensus.log_head(self._requests)
         except TidemillError as error:
@@ -316,8 +322,8 @@ class Requester:
         if self._backlog > BACKLOG_MAX:
             self._fail_unsent(
                 UnavailableError(
-                    f"Too many requests wait for a leader: count={self._backlog}.",
-                    fix="Start a node, so that somebody leads the metastore.",
+                    f"too many requests wait for a leader: count={self._backlog}.",
+                    fix="Start a node, so that the metastore has a leader.",
                 )
             )
         return self._backlog <= BACKLOG_MAX
@@ -331,7 +337,7 @@ class Requester:
     # listening ----------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """Until nobody waits any more."""
+        """Read replies until no caller waits any more."""
         try:
             while self._waiting:
                 try:
@@ -339,7 +345,7 @@ class Requester:
                         if await self._consensus.wait(self._replies, self._heard, WAIT_S):
                             await self._hear()
                     except MissingError:
-                        # Truncated before we read it: whose reply that was finds no answer in time.
+                        # Truncated before this process read it: the request that it answered will time out.
                         self._heard = (await self._consensus.log_head(self._replies)).start
                 except (UnavailableError, UnknownOutcomeError):
                     await asyncio.sleep(RETRY_PAUSE_S)
@@ -364,28 +370,29 @@ class Requester:
                 future.set_result(result)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
-        """Sending or listening met what nobody foresaw: all of this moment hear of it, the next request begins anew."""
-        _log.error("requests broke", task=name, exc_info=error)
+        """Fail all present requests after an unexpected error of sending or listening. The next request restarts
+        both."""
+        _log.error("request task failed", task=name, exc_info=error)
         self._fail_unsent(
-            UnavailableError(f"The request could not be sent: task={name!r} reason={error!r}.", fix="Retry.")
+            UnavailableError(f"the request could not be sent: task={name!r} reason={error!r}.", fix="Retry.")
         )
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(UnknownOutcomeError(f"The answer was not heard: task={name!r} reason={error!r}."))
+                future.set_exception(UnknownOutcomeError(f"the reply was not read: task={name!r} reason={error!r}."))
 
     async def aclose(self) -> None:
-        """Those who wait hear Unknown: what was sent may still be done."""
-        self._closed = ClosedError(f"The domain was closed: log={self._requests!r}.")
+        """Close. Waiting callers get Unknown: a request that was sent may still be executed."""
+        self._closed = ClosedError(f"the domain is closed: log={self._requests!r}.")
         await self._tasks.aclose()
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(
-                    UnknownOutcomeError(f"The domain was closed before an answer came: log={self._requests!r}.")
+                    UnknownOutcomeError(f"the domain was closed before a reply came: log={self._requests!r}.")
                 )
 
 
 def _withdrawn(unsent: list[Unsent], future: asyncio.Future[int]) -> bool:
-    """Take a request back that was never handed to an append."""
+    """Withdraw a request that was never passed to an append; return whether that was possible."""
     for index, (_, other) in enumerate(unsent):
         if other is future:
             del unsent[index]

@@ -1,4 +1,4 @@
-"""The leader's side of `forwarding_client`: execute each once, in the order of the log, and answer."""
+"""Leader's side of `forwarding_client`: execute each request once, in the order of the log, and reply."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _log = structlog.get_logger()
 READ_REQUESTS = 256
 WAIT_S = 30.0
 TRUNCATE_AFTER = 64
-"""Executed requests are forgotten so many at a time, and all of them once nobody asks."""
+"""Number of executed requests after which they are truncated. The rest is truncated when no request waits."""
 
 BEGIN_PAUSE_S = 1.0
 FLUSH_TIMEOUT_S = 60.0
@@ -49,7 +49,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ForwardingServer:
-    """Runs while the leader leads; whatever ends it ends the leader."""
+    """Executor of the request log. It runs while the leader leads; an error that ends it ends the leader."""
 
     def __init__(
         self, consensus: Consensus, clock: Clock, rand: Rand, domain: str, log: StateLog[DomainState], leader: Leader
@@ -69,11 +69,11 @@ class ForwardingServer:
 
     @property
     def busy(self) -> bool:
-        """Is a request read, and not yet answered?"""
+        """True if a request has been read but not answered."""
         return self._executing or len(self._flushes) > 0
 
     async def run(self) -> None:
-        """Raise FencedError when the term is over."""
+        """Execute requests indefinitely. Raises FencedError when the term ends."""
         async with self._flushes:
             await self._begin()
             while True:
@@ -93,7 +93,7 @@ class ForwardingServer:
     async def _begin(self) -> None:
         while True:
             try:
-                # A bucket that is away for a while ends no term: most of what a leader does needs no file.
+                # An unavailable bucket does not end the term: most work of a leader needs no file.
                 row = await self._leader.database.get_row(POSITION_KEY)
                 head = await self._consensus.log_head(self._requests)
                 replies = await self._consensus.log_head(self._replies)
@@ -108,29 +108,30 @@ class ForwardingServer:
         self._truncated = head.start
 
     async def _answer_for_the_last(self, start: int, position: int) -> None:
-        """RQ6, for the requests from `start` on and below `position`."""
+        """Reply Unknown to the requests from `start` up to `position`: the previous leader may have ended before
+        replying."""
         while start < position:
             try:
                 found = await self._consensus.read(self._requests, start, min(READ_REQUESTS, position - start))
             except MissingError:
-                # The last leader truncates late: what is gone it had answered.
+                # The previous leader truncates only after replying, so truncated requests were answered.
                 start = (await self._consensus.log_head(self._requests)).start
                 continue
             if not found.records:
                 return
             requests = [request for record in found.records if (request := decode_request(record.data)) is not None]
-            text = "The leader that executed this request ended; what it answered may be lost."
+            text = "the leader that executed this request ended; its reply may be lost."
             replies = [_encode(Reply(r.nonce, UNKNOWN, 0, [], text)) for r in requests if r.hears_unknown]
             if replies and not await self._answer(replies):
-                raise UnavailableError("The last leader's requests cannot be answered yet.")
+                raise UnavailableError("the previous leader's requests cannot be answered yet.")
             start += len(found.records)
 
     async def _execute(self) -> None:
-        """One read's worth of requests: all admitted in order, then awaited, then answered in one append."""
+        """Execute the requests of one read: admit all in order, then await them, then reply in one append."""
         try:
             found = await self._consensus.read(self._requests, self._position, READ_REQUESTS)
         except MissingError:
-            # Another leader executed and truncated them: it has fenced this one, or will show that it has.
+            # Another leader executed and truncated them. `stands` raises if it has superseded this one.
             await self._leader.stands()
             raise
         started: list[tuple[Request | None, Reply | None, asyncio.Future[int]]] = []
@@ -151,7 +152,8 @@ class ForwardingServer:
             if reply is not None:
                 replies.append(_encode(reply))
         if not settled:
-            # "It did not happen" must stay true: the next leader may not execute it either (RQ1, RQ2).
+            # Unavailable means "did not happen", so the next leader must not execute the request either: the position
+            # moves past it before the reply is written.
             await self._pass_over()
         for batch in _batches(replies):
             await self._answer(batch)
@@ -159,15 +161,15 @@ class ForwardingServer:
             await self._truncate()
 
     async def _admit(self, record: LogRecord) -> tuple[Request | None, Reply | None, asyncio.Future[int]]:
-        """(request, its refusal, the future of the batch that moves the position past it)."""
+        """Return (request, its rejection, future of the batch that moves the position past it)."""
         beside = self._beside(record.position + 1)
         request = decode_request(record.data)
         writing = self._leader.writing
         late = request is not None and request.expired(self._clock.now_ms())
         if request is not None and late:
-            _log.warning("a request came too late", log=self._requests, position=record.position)
+            _log.warning("rejecting an expired request", log=self._requests, position=record.position)
         if request is not None and not request.rows and not late:
-            # Once, and before there is room: when there is none, this tells the requester why.
+            # Flushed once, and before there is room: without room, the flush's error shows the requester the reason.
             self._flushes.spawn(self._flush(request), name="metastore requested flush")
         while True:
             try:
@@ -182,12 +184,12 @@ class ForwardingServer:
                 except TidemillError as error:
                     return request, refusal(request.nonce, error), await writing.admit((), {}, beside)
             except UnavailableError as error:
-                # No room: it was not executed, so it is tried again rather than refused.
+                # There is no room. The request was not executed, so it is retried rather than rejected.
                 _log.warning("requests wait", log=self._requests, cause=error.message)
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _pass_over(self) -> None:
-        """Make the position durable, whatever became of the requests below it."""
+        """Make the position durable, regardless of the outcome of the requests below it."""
         while True:
             try:
                 await (await self._leader.writing.admit((), {}, self._beside(self._position)))
@@ -200,7 +202,7 @@ class ForwardingServer:
 
     async def _flush(self, request: Request) -> None:
         try:
-            # A superseded leader reads requests too, but has none of the new leader's commits to flush.
+            # A superseded leader reads requests too, but does not have the new leader's commits.
             await self._leader.stands()
             reply = Reply(request.nonce, DONE, await self._leader.flush(FLUSH_TIMEOUT_S))
         except TidemillError as error:
@@ -208,18 +210,18 @@ class ForwardingServer:
         try:
             await self._answer([_encode(reply)])
         except TidemillError as error:
-            _log.warning("a flush is not answered", log=self._replies, cause=error.message)
+            _log.warning("cannot reply to a flush request", log=self._replies, cause=error.message)
 
     async def _answer(self, replies: list[bytes]) -> bool:
-        """Term 0, as everybody: an outcome that is durable stays true after this leader's term. False when it could
-        not be said."""
+        """Append replies, in term 0: a durable outcome stays true after this leader's term. Return False if that failed
+        repeatedly."""
         for attempt in range(ANSWER_ATTEMPTS):
             try:
                 head = await append_as_equal(self._consensus, self._rand, self._replies, replies, self._replies_at)
                 break
             except (UnavailableError, UnknownOutcomeError) as error:
-                # Said twice does no harm; not said at all, the requester hears Unknown in the end.
-                _log.warning("requests are not answered", log=self._replies, count=len(replies), cause=error.message)
+                # A duplicate reply is harmless. Without any reply the requester ends with Unknown.
+                _log.warning("cannot reply to requests", log=self._replies, count=len(replies), cause=error.message)
                 await asyncio.sleep(RETRY_PAUSE_S * attempt)
         else:
             return False
@@ -228,7 +230,7 @@ class ForwardingServer:
             start = self._replies_at - REPLIES_KEPT
             with contextlib.suppress(
                 UnavailableError, UnknownOutcomeError
-            ):  # the next answer tries again; those who wait come first
+            ):  # the next reply retries the truncation; requesters must not wait for it
                 await self._consensus.truncate(self._replies, start)
                 self._replies_from = start
         return True
@@ -240,13 +242,13 @@ class ForwardingServer:
 
 def _too_late(request: Request) -> UnavailableError:
     return UnavailableError(
-        f"The request was not executed in time, and will not be: expires_ms={request.expires_ms}.",
-        fix="Ask again; if that is refused too, compare the clocks of the machines.",
+        f"the request expired and will not be executed: expires_ms={request.expires_ms}.",
+        fix="Retry; if that fails in the same way, compare the clocks of the machines.",
     )
 
 
 def _batches(replies: list[bytes]) -> Iterator[list[bytes]]:
-    """In order, each as large as one append may be."""
+    """Split replies in order into batches, each as large as one append may be."""
     batch: list[bytes] = []
     size_bytes = 0
     for reply in replies:

@@ -1,13 +1,14 @@
-"""The line of commits that depend on what rows hold, and of those that must not overtake one of them.
+"""Queue of commits that expect rows to have certain seqnos, and of commits that must not overtake one of them.
 
-A *claim* reserves keys: those its commit expects something of, and those it will write. It stands in line from
-before it looks at the database until its rows are in a group (or refused). So between its look and its proposal
-nobody writes what it looked at, although the look may wait for a read from the bucket.
+A *claim* reserves keys: those whose rows its commit expects, and those that it will write. It is in the queue from
+before it reads the database until its rows are in a group (or it is rejected). So between its read and its proposal no
+other commit writes the rows it read, although the read may wait for the bucket.
 
-Q1  A claim looks only when no group on its way writes a key it expects (such a row is about to change), and no
-    claim before it will write one.
-Q2  Nobody joins a group with a key that a claim in line expects; they stand in line behind it.
-Q3  A claim waits only for groups and for claims before it: there is no cycle, and nobody is passed for ever.
+- Invariant (stable reads): a claim reads only when no pending group writes a key it expects (such a row is about to
+  change), and no earlier claim will write one.
+- Invariant (no overtaking): a commit that writes a key which a queued claim expects does not join a group; it enters
+  the queue.
+- Invariant (progress): a claim waits only for groups and for earlier claims. So there is no deadlock and no starvation.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from collections.abc import Callable, Collection, Iterable, Set
 from tidemill.base.errors import TidemillError
 
 Writing = Callable[[Set[bytes]], bool]
-"""Does a group on its way write any of these keys?"""
+"""Return whether a pending group writes any of these keys."""
 
 
 class Claim:
+    """Keys that a queued commit expects and writes."""
+
     __slots__ = ("expects", "turn", "writes")
 
     def __init__(self, expects: Set[bytes], writes: Set[bytes]) -> None:
         self.expects = expects
         self.writes = writes
         self.turn: asyncio.Future[None] | None = None
-        """Set while it waits."""
+        """Set while the claim waits."""
 
 
 class ClaimQueue:
-    """Plain calls only; `Claim.turn` is what their callers wait for."""
+    """Queue of claims. All calls are synchronous; callers wait for `Claim.turn`."""
 
     def __init__(self) -> None:
         self._claims: dict[Claim, None] = {}
@@ -41,11 +44,11 @@ class ClaimQueue:
         return bool(self._claims)
 
     def holds(self, keys: Collection[bytes]) -> bool:
-        """Must a commit that writes `keys` and expects nothing stand in line? (Q2)"""
+        """Return whether a commit that writes `keys` and expects nothing must enter the queue."""
         return any(not claim.expects.isdisjoint(keys) for claim in self._claims)
 
     def enter(self, claim: Claim, writing: Writing) -> bool:
-        """Take the last place. True when it may look at once; else wait for `claim.turn`."""
+        """Append a claim. Return True if it may read immediately; otherwise wait for `claim.turn`."""
         free = self._free(claim, self._claims, writing)
         self._claims[claim] = None
         if not free:
@@ -57,7 +60,7 @@ class ClaimQueue:
         self.advance(writing)
 
     def advance(self, writing: Writing) -> None:
-        """A group is through or a claim is gone: whoever may look now is told, in the order of the line."""
+        """Wake the claims that may read now, in queue order, after a group ended or a claim left."""
         if not self._claims:
             return
         writes: set[bytes] = set()

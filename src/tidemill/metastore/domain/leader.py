@@ -1,12 +1,14 @@
-"""One term of leading one domain: open, write, persist, step down. Never reused: the next term opens a new one.
+"""One term of leading one domain: open, write, persist, step down. An instance is never reused for another term.
 
-LD1  It opens what the log held when it was fenced in this term: the manifest, then every volatile batch above it.
-LD2  It stops at the first group or manifest that was refused, fenced or has no known outcome (R3, L6). From then
-     on nothing more is proposed; what was proposed learns its own outcome.
-LD3  It knows nothing about other terms but this: when its replica shows that another one persisted a manifest it
-     has not applied, or renamed the domain, it is over.
-LD4  Its epoch is greater than that of any manifest in the bucket: where consensus lost terms, what was written in them
-     is older from then on, also for a restore. A term that is not is given up for the next one.
+- Invariant (complete replay): it opens the state that the log held when this term fenced it: the manifest, then every
+  volatile batch above it.
+- Invariant (stop at the first failure): it steps down at the first group or manifest that was rejected, fenced or has
+  an unknown outcome. From then on it proposes nothing; earlier proposals still get their own outcome.
+- Invariant (no mixed terms): the term has ended when the replica shows that another term persisted a manifest this one
+  has not applied, or that the domain's uuid changed.
+- Invariant (newest epoch): its epoch is greater than that of any manifest in the bucket. If consensus lost terms, the
+  files written in them are older from then on, for a restore too. A term whose epoch is too low is given up for the
+  next one.
 """
 
 from __future__ import annotations
@@ -43,19 +45,20 @@ RETRY_FIRST_S = 0.2
 RETRY_MOST_S = 15.0
 MARK_INTERVAL_S = 1.0
 OVERDUE_S = 5.0
-"""A flush that began on time has this long before the bucket counts as behind."""
+"""Time after a flush became due until the bucket counts as behind."""
 TIMER_STEP_S = 0.001
-"""What is due this soon is due: a timer of less may ring without the clock having moved, for ever."""
+"""A deadline this near counts as reached. A shorter timer may fire without the clock having advanced, in an endless
+loop."""
 
 REPLAY_ROWS = 2_000
-"""Replayed in one step of opening: a few milliseconds."""
+"""Rows replayed in one step of opening: a few milliseconds."""
 
 AGES_KEPT = 16
-"""The age of the oldest row that is in no manifest is known to one part in so many of the persist interval."""
+"""Precision at which the age of the oldest unpersisted row is known: one part in AGES_KEPT of the persist interval."""
 
 
 class Leader:
-    """`run` until it returns; `step_down` makes it return; then `aclose`."""
+    """Leader in one term: await `run`, which `step_down` ends, then `aclose`."""
 
     def __init__(self, grounds: DomainContext, log: StateLog[DomainState], term: int) -> None:
         self.term = term
@@ -76,8 +79,8 @@ class Leader:
 
     @classmethod
     async def open(cls, grounds: DomainContext, log: StateLog[DomainState], term: int) -> Leader:
-        """LD1. Raises FencedError (a newer term exists), UnavailableError, UnknownOutcomeError, Corrupt, InvalidError
-        (a newer format)."""
+        """Open the database as the log describes it when this term fences it. Raises FencedError (a newer term exists),
+        UnavailableError, UnknownOutcomeError, Corrupt, InvalidError (a newer format)."""
         state = await log.lead(term)
         if not state.domain_uuid:
             await _name(grounds, log)
@@ -129,12 +132,12 @@ class Leader:
             raise
 
     async def _check_epoch(self, epoch: int) -> None:
-        """LD4. Raises FencedError, UnavailableError."""
+        """Check that the bucket has no manifest of this epoch or a later one. Raises FencedError, UnavailableError."""
         newest = await self._grounds.bucket(self._domain_uuid).newest(ANY_EPOCH)
         if newest is not None and newest.epoch >= epoch:
             raise FencedError(
-                f"The bucket holds a manifest of this epoch or a newer one, for consensus lost terms: domain="
-                f"{self._grounds.name} epoch={epoch} manifest={newest.key}.",
+                "the bucket has a manifest of this epoch or a newer one, because consensus lost terms:"
+                f" domain={self._grounds.name} epoch={epoch} manifest={newest.key}.",
                 current=newest.epoch,
                 fix="Lead in a later term.",
             )
@@ -142,7 +145,7 @@ class Leader:
     # the database -------------------------------------------------------------------------------
 
     async def _replay(self) -> None:
-        """`feed` for the many batches that a term may begin with: others have their turn in between."""
+        """Apply the batches that a term begins with, as `feed` does, but yield to the event loop in between."""
         rest = True
         while rest and self._goes_on():
             batches, rest = self._log.state.next_batches(self._fed_seqno, REPLAY_ROWS)
@@ -151,17 +154,18 @@ class Leader:
                 await asyncio.sleep(0)
 
     def feed(self) -> None:
-        """Bring what is applied into the database, whole batches in seqno order. Plain; idempotent."""
+        """Apply the batches that the log has applied to the database, in seqno order. Synchronous and idempotent."""
         if self._goes_on():
             self._apply(self._log.state.batches_after(self._fed_seqno))
 
     def _goes_on(self) -> bool:
-        """Is the next batch of the replica the next one of the database? Else the term is over (LD3)."""
+        """Return whether the replica's next batch follows the database's last one. If not, the term has ended; step
+        down."""
         state = self._log.state
         if self._closed or self._ended.done():
             return False
         if state.domain_uuid != self._domain_uuid or state.persisted_seqno > self._fed_seqno:
-            self.step_down(FencedError(f"Another term has gone on: term={self.term} uuid={self._domain_uuid}."))
+            self.step_down(FencedError(f"another term has made progress: term={self.term} uuid={self._domain_uuid}."))
             return False
         return True
 
@@ -173,25 +177,26 @@ class Leader:
                 self.database.apply(batch.seqno, batch.keys, batch.values)
                 self._fed_seqno = batch.seqno
         except TidemillError as error:
-            # What is in the log is durable; another opening of the database will have it.
+            # Batches in the log are durable. Another opening of the database will apply them.
             self.step_down(error)
             return
         self._note_age(batches[0].seqno)
 
     async def stands(self) -> None:
-        """Raise FencedError unless this term stood after the call; the database holds all that was durable at the
-        call."""
+        """Check with consensus that this term is still the newest. Raises FencedError unless it was so after the call.
+        Then the database holds everything that was durable at the call."""
         self._check()
         head = await self._grounds.consensus.log_head(self._log.log)
         if head.term != self.term:
-            self.step_down(FencedError(f"A newer term was fenced: term={self.term} newer={head.term}.", current=head))
+            self.step_down(FencedError(f"a newer term exists: term={self.term} newer={head.term}.", current=head))
         elif head.next > self._log.position:
             await self._log.catch_up()
         self.feed()
         self._check()
 
     async def flush(self, timeout_s: float | None = None) -> int:
-        """The highest seqno in the bucket once everything applied now is there. Fenced as soon as the term ends."""
+        """Flush everything applied so far; return the highest seqno in the bucket. Raises FencedError when the term
+        ends."""
         self._check()
         flushing = self._tasks.spawn(_quiet(self.database.flush(timeout_s)), name="metastore flush")
         await asyncio.wait([flushing, self._ended], return_when=asyncio.FIRST_COMPLETED)
@@ -199,7 +204,7 @@ class Leader:
             flushing.cancel()
             self._check()
         if flushing.cancelled():
-            self._check()  # whoever closed this leader cancelled it; the caller was not cancelled
+            self._check()  # closing this leader cancelled the flush; the caller was not cancelled
         outcome: int | TidemillError = flushing.result()
         if isinstance(outcome, TidemillError):
             if isinstance(outcome, ClosedError):
@@ -208,31 +213,31 @@ class Leader:
         return outcome
 
     async def reset(self, domain_uuid: str, manifest: PersistedManifest | None) -> None:
-        """Make the empty domain go on as `domain_uuid` from `manifest`. Ends this term. Raises ConflictError: not
-        empty."""
+        """Let the empty domain continue as `domain_uuid` from `manifest`. Ends this term. Raises ConflictError if it is
+        not empty."""
         command = ResetManifest(domain_uuid, manifest)
 
         def made(state: DomainState) -> bytes:
             self._check()
             if self._log.term != self.term:
-                raise FencedError(f"The term is over: term={self.term} current={self._log.term}.")
+                raise FencedError(f"the term has ended: term={self.term} current={self._log.term}.")
             command.check(state)
             return encode_command(command)
 
         await self._log.propose_late_nowait(made)
-        self.step_down(FencedError(f"The domain was reset: uuid={domain_uuid} before={self._domain_uuid}."))
+        self.step_down(FencedError(f"the domain was reset: uuid={domain_uuid} before={self._domain_uuid}."))
 
     # the term ------------------------------------------------------------------------------------
 
     async def run(self) -> TidemillError:
-        """Lead until it is over; returns why."""
+        """Lead until the term has ended; return the reason."""
         self._tasks.spawn(self._persist(), name=f"persist {self._grounds.log}")
         self._tasks.spawn(self._tidy(), name=f"tidy {self._grounds.log}")
         self._tasks.spawn(self._mark(), name=f"mark {self._grounds.log}")
         return await self.over()
 
     async def over(self) -> TidemillError:
-        """Until the term is; why."""
+        """Wait until the term has ended; return the reason."""
         return await asyncio.shield(self._ended)
 
     @property
@@ -244,7 +249,7 @@ class Leader:
         self._tasks.spawn(work, name=name)
 
     def step_down(self, error: TidemillError) -> None:
-        """Plain and idempotent (LD2)."""
+        """End the term: propose nothing from now on. Synchronous and idempotent."""
         if self._ended.done():
             return
         tell = _log.info if isinstance(error, ClosedError) else _log.warning
@@ -253,8 +258,8 @@ class Leader:
         self.writing.stop(self._over())
 
     async def aclose(self) -> None:
-        """Stop everything; flushes nothing. Groups under way still learn their outcome."""
-        self.step_down(ClosedError(f"The leader was closed: domain={self._grounds.name} term={self.term}."))
+        """Stop everything without a flush. Pending groups still get their outcome."""
+        self.step_down(ClosedError(f"the leader is closed: domain={self._grounds.name} term={self.term}."))
         self._closed = True
         self._grounds.tracker.remove(self._mark_name)
         await self._tasks.aclose()
@@ -267,22 +272,24 @@ class Leader:
     def _over(self) -> FencedError:
         cause = self._ended.result()
         return FencedError(
-            f"This process does not lead the domain any more: domain={self._grounds.name} term={self.term} "
+            f"this process no longer leads the domain: domain={self._grounds.name} term={self.term} "
             f"cause={cause.message!r}.",
-            fix="Ask again; another leader is elected within the lease time.",
+            fix="Retry; another leader is elected within the lease time.",
         )
 
     def task_failed(self, name: str, error: BaseException) -> None:
-        """Whatever this term runs and fails ends the term; the next one begins anew."""
+        """End the term because one of its tasks failed. The next term starts all of them again."""
         broken = (
-            error if isinstance(error, TidemillError) else ClosedError(f"A task broke: task={name!r} reason={error!r}.")
+            error
+            if isinstance(error, TidemillError)
+            else ClosedError(f"a task failed: task={name!r} reason={error!r}.")
         )
         self.step_down(broken)
 
     # persisting ----------------------------------------------------------------------------------
 
     async def _persist(self) -> None:
-        """Flush when the oldest row in no manifest is a persist interval old, or when there is no room."""
+        """Flush when the oldest unpersisted row is a persist interval old, or when the volatile buffer is full."""
         pause_s = RETRY_FIRST_S
         while True:
             await self._due()
@@ -291,7 +298,7 @@ class Leader:
                 await self.database.flush(self._settings.flush_timeout_s)
             except UnavailableError as error:
                 self._trouble = error.message
-                _log.warning("not persisted", domain=self._grounds.name, cause=error.message)
+                _log.warning("persisting failed", domain=self._grounds.name, cause=error.message)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
                 self._flush_now.set()
@@ -317,7 +324,7 @@ class Leader:
                 continue
 
     def _note_age(self, first_seqno: int) -> None:
-        """Rows from `first_seqno` on came no earlier than now: enough to know how old the bucket is."""
+        """Record that rows from `first_seqno` on were applied now, to know the age of the oldest unpersisted row."""
         now_s = self._grounds.clock.monotonic_s()
         if not self._ages or now_s - self._ages[-1][0] > self._settings.persist_interval_s / AGES_KEPT:
             self._ages.append((now_s, first_seqno))
@@ -329,7 +336,7 @@ class Leader:
             ages.popleft()
 
     def _overdue(self) -> bool:
-        """Should the oldest row that is in no manifest have been persisted by now?"""
+        """Return whether the oldest unpersisted row should have been persisted by now."""
         self._forget_ages()
         if not self._ages:
             return False
@@ -340,7 +347,8 @@ class Leader:
         self.writing.trimmed()
 
     async def _tidy(self) -> None:
-        """After a manifest trimmed the buffer the state is small: roll the log up, so that it is truncated."""
+        """Roll the log up after a manifest trimmed the buffer: the state is small then, and the log can be
+        truncated."""
         while True:
             await self._persisted.wait()
             self._persisted.clear()
@@ -349,8 +357,8 @@ class Leader:
             try:
                 await self._log.rollup()
             except (UnavailableError, UnknownOutcomeError, InvalidError) as error:
-                # Invalid: the state is larger than one append. The next manifest makes it smaller.
-                _log.warning("not rolled up", domain=self._grounds.name, cause=error.message)
+                # Invalid: the state is larger than one append. It shrinks with the next manifest.
+                _log.warning("rollup failed", domain=self._grounds.name, cause=error.message)
             except TidemillError as error:
                 self.step_down(error)
                 return
@@ -365,16 +373,17 @@ class Leader:
         while True:
             self.mark()
             if self.database.failure is not None:
-                # Only an opening anew starts that work again; nobody else may hear of it before writers have stopped.
+                # Only reopening restarts that work. Writers must have stopped before the failure is reported elsewhere.
                 self.task_failed("metastore database", self.database.failure)
             if self._log.broken is not None:
                 self.step_down(self._log.broken)
             await asyncio.sleep(MARK_INTERVAL_S)
 
     def mark(self) -> None:
-        """position = seqno in the bucket, target = the seqno that should be there by now.
+        """Publish the stage status. position = seqno in the bucket, target = the seqno that should be there by now.
 
-        Rows that wait for their persist interval are on time: the stage is idle, and says how far the log is.
+        Rows that wait for their persist interval are on time: the stage is idle, and its reason says how far the log
+        is.
         """
         persisted, applied = self.database.max_persisted_seqno, self.database.max_applied_seqno
         late = bool(self._trouble) or self._overdue()
@@ -396,7 +405,7 @@ class Leader:
 
 
 async def _name(grounds: DomainContext, log: StateLog[DomainState]) -> None:
-    """Give the domain its uuid, or find that somebody has."""
+    """Give the domain a uuid, unless another process did."""
     command = SetDomainUuid(grounds.rand.uuid())
     try:
         await log.propose(encode_command(command), check=command.check)
@@ -406,7 +415,7 @@ async def _name(grounds: DomainContext, log: StateLog[DomainState]) -> None:
 
 
 async def _quiet(flushing: Coroutine[Any, Any, int]) -> int | TidemillError:
-    """The outcome as a value: nobody may be left to take an exception."""
+    """Return the error instead of raising it: there may be no task left that awaits the exception."""
     try:
         return await flushing
     except TidemillError as error:

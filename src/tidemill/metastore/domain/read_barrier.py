@@ -1,4 +1,4 @@
-"""A barrier that those who wait at once share: one read of consensus, begun after the last of them had called."""
+"""Barrier shared by concurrent callers: one read of consensus, begun after the last of them had called."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tidemill.base.runtime.tasks import FailureHandler, Tasks
 
 
 class Barrier:
-    """`pass_through` is what one round does. A caller joins the round that has not begun, never the one under way:
-    that one may have read before the caller's own cause was durable.
+    """Shared barrier. `pass_through` performs one round. A caller joins the round that has not begun, never the running
+    one: that may have read consensus before the write that the caller wants to see was durable.
     """
 
     def __init__(self, pass_through: Callable[[], Awaitable[None]], name: str, on_failure: FailureHandler) -> None:
-        """`on_failure`: the owner of what a round does; those who shared the round have heard of it already."""
+        """`on_failure` handles unexpected errors of a round; its callers have received the error already."""
         self._pass_through = pass_through
         self._name = name
         self._joinable: asyncio.Future[None] | None = None
@@ -24,7 +24,7 @@ class Barrier:
         self._tasks = Tasks(on_failure)
 
     async def passed(self) -> None:
-        """Raise what the round raised, to each who shared it; Closed."""
+        """Wait for a round. Raises what the round raised, to each of its callers; Closed."""
         if self._closed is not None:
             raise self._closed
         if self._joinable is None:
@@ -42,9 +42,9 @@ class Barrier:
         finally:
             self._busy = False
             if self._joinable is not None:
-                # Only where a round broke: those who had joined the next one must not wait for ever.
+                # A round failed unexpectedly: callers that had joined the next one must not wait forever.
                 joined, self._joinable = self._joinable, None
-                _fail(joined, self._closed or ClosedError(f"The barrier broke: barrier={self._name}."))
+                _fail(joined, self._closed or ClosedError(f"the barrier failed: barrier={self._name}."))
 
     async def _round(self, joined: asyncio.Future[None]) -> None:
         try:
@@ -52,13 +52,13 @@ class Barrier:
         except TidemillError as error:
             _fail(joined, error)
         except BaseException as error:
-            _fail(joined, ClosedError(f"The barrier broke: barrier={self._name} reason={error!r}."))
+            _fail(joined, ClosedError(f"the barrier failed: barrier={self._name} reason={error!r}."))
             raise
         else:
             joined.set_result(None)
 
     async def aclose(self) -> None:
-        self._closed = ClosedError(f"The barrier was closed: barrier={self._name}.")
+        self._closed = ClosedError(f"the barrier is closed: barrier={self._name}.")
         joinable, self._joinable = self._joinable, None
         await self._tasks.aclose()
         if joinable is not None:
@@ -67,4 +67,4 @@ class Barrier:
 
 def _fail(joined: asyncio.Future[None], error: TidemillError) -> None:
     joined.set_exception(error)
-    joined.exception()  # whoever still waits hears it; nobody may be left
+    joined.exception()  # marks it as retrieved, in case no caller is left; waiting callers still get it

@@ -1,6 +1,6 @@
-"""The reads of a domain: from the leader's database while this process leads, else from the follower's.
+"""Reads of a domain: from the leader's database while this process leads, else from the follower's.
 
-Which of the two may change under a read, and a follower's files may be collected under it: then it begins again.
+Leadership may change during a read, and a follower's files may be deleted during it. Then the read restarts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ T = TypeVar("T")
 Chunk = tuple[list[bytes], list[bytes]]
 
 READ_ATTEMPTS = 5
-"""A read that met a change of leadership or a collected file begins again, so often at most."""
+"""Limit of restarts of a read during which leadership changed or a file was deleted."""
 
 
 class Reading:
-    """`Domain` is one. Without `sync` before them, reads are stale by a bound; they never see half a batch."""
+    """Reads of a domain; base class of `Domain`. Without a `sync` before, reads are stale by a bounded time, never
+    torn."""
 
     def __init__(self, name: str, follower: Follower) -> None:
         self.name = name
@@ -52,20 +53,20 @@ class Reading:
         return await self._read(lambda database: database.get_row(key), None)
 
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """One value, or None, for each key, all of one moment."""
+        """Return one value, or None, for each key, all from one snapshot."""
         return await self._read(lambda database: database.get_many(keys), [None] * len(keys))
 
     async def stamp(self, first: bytes) -> object:
-        """See `api.Rows`."""
+        """Return a change stamp, see `api.Rows`."""
         database = await self._serving()
         return None if database is None else database.stamp(first)
 
     async def scan(
         self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False
     ) -> AsyncIterator[Chunk]:
-        """Chunks of live rows in [lower, upper), all of one moment.
+        """Yield chunks of live rows in [lower, upper), all from one snapshot.
 
-        Unavailable when leadership changed, or a file was collected, after the first chunk was given.
+        Raises Unavailable if leadership changed, or a file was deleted, after the first chunk.
         """
         given, met = False, None
         for _ in range(READ_ATTEMPTS):
@@ -81,7 +82,7 @@ class Reading:
                 await self._begin_again(database, error)
                 if given:
                     raise UnavailableError(
-                        f"The scan was cut off: reason={error.message!r}.", fix="Scan again."
+                        f"the scan was interrupted: reason={error.message!r}.", fix="Scan again."
                     ) from error
                 met = error
         raise self._restless(met)
@@ -90,10 +91,11 @@ class Reading:
         return self.scan(prefix, prefix_end(prefix), reverse=reverse)
 
     async def snapshot(self) -> Snapshot:
-        """The database as it is now; ends with leadership. Raises UnavailableError while nobody has led yet."""
+        """Return a snapshot of the database, valid until leadership ends. Raises UnavailableError if no process has led
+        yet."""
         database = await self._serving()
         if database is None:
-            raise UnavailableError(f"The domain has no rows yet: domain={self.name}.", fix="Write to it first.")
+            raise UnavailableError(f"the domain has no rows yet: domain={self.name}.", fix="Write to it first.")
         return database.snapshot()
 
     async def _read(self, read: Callable[[Database], Awaitable[T]], nothing: T) -> T:
@@ -110,7 +112,7 @@ class Reading:
         raise self._restless(met)
 
     async def _serving(self) -> Database | None:
-        """The database that answers now; None while the domain has no uuid."""
+        """Return the database that serves reads now; None while the domain has no uuid."""
         self._check()
         leader = self._leader
         if leader is not None and not leader.ended:
@@ -120,12 +122,12 @@ class Reading:
         return await self._follower.advance()
 
     async def _begin_again(self, database: Database, error: TidemillError) -> None:
-        """Raise `error` when it is no consequence of a change."""
+        """Prepare a restart of a read. Raises `error` if a change of leadership or of files does not explain it."""
         self._check()
         leader = self._leader
         if leader is not None and leader.database is database and not leader.ended:
             if isinstance(error, MissingError):
-                # Deposed without knowing it: the next leader may have collected what this one still reads.
+                # Possibly superseded without knowing: the new leader may have deleted a file that this one still reads.
                 with contextlib.suppress(FencedError):
                     await leader.stands()
                     raise error
@@ -135,11 +137,12 @@ class Reading:
             await self._follower.refresh()
 
     def _restless(self, met: TidemillError | None) -> TidemillError:
-        """What is missing under every version of the database was not collected: it is gone."""
+        """Return the error of a read that failed at every attempt. A file missing from every version was not collected;
+        it is lost."""
         if isinstance(met, MissingError):
             return met
         return UnavailableError(
-            f"Leadership keeps changing: domain={self.name} attempts={READ_ATTEMPTS}.", fix="Retry."
+            f"leadership keeps changing: domain={self.name} attempts={READ_ATTEMPTS}.", fix="Retry."
         )
 
     def _check(self) -> None:

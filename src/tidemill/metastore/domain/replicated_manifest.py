@@ -1,6 +1,6 @@
-"""Where a replicated database keeps its manifest: the copy in the bucket first, then the log decides.
+"""Manifest storage of a replicated database: a copy goes to the bucket first, then the log decides.
 
-Implements `lsm.manifests.Manifests` for the leader, and reading for followers.
+Implements `lsm.manifest_store.Manifests` for the leader, and reading for followers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ANY_EPOCH = 10**20 - 1
 
 
 def read_manifest(state: DomainState, domain_uuid: str, max_epoch: int) -> Manifest | None:
-    """The replicated manifest. Raises FencedError when the domain was renamed or has a newer epoch; Corrupt;
+    """Return the replicated manifest. Raises FencedError if the domain's uuid changed or a newer epoch exists; Corrupt;
     Invalid."""
     if state.domain_uuid != domain_uuid:
         raise FencedError(
-            f"The domain is another one now: opened={domain_uuid} current={state.domain_uuid}.",
+            f"the domain's uuid changed: opened={domain_uuid} current={state.domain_uuid}.",
             current=state.domain_uuid,
             fix="Reopen it.",
         )
@@ -40,24 +40,24 @@ def read_manifest(state: DomainState, domain_uuid: str, max_epoch: int) -> Manif
         return None
     if persisted.epoch > max_epoch:
         raise FencedError(
-            f"A newer epoch has persisted a manifest: epoch={max_epoch} persisted_epoch={persisted.epoch}.",
+            f"a newer epoch has persisted a manifest: epoch={max_epoch} persisted_epoch={persisted.epoch}.",
             current=persisted.epoch,
             fix="Step down.",
         )
     manifest = decode_manifest(persisted.data, f"log of {domain_uuid}")
     if manifest.domain_uuid != domain_uuid:
         raise CorruptError(
-            f"The manifest is of another domain: uuid={domain_uuid} manifest_uuid={manifest.domain_uuid}.",
+            f"the manifest is of another domain: uuid={domain_uuid} manifest_uuid={manifest.domain_uuid}.",
             fix="Restore the domain from its own manifest.",
         )
     return manifest
 
 
 class ReplicatedManifests:
-    """The leader's, for one opening of the database in one term.
+    """The leader's manifest storage, for one opening of the database in one term.
 
-    `persisted()` is called after every manifest that the log took; `failed(error)` after one that it did not,
-    unless it certainly never got there (Unavailable): the leader must stop then (R3, L6).
+    `persisted()` is called after every manifest that the log accepted. `failed(error)` is called after one that it did
+    not accept, unless it certainly never got there (Unavailable): the leader must stop then.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class ReplicatedManifests:
         try:
             await self._bucket.upload(manifest)
         except UnknownOutcomeError as error:
-            # Whether it is there or not, the log has not taken it, so it certainly does not count.
-            raise UnavailableError(f"The manifest's upload has no known outcome: reason={error.message!r}.") from error
+            # Uploaded or not: the log does not have it, so it does not count.
+            raise UnavailableError(f"the manifest's upload has no known outcome: reason={error.message!r}.") from error
 
     def _made(self, command: PersistManifest) -> bytes:
         self._check(command)
@@ -119,7 +119,7 @@ class ReplicatedManifests:
         state = self._log.state
         if self._log.term != self._term or command.manifest.epoch != state.epoch(self._term):
             raise FencedError(
-                f"The term of this manifest is over: epoch={command.manifest.epoch} term={self._term} "
+                f"the term of this manifest has ended: epoch={command.manifest.epoch} term={self._term} "
                 f"current_term={self._log.term}.",
                 fix="Step down.",
             )
@@ -127,15 +127,15 @@ class ReplicatedManifests:
 
 
 class FollowedManifests:
-    """A follower's: reads what its replica of the log has."""
+    """A follower's manifest storage: it reads the manifest from its replica of the log."""
 
     def __init__(self, log: StateLog[DomainState], domain_uuid: str) -> None:
         self._log = log
         self._domain_uuid = domain_uuid
 
     async def read(self, max_epoch: int) -> Manifest | None:
-        """Whatever the epoch: a follower has none."""
+        """Return the manifest, regardless of the epoch: a follower has none."""
         return read_manifest(self._log.state, self._domain_uuid, ANY_EPOCH)
 
     async def write(self, manifest: Manifest) -> None:
-        raise InvalidError(f"A follower writes no manifest: uuid={self._domain_uuid}.", fix="Write at the leader.")
+        raise InvalidError(f"a follower writes no manifest: uuid={self._domain_uuid}.", fix="Write at the leader.")

@@ -1,4 +1,4 @@
-"""What one process's handle on a domain may be told, and what it stands on."""
+"""Settings of one process's handle on a domain, and the services that it uses."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from tidemill.metastore.lsm.options import Options
 from tidemill.objects.store import ObjectStore
 
 FAULTS = frozenset({"lower-manifest", "forget-delta", "replay-at-persisted", "silent-reject"})
-"""Planted by the simulation, which must find each.
+"""Faults planted by the simulation, which must find each.
 
-lower-manifest        apply takes a manifest below the stored one (`apply`)
-forget-delta          a reset forgets the deltas (`apply`)
-replay-at-persisted   a new leader counts the batch after the persisted one as persisted, and never replays it
-silent-reject         a manifest that was refused counts as written (`replicated_manifest`)
+lower-manifest        apply accepts a manifest below the stored one (`apply`)
+forget-delta          a reset does not set the deltas (`apply`)
+replay-at-persisted   a new leader takes the batch after the persisted one for persisted, and never replays it
+silent-reject         a rejected manifest counts as written (`replicated_manifest`)
 """
 
 
 class DomainSettings(msgspec.Struct, frozen=True):
     lead: bool = True
-    """Always try for the lease (a node). False: follow, and send commits to whoever leads (a tool)."""
+    """Always try for the lease (a node). False: follow, and send commits to the leader (a tool)."""
 
     may_lead: bool = True
-    """Where `lead` is False: try for the lease while a request of one's own waits for an answer."""
+    """Try for the lease, if `lead` is False, while a request of this process waits for a reply."""
 
     linger_s: float = 2.0
-    """A leader for want of another gives the lease up after so long without a commit of its own."""
+    """A temporary leader (`lead` False) gives the lease up after this time without work."""
 
     lease_ttl_ms: int = LEASE_TTL_MS
     persist_interval_s: float = 30.0
-    """A row is in the bucket at most about this long after its commit."""
+    """Approximate limit of the time from a row's commit until it is in the bucket."""
 
     flush_timeout_s: float = 60.0
-    """One attempt at persisting."""
+    """Timeout of one attempt to persist."""
 
     request_timeout_s: float = 30.0
-    """A commit through the request log without an answer ends as Unknown after so long."""
+    """A commit through the request log that gets no reply ends with Unknown after this time."""
 
     follow_pause_s: float = 0.05
-    """A follower reads the log at most this often; `sync` does not wait for it."""
+    """Minimum pause between a follower's reads of the log; `sync` does not wait for it."""
 
     volatile_bytes: int = VOLATILE_BYTES
     rollup_after_records: int = 64
-    """The log is rolled up after a manifest once it has so many records."""
+    """The log is rolled up after a manifest once it has at least this number of records."""
 
     options: Options = Options()
 
 
 class DomainContext(NamedTuple):
-    """What a domain stands on, in one process."""
+    """Identity, settings and services of a domain in one process."""
 
     name: str
     consensus: Consensus
@@ -84,5 +84,5 @@ class DomainContext(NamedTuple):
 
 
 def prefix_of(domain_uuid: str) -> str:
-    """Where a domain's files and manifests are in the bucket."""
+    """Return the prefix of a domain's files and manifests in the bucket."""
     return f"metastore/{domain_uuid}/"

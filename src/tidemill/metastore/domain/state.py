@@ -1,12 +1,12 @@
-"""The replicated state of one domain: what, with the bucket, makes its database again at any time.
+"""Replicated state of one domain. Together with the bucket it suffices to rebuild the domain's database at any time.
 
-S1  seqno = log position + seqno_delta, epoch = term + epoch_delta. The deltas may be negative: a restored
-    domain goes on counting where its bucket ends, on a log that begins anew.
-S2  `volatile` holds, in strictly ascending seqno order, exactly the batches above the persisted manifest's
-    last_seqno. Opening the manifest and applying them gives the newest database.
-S3  No manifest claims a seqno that was never issued, and none replaces one of a higher seqno, of a higher epoch, or
-    of a higher number in its epoch.
-S4  `volatile_bytes` is the sum of `batch_bytes` over `volatile`.
+- Invariant (deltas): seqno = log position + seqno_delta, epoch = term + epoch_delta. The deltas may be negative: a
+  restored domain continues the counters of its bucket, on a new log.
+- Invariant (volatile buffer): `volatile` holds, in strictly ascending seqno order, exactly the batches above the
+  persisted manifest's last_seqno. Opening the manifest and applying them gives the newest database.
+- Invariant (manifests only advance): no manifest claims a seqno that was never issued, and none replaces one of a
+  higher seqno, of a higher epoch, or of a higher number in its epoch.
+- Invariant (accounting): `volatile_bytes` is the sum of `batch_bytes` over `volatile`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import NamedTuple
 import msgspec
 
 ROW_OVERHEAD_BYTES = 64
-"""What a row costs beside its key and value: two references, two dict entries, two object headers, about."""
+"""Approximate memory cost of a row in addition to its key and value: two references, two dict entries, two object
+headers."""
 
 
 class VolatileBatch(NamedTuple):
-    """One batch not yet in a persisted manifest. keys[i] goes with values[i]; an empty value deletes the key.
+    """One batch not yet in a persisted manifest. keys[i] belongs to values[i]; an empty value deletes the key.
 
-    The memtable holds these very `bytes` objects (R4 of RFC 0002): the buffer costs no second copy.
+    The memtable holds the identical `bytes` objects, so the buffer needs no second copy (RFC 0002).
     """
 
     seqno: int
@@ -38,7 +39,7 @@ class VolatileBatch(NamedTuple):
 class PersistedManifest(msgspec.Struct, frozen=True, array_like=True):
     """The newest manifest that is both in the bucket and in the log. `data` is as `lsm.manifest` encodes it.
 
-    `number` orders manifests of one epoch: after a merge two of them have one last_seqno and different files.
+    `number` orders manifests of one epoch: a compaction yields a manifest with the same last_seqno and other files.
     """
 
     data: bytes
@@ -48,12 +49,12 @@ class PersistedManifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DomainState:
-    """Changed by `apply` alone.
+    """State of a domain. Only `apply` changes it.
 
-    domain_uuid     names the database and its place in the bucket; "" until the first leader has set one
-    seqno_delta     0, or what the last reset left (S1)
+    domain_uuid     names the database and its prefix in the bucket; "" until the first leader sets one
+    seqno_delta     0, or as the last reset set it
     epoch_delta     likewise
-    volatile        see S2; filled by writes, trimmed by manifests
+    volatile        batches above the manifest; appended by writes, trimmed by manifests
     manifest        None until the first flush
     """
 
@@ -75,16 +76,16 @@ class DomainState:
 
     @property
     def persisted_seqno(self) -> int:
-        """The last seqno that the bucket alone would bring back; 0 for none."""
+        """Last seqno that can be restored from the bucket alone; 0 for none."""
         return self.manifest.last_seqno if self.manifest is not None else 0
 
     @property
     def newest_seqno(self) -> int:
-        """The last seqno ever issued to a batch of this domain; 0 for none."""
+        """Last seqno issued to a batch of this domain; 0 for none."""
         return self.volatile[-1].seqno if self.volatile else self.persisted_seqno
 
     def next_batches(self, seqno: int, rows: int) -> tuple[list[VolatileBatch], bool]:
-        """The first batches above `seqno`, as many as have `rows` rows or a batch more; and are there others?"""
+        """Return the first batches above `seqno`, until they have at least `rows` rows, and whether there are more."""
         found: list[VolatileBatch] = []
         for batch in islice(self.volatile, bisect_right(self.volatile, seqno, key=_seqno), None):
             if rows <= 0:
@@ -94,7 +95,7 @@ class DomainState:
         return found, False
 
     def trim(self, seqno: int) -> None:
-        """Drop the batches up to `seqno`. A hundred thousand of them are one step: the work is done in C."""
+        """Drop the batches up to `seqno`, in one step: even a hundred thousand are fast, since the loops run in C."""
         volatile = self.volatile
         dropped = [volatile.popleft() for _ in range(bisect_right(volatile, seqno, key=_seqno))]
         if len(dropped) < len(volatile):
@@ -103,7 +104,7 @@ class DomainState:
             self.volatile_bytes = sum_bytes(volatile)
 
     def batches_after(self, seqno: int) -> list[VolatileBatch]:
-        """Volatile batches above `seqno`, in order. Costs as much as it returns."""
+        """Return the volatile batches above `seqno`, in order. The cost is proportional to their number."""
         found = []
         for batch in reversed(self.volatile):
             if batch.seqno <= seqno:
@@ -114,7 +115,7 @@ class DomainState:
 
 
 def batch_bytes(keys: Sequence[bytes], values: Sequence[bytes]) -> int:
-    """What a batch counts for in every limit on memory."""
+    """Return the size of a batch as all memory limits count it."""
     return sum(map(len, keys)) + sum(map(len, values)) + ROW_OVERHEAD_BYTES * len(keys)
 
 
@@ -122,18 +123,18 @@ _seqno, _keys, _values = attrgetter("seqno"), attrgetter("keys"), attrgetter("va
 
 
 def sum_bytes(batches: Collection[VolatileBatch]) -> int:
-    """Of `batch_bytes` over all of them, some times faster where they are small."""
+    """Return the sum of `batch_bytes` over all batches, several times faster than adding them if they are small."""
     keys = list(chain.from_iterable(map(_keys, batches)))
     values = chain.from_iterable(map(_values, batches))
     return sum(map(len, keys)) + sum(map(len, values)) + ROW_OVERHEAD_BYTES * len(keys)
 
 
 def check_state(state: DomainState) -> None:
-    """Assert S2 and S4; for tests and the simulation."""
+    """Assert the invariants of `volatile` and `volatile_bytes`; for tests and the simulation."""
     at = state.persisted_seqno
     for batch in state.volatile:
-        assert batch.seqno > at, f"S2: seqno {batch.seqno} follows {at}"
-        assert batch.keys and len(batch.keys) == len(batch.values), f"S2: a batch without rows at {batch.seqno}"
+        assert batch.seqno > at, f"seqnos do not ascend: {batch.seqno} follows {at}"
+        assert batch.keys and len(batch.keys) == len(batch.values), f"a batch without rows: seqno {batch.seqno}"
         at = batch.seqno
-    assert state.volatile_bytes == sum(batch_bytes(b.keys, b.values) for b in state.volatile), "S4: bytes drifted"
+    assert state.volatile_bytes == sum(batch_bytes(b.keys, b.values) for b in state.volatile), "volatile_bytes drifted"
     assert state.domain_uuid or not (state.volatile or state.manifest), "rows without a uuid"

@@ -1,15 +1,15 @@
-"""The leader's write path: commits become groups, a group is one write batch of the log, its end feeds the database.
+"""The leader's write path: commits form groups, a group is one write batch of the log, and its end feeds the database.
 
-    commit ──┬────────────────────────► group (open) ──► append ──► applied ──► database fed ──► commits answered
-             └► line (if it expects) ──►
+    commit ──┬───────────────────────────► group (open) ──► append ──► applied ──► database fed ──► commits answered
+             └► queue (if it expects) ──►
 
-W1  Order is decided in plain calls: a commit joins a group in the same step in which its expectations were found
-    to hold, and groups are appended in the order they were opened.
-W2  One group holds a key at most once, so a row's seqno names one commit's value. Commits that touch different
-    keys share a group, its record, its append and its seqno.
-W3  Nobody is answered before the database holds its rows: a read after a commit sees it.
-W4  A group belongs to one term. One that was not appended in it is withdrawn, also when the same process leads
-    again: what its commits looked at may have changed in between.
+- Invariant (order): order is decided in synchronous calls. A commit joins a group in the same step in which its
+  expectations were verified, and groups are appended in the order in which they were opened.
+- Invariant (one value per key): a group holds a key at most once, so a row's seqno identifies one commit's value.
+  Commits of different keys share a group, its record, its append and its seqno.
+- Invariant (read your writes): a commit is answered only when the database holds its rows.
+- Invariant (one term): a group belongs to one term. If it was not appended in that term it is withdrawn, even if the
+  same process leads again: the rows that its commits checked may have changed in between.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from tidemill.metastore.domain.state import ROW_OVERHEAD_BYTES, DomainState
 from tidemill.metastore.lsm.batch_validation import batch_bytes
 
 GROUP_BYTES = 1 * MIB
-"""A group stops taking more beyond this; a single larger commit has a group of its own."""
+"""Size limit of a group. A single larger commit gets its own group."""
 
 VOLATILE_BYTES = 32 * MIB
-"""Rows of a domain that are in no persisted manifest. Commits beyond wait for a flush."""
+"""Limit of a domain's rows that no persisted manifest holds. Further commits wait for a flush."""
 
 ROOM_WAIT_S = 30.0
-"""A commit that found no room for so long ends as Unavailable."""
+"""Time after which a commit that waits for room ends with Unavailable."""
 
 NOTHING: Mapping[bytes, int] = {}
 
 
 class ReadRow(Protocol):
-    """A row as `Database.get_row` gives it; `value` b"" is a deletion."""
+    """A row as returned by `Database.get_row`; `value` b"" is a deletion."""
 
     @property
     def seqno(self) -> int: ...
@@ -50,7 +50,7 @@ class ReadRow(Protocol):
 
 
 class Rows(Protocol):
-    """What the write path needs of the database."""
+    """Interface of the database that the write path uses."""
 
     async def get_row(self, key: bytes) -> ReadRow | None: ...
     async def room(self) -> None: ...
@@ -67,12 +67,12 @@ class _Group:
 
 
 class Writing:
-    """The commits of one leader in one term. `stop` ends it for good.
+    """Commits of one leader in one term. `stop` ends it permanently.
 
-    feed      plain: brings what is applied into the database, in seqno order
-    stands    raises FencedError unless this term stood after it was called
-    failed    a group was refused, fenced or has no known outcome: the leader must step down (R3)
-    crowded   there is no room: persist something
+    feed      synchronous: applies batches that the log has applied to the database, in seqno order
+    stands    raises FencedError unless this term was still the newest after the call
+    failed    a group was rejected, fenced or has an unknown outcome: the leader must step down
+    crowded   the volatile buffer is full: persist something
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Writing:
     # commits --------------------------------------------------------------------------------------
 
     def take(self, rows: Sequence[tuple[bytes, bytes]]) -> asyncio.Future[int] | None:
-        """The way of most commits: into the open group, without waiting; None when it takes `commit`.
+        """Add rows to the open group without waiting, as most commits can; return None if `commit` is needed.
 
-        Whoever opened the group has waited for room, and the group ends where that room does.
+        The commit that opened the group has waited for room; the group's size limit keeps it within that room.
         """
         group = self._open
         if group is None or self._line:
@@ -131,7 +131,7 @@ class Writing:
         return waiter
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int] = NOTHING) -> int:
-        """As `Domain.commit`, at the leader."""
+        """Commit at the leader, as `Domain.commit`."""
         size_bytes = measured(rows)
         await self._make_room()
         if expects or (self._line and self._line.holds([key for key, _ in rows])):
@@ -144,9 +144,10 @@ class Writing:
         expects: Mapping[bytes, int],
         beside: Sequence[tuple[bytes, bytes]],
     ) -> asyncio.Future[int]:
-        """A commit that is on its way when this returns; the future is its seqno. Raises as `commit` before that.
+        """Start a commit; its order is fixed when this returns. The future is its seqno. Until then raises as `commit`.
 
-        `beside` are rows of the domain's own that nobody expects: in a group the last writer's stay.
+        `beside` are rows of the domain itself that no commit expects. If commits of one group have the same, the last
+        wins.
         """
         size_bytes = measured([*rows, *beside])
         await self._make_room()
@@ -171,19 +172,19 @@ class Writing:
                 return self._join(rows, size_bytes, beside)
         finally:
             self._line.leave(claim, self._writes)
-        # A leader that was deposed meanwhile may have looked at old rows: its refusal would be no answer.
+        # A leader that was superseded in the meantime may have read old rows: then its conflict is not authoritative.
         await self._stands()
         raise ConflictError(
-            f"A row is not as expected: keys={[key.hex() for key in expects][:3]} count={len(expects)}.",
+            f"a row is not as expected: keys={[key.hex() for key in expects][:3]} count={len(expects)}.",
             current=found,
-            fix="Read again and decide anew.",
+            fix="Read again and retry.",
         )
 
     async def _rows(self, keys: Iterable[bytes]) -> dict[bytes, ReadRow | None]:
         try:
             return {key: await self._database.get_row(key) for key in keys}
         except MissingError:
-            # Deposed without knowing it: the next leader may have collected what this one still reads.
+            # Possibly superseded without knowing: the new leader may have deleted a file that this one still reads.
             await self._stands()
             raise
 
@@ -195,7 +196,7 @@ class Writing:
         size_bytes: int,
         beside: Sequence[tuple[bytes, bytes]],
     ) -> asyncio.Future[int]:
-        """Take a place in the open group, or open one (W1, W2)."""
+        """Join the open group, or open a new one if a key is already in it or it is full."""
         if self._stopped is not None:
             raise self._stopped
         group = self._open
@@ -220,13 +221,13 @@ class Writing:
         return group
 
     def _made(self, group: _Group, state: DomainState) -> bytes:
-        """Its append is being put together: the group is closed, and checked a last time (W4)."""
+        """Encode a group when its append is assembled: close it, and check the term a last time."""
         if self._open is group:
             self._open = None
         if self._stopped is not None:
             raise self._stopped
         if self._log.term != self._term:
-            raise FencedError(f"The term is over: term={self._term} current={self._log.term}.", fix="Commit again.")
+            raise FencedError(f"the term has ended: term={self._term} current={self._log.term}.", fix="Commit again.")
         command = WriteBatch(self._domain_uuid, list(group.rows.keys()), list(group.rows.values()))
         command.check(state)
         return encode_command(command)
@@ -240,8 +241,8 @@ class Writing:
         elif not isinstance(error, UnavailableError):
             self._failed(error)
             if isinstance(error, ConflictError | InvalidError):
-                # The log holds it and refuses it for ever (R2); to a commit that means: ask who leads now.
-                error = FencedError(f"The log refused the batch: reason={error.message!r}.", fix="Commit again.")
+                # The log holds the record but every replica rejects it. For the commit that means: retry at the leader.
+                error = FencedError(f"the log rejected the batch: reason={error.message!r}.", fix="Commit again.")
         self._groups.remove(group)
         self._group_bytes -= group.size_bytes
         self._line.advance(self._writes)
@@ -266,8 +267,8 @@ class Writing:
         return self._log.state.volatile_bytes + self._group_bytes > self._volatile_bytes
 
     async def _make_room(self) -> None:
-        """Raise UnavailableError when none comes, FencedError when the term is over: nothing of the commit has
-        happened."""
+        """Wait for room. Raises UnavailableError if none becomes free, FencedError if the term has ended: then nothing of
+        the commit has happened."""
         if self._stopped is not None:
             raise self._stopped
         if self._full():
@@ -280,9 +281,9 @@ class Writing:
             raise
 
     async def _room(self) -> None:
-        """Wait until the volatile buffer is below its limit. Nothing that waits here holds anything.
+        """Wait until the volatile buffer is below its limit. A waiting commit holds no resource.
 
-        A persisted manifest wakes it, and a group that ended: only then is there something new to persist.
+        A persisted manifest wakes it, and so does the end of a group: only then is there something new to persist.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + ROOM_WAIT_S
@@ -297,13 +298,13 @@ class Writing:
                     await trimmed
             except TimeoutError as error:
                 raise UnavailableError(
-                    f"Rows wait for the bucket and there is no room for more: "
+                    f"the buffer of unpersisted rows is full: "
                     f"volatile_bytes={self._log.state.volatile_bytes} limit_bytes={self._volatile_bytes}.",
-                    fix="Look why the bucket takes no files: tidemill why metastore.",
+                    fix="Find out why the bucket accepts no files: tidemill why metastore.",
                 ) from error
 
     def trimmed(self) -> None:
-        """There may be room: those who wait for it look again."""
+        """Wake the commits that wait for room; they check again."""
         waiting, self._waiting_for_room = self._waiting_for_room, []
         for future in waiting:
             if not future.done():
@@ -312,7 +313,7 @@ class Writing:
     # the end --------------------------------------------------------------------------------------
 
     def stop(self, error: TidemillError) -> None:
-        """No commit joins from now on. Those in groups learn their own outcome from the log."""
+        """Reject commits from now on. Commits in groups still get their outcome from the log."""
         if self._stopped is None:
             self._stopped = error
         self._line.fail(error)
@@ -323,8 +324,8 @@ NO_ROWS: Sequence[tuple[bytes, bytes]] = ()
 
 
 def measured(rows: Sequence[tuple[bytes, bytes]]) -> int:
-    """What the rows count for in limits. Raises InvalidError for what the database would refuse: no record holds it
-    then."""
+    """Return the size of the rows as limits count it. Raises InvalidError for rows that the database would reject, so
+    that no log record contains them."""
     if len(rows) == 1:
         key, value = rows[0]
         size_bytes = len(key) + len(value)
@@ -334,7 +335,7 @@ def measured(rows: Sequence[tuple[bytes, bytes]]) -> int:
 
 
 def as_expected(row: ReadRow | None, seqno: int) -> bool:
-    """0 expects no live row: never written, or deleted."""
+    """Return whether a row has the expected seqno. 0 expects no live row: never written, or deleted."""
     if seqno == 0:
         return row is None or not row.value
     return row is not None and row.seqno == seqno
@@ -350,7 +351,7 @@ def _touches(group: _Group, rows: Sequence[tuple[bytes, bytes]]) -> bool:
 
 def _error_of(done: asyncio.Future[Applied[DomainState]]) -> TidemillError | None:
     if done.cancelled():
-        return UnavailableError("The commit was cancelled.")
+        return UnavailableError("the commit was cancelled.")
     error = done.exception()
     if error is None or isinstance(error, TidemillError):
         return error

@@ -137,8 +137,8 @@ class Accepted(msgspec.Struct, frozen=True):
     """Schema change that an operator accepted for one shard of a table, so that the shard follows the table's next
     copy.
 
-    Columns `gone` may be null from then on. With `anew` set, the shard is dropped and re-created if it cannot be altered to
-    match the table.
+    Columns `gone` may be null from then on. With `anew` set, the shard is dropped and re-created if it cannot be
+    altered to match the table.
     """
 
     shard_id: str
@@ -230,7 +230,7 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     envelope: str = "row"
     """Envelope of the records of its topic: row, debezium or debezium-avro. It never changes within a topic"""
     identity: str = ""
-    """REPLICA IDENTITY of the table when last checked, in SQL notation, with those of its partitions where they differ"""
+    """REPLICA IDENTITY of the table when last checked, in SQL notation; for partitions, too, where theirs differ"""
     schemas: tuple[tuple[int, int], ...] = ()
     """Registry ids (debezium-avro) of the key and value schema under each version of the description"""
     copy: TableCopy | None = None
@@ -241,8 +241,8 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     """oid of a column's type → definition of that type when the table last matched the description
     (capture/catalog/type_dependencies.py)"""
     identities_asked: dict[int, tuple[str, str]] = {}
-    """Same as `identities`, for tables that an administrator was asked to set to FULL. The capture does not restore them, it
-    reports the statements that do"""
+    """Same as `identities`, for tables that an administrator was asked to set to FULL. The capture does not restore
+    them; it reports the statements for that"""
     publication: tuple[int, ...] = ()
     """oid and xmin of the rows of pg_publication and pg_publication_rel under which its changes since its copy were
     published (capture/setup/publication.py); () = unknown"""
