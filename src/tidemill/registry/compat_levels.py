@@ -1,7 +1,7 @@
 """Levels of compatibility: which earlier versions a schema is compared with, and in which direction.
 
-BACKWARD  the new schema reads what the one before it wrote      FORWARD  the other way round      FULL  both
-…_TRANSITIVE  the same with every earlier version                NONE     nothing is compared
+BACKWARD      the new schema reads what the previous one wrote    FORWARD  the reverse    FULL  both
+…_TRANSITIVE  the same with every earlier version                 NONE     nothing is compared
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIFFERENCES: dict[str, Callable[[Any, Any, Steps], list[Difference]]] = {
 
 
 def compared_with(level: str, versions: Sequence[int]) -> Sequence[int]:
-    """Of the live versions, ascending, those that `level` compares with, the newest first."""
+    """Return those of the live versions, given in ascending order, with which `level` compares, the newest first."""
     if level == "NONE":
         return ()
     newest_first = list(reversed(versions))
@@ -34,7 +34,8 @@ def compared_with(level: str, versions: Sequence[int]) -> Sequence[int]:
 
 
 def problems(level: str, new: Parsed, old: Parsed, steps: Steps) -> list[str]:
-    """Why the two are not compatible at this level, one sentence each; empty when they are. Raises Refused."""
+    """Return why the two are not compatible at this level, one sentence each; empty when they are. Raises
+    RegistryError."""
     if level == "NONE":
         return []
     if new.kind != old.kind:

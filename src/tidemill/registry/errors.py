@@ -1,9 +1,9 @@
-"""Refusals by their numbers, as Confluent's registry gives them. The HTTP status is a code's first three digits.
+"""Errors with the numbers and texts of Confluent's registry. The HTTP status is the first three digits of the code.
 
-40401 subject · 40402 version · 40403 schema · 40404, 40406 deleted already · 40405, 40407 not deleted yet ·
-40408 no compatibility of its own · 40409 no mode of its own · 409 incompatible · 42201 schema · 42202 version ·
-42203 compatibility level · 42204 mode · 42205 not permitted · 42206 referred to · 42207 id does not match ·
-42208 subject's name · 42209 too large · 50001 store · 50002 time-out
+40401 subject · 40402 version · 40403 schema · 40404, 40406 already deleted · 40405, 40407 not deleted yet ·
+40408 no compatibility of its subject · 40409 no mode of its subject · 409 incompatible · 42201 schema ·
+42202 version · 42203 compatibility level · 42204 mode · 42205 not permitted · 42206 referred to ·
+42207 id does not match · 42208 subject's name · 42209 too large · 50001 store · 50002 time-out
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tidemill.base.errors import InvalidError
 
 
 class RegistryError(InvalidError):
-    """It changed nothing. `code` is what clients branch on."""
+    """Refused request, which changed nothing. Clients branch on `code`."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)

@@ -1,6 +1,6 @@
-"""What bounds the work on a schema that a stranger sent: depth and size of its text, steps of a comparison.
+"""Limits of the work on an untrusted schema: depth and size of its text, steps of a comparison.
 
-A thread cannot be ended from outside, so everything in here counts for itself.
+A thread cannot be ended from outside, so the code counts its own work.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import orjson
 from tidemill.registry.errors import RegistryError, bad_schema
 
 DEPTH = 100
-"""Levels of nesting in a schema's JSON: what walks it recurses a few frames a level, far below Python's limit."""
+"""Levels of nesting in a schema's JSON. Code that walks it recurses a few frames per level, far below Python's
+limit."""
 
 NODES = 50_000
-"""Values in a schema's JSON."""
+"""Number of values in a schema's JSON."""
 
 STEPS = 50_000
-"""Pairs of types that one comparison looks at: some seconds."""
+"""Number of pairs of types in one comparison, which takes some seconds."""
 
 MESSAGES = 100
-"""Differences that one answer tells."""
+"""Number of differences in one response."""
 
 T = TypeVar("T")
 
 
 class Steps:
-    """Counts one comparison down. Raises RegistryError once it has taken too many steps."""
+    """Countdown of one comparison. Raises RegistryError once it has taken too many steps."""
 
     def __init__(self, limit: int = STEPS) -> None:
         self._left = limit
@@ -40,7 +41,7 @@ class Steps:
 
 
 def load_json(text: str) -> Any:
-    """A schema's JSON. Raises RegistryError when it is none, too deep or too large."""
+    """Parse the JSON of a schema. Raises RegistryError when it is not JSON, too deep or too large."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -50,11 +51,11 @@ def load_json(text: str) -> Any:
     for _ in range(DEPTH):
         nodes += len(level)
         if nodes > NODES:
-            raise bad_schema(f"it holds more than {NODES} values")
+            raise bad_schema(f"it contains more than {NODES} values")
         level = [child for node in level for child in _children(node)]
         if not level:
             return value
-    raise bad_schema(f"it is nested more than {DEPTH} deep")
+    raise bad_schema(f"it is nested more than {DEPTH} levels deep")
 
 
 def _children(node: Any) -> list[Any]:
@@ -64,15 +65,15 @@ def _children(node: Any) -> list[Any]:
 
 
 def bounded(work: Callable[[], T]) -> T:
-    """`work()`, where a recursion that is deeper than it can be is the schema's fault."""
+    """Run `work()`. A recursion beyond Python's limit is an error of the schema."""
     try:
         return work()
     except RecursionError as error:
-        raise bad_schema("it is nested too deep") from error
+        raise bad_schema("it is nested too deeply") from error
 
 
 def shown(value: object) -> str:
-    """A stranger's value inside a message."""
+    """Format an untrusted value for a message."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 

@@ -1,4 +1,4 @@
-"""The heavy part of a request, off the event loop, with what was computed last kept."""
+"""Parsing and comparison of schemas off the event loop, with a cache of recent results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Understanding:
-    """Parses and compares on `cpu`. Raises Refused; Unavailable when too many wait."""
+    """Pool that parses and compares on `cpu`. Raises RegistryError; UnavailableError when too many requests wait."""
 
     def __init__(self, cpu: Cpu, settings: RegistrySettings) -> None:
         self._cpu = cpu
@@ -50,7 +50,7 @@ class Understanding:
     async def _run(self, work: Callable[[], T]) -> T:
         if self.under_way >= self._settings.waiting:
             self.refused += 1
-            raise UnavailableError(f"Too many schemas wait to be read: waiting={self.under_way}.", fix="Retry.")
+            raise UnavailableError(f"too many schemas wait to be parsed: waiting={self.under_way}.", fix="Retry.")
         self.under_way += 1
         try:
             return await self._cpu(work)

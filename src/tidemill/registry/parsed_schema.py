@@ -1,4 +1,4 @@
-"""A schema that was understood: what it means, and the digest by which equal ones are one."""
+"""Parsed schema: its meaning, and the digest that identifies equal schemas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tidemill.metastore.rows.registry import Reference
 
 KINDS = ("JSON", "PROTOBUF", "AVRO")
-"""In the order in which Confluent's registry lists them."""
+"""Schema types, in the order in which Confluent's registry lists them."""
 
 
 class Difference(NamedTuple):
@@ -24,8 +24,8 @@ class Difference(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """`text` is what is stored; `model` what the kind's `compat` module compares. `deep` is the digest with those of
-    everything that is referred to: where it is equal, so is everything that follows from the schema."""
+    """Parsed schema. `text` is what is stored; `model` is what the `compat` module of its kind compares. `deep` is a
+    digest over the schema and everything it refers to: schemas with equal `deep` have the same meaning."""
 
     kind: str
     text: str
@@ -37,14 +37,15 @@ class Parsed(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """A reference with the schema it leads to."""
+    """Reference together with the schema it refers to."""
 
     name: str
     parsed: Parsed
 
 
 def digest_of(kind: str, meaning: bytes, references: Sequence[Reference]) -> str:
-    """Hex, 32 digits. `meaning` is the schema's canonical form, without what it refers to."""
+    """Return the digest, 32 hex digits. `meaning` is the schema's canonical form, without the schemas that it refers
+    to."""
     found = hashlib.blake2b(digest_size=16)
     for part in (kind.encode(), meaning, *(f"{r.name}\0{r.subject}\0{r.version}".encode() for r in references)):
         found.update(len(part).to_bytes(8, "big") + part)

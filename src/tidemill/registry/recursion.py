@@ -1,7 +1,7 @@
-"""Pairs of types that may contain themselves: what is still being compared counts as compatible.
+"""Comparison of types that may contain themselves: a pair that is still being compared counts as compatible.
 
-F1  A pair found incompatible is so for good: to assume more would only have helped it.
-F2  A pair found compatible is remembered only when it leaned on nothing that is still being compared, itself aside.
+- A pair found incompatible stays incompatible: an assumption could only have made it compatible.
+- A pair found compatible is remembered only if its result did not depend on another pair that is still being compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NONE = 1 << 30
 
 
 class Walk:
-    """One comparison: counts its steps, and keeps what it found."""
+    """One comparison. It counts its steps and collects its differences."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
@@ -25,14 +25,15 @@ class Walk:
         self._bad: dict[Pair, Difference] = {}
         self._open: dict[Pair, int] = {}
         self._leaned = _NONE
-        """The outermost pair still being compared that anything leaned on."""
+        """Depth of the outermost pair still being compared on which a result depended."""
 
     def add(self, kind: str, path: str, told: str) -> None:
         if len(self.found) < MESSAGES:
             self.found.append(Difference(kind, path, told))
 
     def once(self, reader: object, writer: object, compare: Callable[[], None]) -> None:
-        """`compare()` of this pair of types, unless it is known. Both must live as long as the walk."""
+        """Run `compare()` for this pair of types, unless its result is known. Both objects must live as long as the
+        walk."""
         self.steps.take()
         pair = (id(reader), id(writer))
         if pair in self._good:
@@ -63,7 +64,8 @@ class Walk:
             self._keep(difference)
 
     def fits(self, compare: Callable[[], None]) -> bool:
-        """Is nothing found by `compare()`? What it finds is not told: something else may do."""
+        """Return whether `compare()` finds no difference. Its differences are discarded, because an alternative may
+        fit."""
         return not self.trial(compare)
 
     def trial(self, compare: Callable[[], None]) -> list[Difference]:

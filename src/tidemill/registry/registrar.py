@@ -1,5 +1,4 @@
-"""What registers the schemas of its own topics in this process, as capture does
-(capture/encode/schema_registration.py)."""
+"""Registration of a process's own schemas, for capture (capture/encode/schema_registration.py)."""
 
 from __future__ import annotations
 
@@ -12,5 +11,5 @@ class Registrar:
         self._registry = registry
 
     async def register(self, subject: str, schema: str) -> int:
-        """The id of an Avro schema under which the subject has it now. Raises as Registry does."""
+        """Return the id under which the subject has this Avro schema now. Raises the errors of Registry."""
         return (await self._registry.register(subject, SubmittedSchema("AVRO", schema))).version.id

@@ -1,5 +1,5 @@
-"""The registry of one process: what a request reads, and what it decides to change. Any number of processes have one;
-nothing is agreed on but rows."""
+"""The registry of one process: reads for requests, and decisions on changes. Any number of processes may have one;
+they share nothing but rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tidemill.registry.writer import Changes
 from tidemill.shards.executor import Cpu
 
 EVERY = ""
-"""The subject under which what counts for all is configured."""
+"""Subject under which the global configuration is stored."""
 
 
 class Found(NamedTuple):
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 class Registry:
-    """Raises RegistryError; Unavailable, Closed; a write Unknown besides."""
+    """Registry. Raises RegistryError; UnavailableError, ClosedError; writes also UnknownOutcomeError."""
 
     def __init__(
         self, metastore: Metastore, clock: Clock, rand: Rand, cpu: Cpu, settings: RegistrySettings | None = None
@@ -46,7 +46,7 @@ class Registry:
         self._changes = Changes(metastore, self.book, clock, rand)
 
     def facts(self) -> dict[str, object]:
-        """Counts as of the last look at the head, with their limits."""
+        """Return counts as of the last read of the head, with their limits."""
         return {
             "schemas": self._changes.head.schemas,
             "schemas_limit": self._settings.schemas,
@@ -63,7 +63,7 @@ class Registry:
     # reading --------------------------------------------------------------------------------------
 
     async def find(self, subject: str, version: int | None, *, deleted: bool = False) -> Found:
-        """`version` None = the latest."""
+        """Return one version of a subject; the latest without a `version`."""
         versions = await self.book.versions(subject, fresh=True)
         shown = versions if deleted else live(versions)
         if not shown:
@@ -78,7 +78,7 @@ class Registry:
         return Found(row, await self.book.schema(row.id))
 
     async def lookup(self, subject: str, given: SubmittedSchema, *, deleted: bool = False) -> Found:
-        """The version under which the subject has this schema."""
+        """Return the version under which the subject has this schema."""
         self._check_size(given)
         versions = await self.book.versions(subject, fresh=True)
         shown = versions if deleted else live(versions)
@@ -102,8 +102,8 @@ class Registry:
     async def check(
         self, subject: str, given: SubmittedSchema, version: int | None, *, all_versions: bool = False
     ) -> list[str]:
-        """Why the schema is not compatible at the subject's level, with one version (None = the latest) or with those
-        that the level names. A subject without versions is compatible with anything."""
+        """Return why the schema is not compatible at the subject's level, with one version (None is the latest) or
+        with those that the level selects. A subject without versions is compatible with any schema."""
         self._check_size(given)
         versions = live(await self.book.versions(subject, fresh=True))
         if not versions and version is not None:
@@ -122,7 +122,8 @@ class Registry:
     # writing --------------------------------------------------------------------------------------
 
     async def register(self, subject: str, given: SubmittedSchema, *, wanted_id: int = 0, version: int = 0) -> Found:
-        """The version under which the subject has this schema now; `wanted_id` and `version` are an import's."""
+        """Return the version under which the subject has this schema now. `wanted_id` and `version` are given by an
+        import."""
         self._check_size(given)
         found = await self._registered(subject, given, wanted_id)
         if found is not None:
@@ -149,8 +150,8 @@ class Registry:
             await self._compatible(subject, parsed, live(versions))
             return transitions.register(head, subject, versions, parsed, ids, now_ms, self._settings)
 
-        # What takes long is done once without holding others up; in line it is known already. So is a refusal, which is
-        # said there, as of one moment.
+        # The slow work runs once without the lock, so that other changes do not wait; under the lock it is cached. A
+        # refusal here is ignored, because the attempt under the lock decides it on a consistent state.
         with contextlib.suppress(RegistryError):
             await decide((await self._changes.looked())[1])
         row = await self._changes.make(decide)
@@ -159,7 +160,7 @@ class Registry:
     async def delete(
         self, subject: str, version: int | None, *, permanent: bool = False, latest: bool = False
     ) -> list[int]:
-        """Hide or forget one version (`latest`: the latest live one) or all; the versions that it was."""
+        """Hide or purge one version (`latest`: the latest live one) or all versions. Return their numbers."""
 
         async def decide(head: RegistryHeadRow) -> Change[list[int]]:
             versions = await self.book.versions(subject)
@@ -183,7 +184,7 @@ class Registry:
         return await self._changes.make(decide)
 
     async def set_level(self, subject: str, level: str, normalize: bool | None = None, *, clear: bool = False) -> None:
-        """What is not said stays as it is; `clear` forgets both first."""
+        """Change the level and normalization. An omitted value is unchanged; `clear` removes both first."""
         if level and level not in LEVELS:
             raise RegistryError(42203, f"Invalid compatibility level. Valid values are {', '.join(LEVELS)}.")
 
@@ -200,7 +201,7 @@ class Registry:
         await self._changes.make(decide)
 
     async def set_mode(self, subject: str, mode: str, *, force: bool = False) -> None:
-        """ "" = as for all."""
+        """Change the mode; "" restores the global one."""
         if mode and mode not in transitions.MODES:
             raise RegistryError(42204, f"Invalid mode. Valid values are {', '.join(transitions.MODES)}.")
 
@@ -241,7 +242,7 @@ class Registry:
         return await self.book.config(subject) if subject else None, await self.book.config(EVERY)
 
     async def _registered(self, subject: str, given: SubmittedSchema, wanted_id: int) -> Found | None:
-        """What a client that starts asks for each time: the schema is there already. No lock, no write."""
+        """Look up a schema without a lock or a write: most clients that start ask for a schema that exists."""
         if wanted_id:
             return None
         try:
@@ -271,7 +272,7 @@ class Registry:
             )
 
     async def _problems(self, level: str, parsed: Parsed, versions: list[VersionRow]) -> list[str]:
-        """Of the first version that does not fit."""
+        """Return the differences from the first version that does not fit."""
         for row in versions:
             old = await self._stored(await self.book.schema(row.id))
             found = await self._understanding.problems(level, parsed, old)

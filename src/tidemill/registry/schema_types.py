@@ -1,4 +1,4 @@
-"""A schema with everything it refers to → understood. Pure, and bounded; the shell runs it on a thread."""
+"""Parsing of a schema with everything it refers to. Pure and bounded; the caller runs it on a thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARSE: dict[str, Parse] = {"AVRO": parse_avro, "JSON": parse_json, "PROTOBUF": 
 
 
 class SubmittedSchema(NamedTuple):
-    """A schema as somebody sent it, or as it is stored."""
+    """Schema submitted by a client, or stored."""
 
     kind: str
     text: str
@@ -32,18 +32,18 @@ class SubmittedSchema(NamedTuple):
 
 
 def given_of(row: SchemaRow) -> SubmittedSchema:
-    """A stored schema. A Protobuf one goes by its descriptor: its text is never compiled again."""
+    """Return a stored schema for parsing. A Protobuf schema uses its descriptor: its text is never compiled again."""
     text = serialized(row.descriptor) if row.descriptor else row.text
     return SubmittedSchema(row.kind, text, row.references)
 
 
 def understand(given: SubmittedSchema, places: Mapping[Place, SchemaRow]) -> Parsed:
-    """`places` holds every schema that is referred to, directly or not. Raises RegistryError."""
+    """Parse a schema. `places` holds every schema that is referred to, directly or not. Raises RegistryError."""
     return _Understanding(places).parse(given)
 
 
 class _Understanding:
-    """Each place is parsed once, so that what two schemas refer to is one and the same in the models."""
+    """Parser that parses each place once, so that two schemas that refer to the same place share its model."""
 
     def __init__(self, places: Mapping[Place, SchemaRow]) -> None:
         self._places = places
@@ -52,7 +52,7 @@ class _Understanding:
     def parse(self, given: SubmittedSchema) -> Parsed:
         parse = _PARSE.get(given.kind)
         if parse is None:
-            raise bad_schema(f"schemaType {given.kind!r} is none of AVRO, JSON and PROTOBUF")
+            raise bad_schema(f"schemaType {given.kind!r} is not AVRO, JSON or PROTOBUF")
         resolved: dict[str, Resolved] = {}
         self._resolve(given.references, resolved, {})
         found = bounded(lambda: parse(given.text, given.references, list(resolved.values()), given.normalize))
@@ -60,12 +60,12 @@ class _Understanding:
         return found._replace(deep=blake2b("\0".join(parts).encode(), digest_size=16).hexdigest())
 
     def _resolve(self, references: Sequence[Reference], found: dict[str, Resolved], places: dict[str, Place]) -> None:
-        """What is referred to, before what refers to it."""
+        """Resolve references, referenced schemas before those that refer to them."""
         for reference in references:
             place = (reference.subject, reference.version)
             if reference.name in places:
                 if places[reference.name] != place:
-                    raise bad_schema(f"the reference {reference.name!r} leads to two schemas")
+                    raise bad_schema(f"the reference {reference.name!r} refers to two different schemas")
                 continue
             places[reference.name] = place
             row = self._places[place]

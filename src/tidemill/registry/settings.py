@@ -1,4 +1,4 @@
-"""What the registry takes at most. Everything beyond is refused with its number and its limit."""
+"""Limits of the registry. A request beyond a limit is refused with the number and the limit."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import msgspec
 from tidemill.base.limits import METASTORE_VALUE_BYTES
 
 SUBJECT_BYTES = 512
-"""A subject's name in UTF-8: the metastore's keys hold it, with every zero byte doubled."""
+"""Bytes of a subject's name in UTF-8. The metastore's keys contain it, with every zero byte doubled."""
 
 REFERENCES = 64
-"""Schemas that one schema refers to, those that they refer to included."""
+"""Number of schemas to which one schema refers, directly or not."""
 
 SCHEMA_BYTES_MOST = METASTORE_VALUE_BYTES - (16 << 10)
-"""One row holds a schema with its references."""
+"""Bytes of a schema. One row holds it with its references."""
 
 WRITE_BUDGET_S = 20.0
-"""A write that meets other writers and changes of leadership is tried again for so long."""
+"""Time for which a write is retried when it meets other writers and changes of leadership."""
 
 
 class RegistrySettings(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class RegistrySettings(msgspec.Struct, frozen=True):
     versions: int = 200_000
     schemas: int = 100_000
     waiting: int = 64
-    """Requests that parse or compare schemas, or wait to, in one process."""
+    """Requests in one process that parse or compare schemas, or wait to."""
 
     parsed_bytes: int = 4 << 20
-    """Text of the schemas whose models are kept; a model is some ten times as large."""
+    """Bytes of the texts of schemas whose models are cached; a model is some ten times as large."""

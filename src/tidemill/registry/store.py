@@ -1,4 +1,5 @@
-"""What the registry reads of the metastore. The first read of a request is fresh, those after it come after it."""
+"""Reads of the registry from the metastore. The first read of a request is fresh, and later reads see at least that
+state."""
 
 from __future__ import annotations
 
@@ -34,21 +35,23 @@ HEAD = REGISTRY_HEADS.key("head")
 
 
 class RegistryStore:
-    """Reads may raise Unavailable, Closed. `fresh`: see `Metastore`; within a request only its first read is."""
+    """Reader of the registry's rows. Reads may raise UnavailableError, ClosedError. `fresh`: see `Metastore`; within
+    a request only the first read sets it."""
 
     def __init__(self, metastore: Metastore, pace: CoopBudget) -> None:
         self._metastore = metastore
         self._pace = pace
 
     async def head(self) -> tuple[int, RegistryHeadRow]:
-        """(seqno, row), fresh. Whoever reads more after this has read it as of this seqno, or the seqno is over."""
+        """Return (seqno, row), fresh. Later reads are as of this seqno, or the seqno has changed."""
         found = await self._metastore.get_row(HEAD)
         if found is None or not found.value:
             return (found.seqno if found is not None else 0), RegistryHeadRow("head")
         return found.seqno, REGISTRY_HEADS.decode(HEAD, found.value)
 
     async def schema(self, schema_id: int) -> SchemaRow:
-        """One that was deleted elsewhere may still be found for a second. Raises Refused(40403)."""
+        """Return a schema by id. A schema that was deleted on another node may still be found for a second. Raises
+        RegistryError(40403)."""
         if not 0 < schema_id < 2**32:
             raise no_schema(schema_id)
         for fresh in (False, True):
@@ -61,7 +64,7 @@ class RegistryStore:
         return await self._metastore.rows(VERSIONS, subject, fresh=fresh)
 
     async def all_versions(self) -> list[VersionRow]:
-        """By subject and version; many, so the event loop gets its turns in between."""
+        """Return all versions by subject and version. There may be many, so the event loop gets turns in between."""
         found: list[VersionRow] = []
         async for keys, values in self._metastore.prefix(VERSIONS.prefix()):
             for key, value in zip(keys, values, strict=True):
@@ -74,7 +77,7 @@ class RegistryStore:
         return await self._metastore.rows(USES, schema_id, fresh=False)
 
     async def ids_of(self, digest: str) -> tuple[int, ...]:
-        """The ids of a schema, the one that is given out first; more than one only after imports."""
+        """Return the ids of a schema, the one that is assigned first; more than one only after imports."""
         found = await self._metastore.get(DIGESTS, digest, fresh=False)
         return found.ids if found is not None else ()
 
@@ -82,14 +85,14 @@ class RegistryStore:
         return await self._metastore.get(REGISTRY_CONFIGS, subject, fresh=fresh)
 
     async def referrers(self, subject: str, version: int, *, deleted: bool) -> list[int]:
-        """Ids of the schemas that refer to this version; only those of a live version unless `deleted`."""
+        """Return the ids of the schemas that refer to this version; only those of a live version unless `deleted`."""
         ids = [row.id for row in await self._metastore.rows(REFERRERS, subject, version, fresh=False)]
         if deleted:
             return ids
         return [schema_id for schema_id in ids if any(not row.deleted for row in await self.users(schema_id))]
 
     async def users(self, schema_id: int) -> list[VersionRow]:
-        """The versions that use a schema, deleted ones included."""
+        """Return the versions that use a schema, deleted ones included."""
         found = []
         for use in await self.uses(schema_id):
             row = await self._metastore.get(VERSIONS, use.subject, use.version, fresh=False)
@@ -102,9 +105,10 @@ class RegistryStore:
         return Used(row, len(await self.uses(schema_id)), await self.ids_of(row.digest))
 
     async def places(self, references: Sequence[Reference], *, new: bool) -> dict[Place, SchemaRow]:
-        """Everything that is referred to, directly or not. `new`: what is referred to directly must be live.
+        """Return everything that is referred to, directly or not. With `new`, directly referenced versions must be
+        live.
 
-        Raises Refused.
+        Raises RegistryError.
         """
         found: dict[Place, SchemaRow] = {}
         waiting = [(reference, new) for reference in references]
@@ -130,7 +134,7 @@ V = TypeVar("V")
 
 
 class CachedValue(Generic[K, V]):
-    """What was computed last, up to a weight in all. What is asked for stays longest."""
+    """Cache of the most recently used values, up to a total weight."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

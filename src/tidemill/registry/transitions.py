@@ -1,9 +1,9 @@
-"""What a request does to the rows, decided from the rows as they were read. Pure: it checks everything, then says what
-to write. The shell writes it together with the head, if nobody changed that since.
+"""Effects of a request on the rows, decided from the rows as they were read. Pure: each function checks everything and
+then returns what to write. The caller writes it together with the head, if the head is unchanged.
 
-RG1  An id is given to one schema only, for ever; equal schemas have one id (but for ids that an import brings).
-RG2  A version's number is above every one that its subject has, deleted ones included.
-RG3  A schema's rows go with the last version that uses it; a version that is referred to does not go.
+- An id is assigned to one schema only, forever. Equal schemas have one id, except for ids that an import brings.
+- The number of a new version is above every number that its subject has, deleted versions included.
+- The rows of a schema are deleted with the last version that uses it. A version that is referred to is not deleted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Change(NamedTuple, Generic[T]):
-    """No rows: there is nothing to do. `head` is written with them."""
+    """Decided change. Without rows there is nothing to do; otherwise `head` is written with them."""
 
     rows: Rows
     head: RegistryHeadRow
@@ -49,12 +49,12 @@ class Change(NamedTuple, Generic[T]):
 
 
 class Used(NamedTuple):
-    """What the shell reads of a schema that is about to lose a version."""
+    """Rows that the caller reads of a schema that is about to lose a version."""
 
     row: SchemaRow
     uses: int
     ids: tuple[int, ...]
-    """All that its digest has."""
+    """All ids of its digest."""
 
 
 def live(versions: Sequence[VersionRow]) -> list[VersionRow]:
@@ -66,7 +66,7 @@ def next_version(versions: Sequence[VersionRow]) -> int:
 
 
 def writable(subject: str, mode: str) -> None:
-    """Raises RegistryError where nothing may change."""
+    """Raise RegistryError if the subject must not change."""
     if mode == "READONLY":
         raise not_permitted(f"Subject {subject or 'registry'} is in read-only mode")
 
@@ -88,7 +88,7 @@ def register(
     now_ms: int,
     limits: RegistrySettings,
 ) -> Change[VersionRow]:
-    """`ids`: those that this schema has already."""
+    """Register a new version. `ids` are those that this schema already has."""
     _bounds(head, versions, not ids, limits)
     rows: Rows = []
     schema_id = ids[0] if ids else head.next_id
@@ -113,7 +113,8 @@ def import_version(
     now_ms: int,
     limits: RegistrySettings,
 ) -> Change[VersionRow]:
-    """`wanted`: id, and version or 0. `there`: the schema with this id; `ids`: of equal ones."""
+    """Import a version. `wanted` is (id, version or 0), `there` the schema with this id, `ids` those of equal
+    schemas."""
     schema_id, number = wanted
     if there is not None and there.digest != parsed.digest:
         raise RegistryError(42207, f"Overwrite schema with id {schema_id} is not permitted.")
@@ -138,7 +139,7 @@ def import_version(
 def delete_versions(
     head: RegistryHeadRow, subject: str, versions: Sequence[VersionRow], numbers: Sequence[int], configured: bool
 ) -> Change[list[int]]:
-    """Hide these live versions; with the last one what is configured for the subject goes."""
+    """Hide these live versions. With the last one the configuration of the subject is deleted."""
     wanted = set(numbers)
     rows: Rows = [VERSIONS.encode(replace(row, deleted=True)) for row in versions if row.version in wanted]
     if configured and all(row.version in wanted for row in live(versions)):
@@ -154,7 +155,7 @@ def purge_versions(
     numbers: Sequence[int],
     schemas: Mapping[int, Used],
 ) -> Change[list[int]]:
-    """Forget these deleted versions, and the schemas that nobody uses without them."""
+    """Purge these deleted versions, and the schemas that no other version uses."""
     wanted = set(numbers)
     gone = [row for row in versions if row.version in wanted]
     rows: Rows = []
@@ -180,7 +181,7 @@ def purge_versions(
 
 
 def to_delete(subject: str, versions: Sequence[VersionRow], number: int | None, permanent: bool) -> list[int]:
-    """The versions that a DELETE of one (`number`) or of all means. Raises RegistryError."""
+    """Return the versions that a DELETE of one (`number`) or of all refers to. Raises RegistryError."""
     if number is not None:
         row = next((row for row in versions if row.version == number), None)
         if row is None:
@@ -205,7 +206,7 @@ def to_delete(subject: str, versions: Sequence[VersionRow], number: int | None, 
 def configure(
     head: RegistryHeadRow, row: RegistryConfigRow, there: bool, limits: RegistrySettings
 ) -> Change[RegistryConfigRow]:
-    """A row that says nothing is none. `there`: is one written?"""
+    """Store a configuration; an empty row is deleted. `there` says whether one is stored."""
     key, value = REGISTRY_CONFIGS.encode(row)
     empty = row == RegistryConfigRow(row.subject)
     if not there and not empty:
@@ -254,4 +255,4 @@ def _bounds(head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: b
 
 def _room(what: str, have: int, limit: int) -> None:
     if have >= limit:
-        raise not_permitted(f"The registry takes no more: {what}={have} limit={limit}. Delete some permanently.")
+        raise not_permitted(f"The registry is full: {what}={have} limit={limit}. Delete some permanently.")

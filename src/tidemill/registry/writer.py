@@ -1,4 +1,5 @@
-"""Changes of the registry, one after the other, each decided from what it is written over (RG4, RG5)."""
+"""Changes of the registry, one after the other. Each is decided on the head that its commit expects, and carries a
+nonce by which its outcome can be found later."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from tidemill.registry.transitions import Change
 PAUSE_S = 0.05
 NONCE_LETTERS = 12
 ATTEMPTS = 64
-"""Nonces that the head holds: whoever looks again before so many more changes learns what became of its own."""
+"""Number of nonces in the head. A process that reads the head again before this many further changes learns the
+outcome of its change."""
 
 T = TypeVar("T")
 
 
 class Tried(NamedTuple, Generic[T]):
-    """An attempt whose outcome nobody told us: what it expected of the head, and what it would have answered."""
+    """Attempt with an unknown outcome: what it expected of the head, and its answer if it was written."""
 
     seqno: int
     changes: int
@@ -35,11 +37,11 @@ class Tried(NamedTuple, Generic[T]):
 
 
 class _Hidden(UnknownOutcomeError):
-    """Too much was changed since."""
+    """Too many later changes: the outcome can no longer be determined."""
 
 
 class Changes:
-    """One process's; any number of processes have one. `head` is the newest that this one saw."""
+    """Writer of one process; any number of processes have one. `head` is the newest that this one read."""
 
     def __init__(self, metastore: Metastore, book: RegistryStore, clock: Clock, rand: Rand) -> None:
         self._metastore = metastore
@@ -47,7 +49,7 @@ class Changes:
         self._clock = clock
         self._rand = rand
         self._line = asyncio.Lock()
-        """Changes of one process wait for each other here instead of losing to each other there."""
+        """Lock that lets the changes of one process wait for each other instead of conflicting at the commit."""
         self.head = RegistryHeadRow("head")
 
     async def looked(self) -> tuple[int, RegistryHeadRow]:
@@ -55,9 +57,9 @@ class Changes:
         return seqno, self.head
 
     async def make(self, decide: Callable[[RegistryHeadRow], Awaitable[Change[T]]]) -> T:
-        """Write what `decide(head)` says, if nobody was faster; else ask it again.
+        """Write what `decide(head)` returns, unless another process was faster; then decide again.
 
-        Raises what it refuses with, UnavailableError, UnknownOutcomeError.
+        Raises the refusal of `decide`, UnavailableError, UnknownOutcomeError.
         """
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
         tried: dict[str, Tried[T]] = {}
@@ -78,9 +80,11 @@ class Changes:
                     cause = f"cause={error.message!r}"
                     if tried:
                         raise UnknownOutcomeError(
-                            f"The registry may have been changed: {cause}.", fix="Look again."
+                            f"the registry may have been changed: {cause}.", fix="Read the subject again."
                         ) from error
-                    raise UnavailableError(f"Others changed the registry each time: {cause}.", fix="Retry.") from error
+                    raise UnavailableError(
+                        f"the registry was changed concurrently on every attempt: {cause}.", fix="Retry."
+                    ) from error
                 await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
 
     async def _attempt(
@@ -93,10 +97,10 @@ class Changes:
         try:
             change = await decide(head)
         except RegistryError as refused:
-            # It counts when the head is still as it was: all that was read after it is of one moment then.
+            # The refusal counts only if the head is unchanged: then all reads after it are of one state.
             if (await self.looked())[0] == seqno:
                 raise
-            raise ConflictError("The registry was changed while it was looked at.") from refused
+            raise ConflictError("the registry was changed concurrently.") from refused
         if not change.rows:
             return change
         nonce = self._rand.nonce()[:NONCE_LETTERS]
@@ -111,15 +115,16 @@ class Changes:
 
 
 def _landed(tried: dict[str, Tried[T]], seqno: int, head: RegistryHeadRow) -> Tried[T] | None:
-    """The attempt that landed, if one did. Those that certainly did not, and never will, are forgotten.
+    """Return the attempt that was written, if there is one. Attempts that were certainly not written, and never will
+    be, are forgotten.
 
-    Raises UnknownOutcomeError when so much was changed since that the head does not tell.
+    Raises UnknownOutcomeError when too many later changes followed for the head to show the outcome.
     """
     for nonce, attempt in list(tried.items()):
         if nonce in head.attempts:
             return attempt
         if head.changes - attempt.changes > ATTEMPTS:
-            raise _Hidden("Later changes hide whether the registry was changed.", fix="Look again.")
+            raise _Hidden("later changes hide whether the registry was changed.", fix="Read the subject again.")
         if attempt.seqno != seqno:
             del tried[nonce]
     return None

@@ -1,7 +1,8 @@
-"""Can data written with one Avro schema be read with another? Schema resolution of the Avro specification 1.12.
+"""Check whether data written with one Avro schema can be read with another. Source: schema resolution of the Avro
+specification 1.12.
 
-Names are compared without their namespaces, as the specification says; a reader's aliases count. Logical types do
-not: Avro's own implementations resolve what lies beneath.
+Names are compared without their namespaces, as the specification says; a reader's aliases count. Logical types do not
+count: Avro's own implementations resolve the underlying types.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ PROMOTED = {
     "string": {"bytes"},
     "bytes": {"string"},
 }
-"""Writer's type → further types that read it."""
+"""Promotions: writer's type → further types that read it."""
 
 
 def differences(reader: Avro, writer: Avro, steps: Steps) -> list[Difference]:
-    """Why `reader` cannot read what `writer` wrote; empty when it can."""
+    """Return why `reader` cannot read what `writer` wrote; empty when it can."""
     walk = _Walk(steps)
     walk.compare(reader.root, writer.root, "")
     return walk.found
@@ -38,11 +39,11 @@ class _Walk(Walk):
             self._each_branch(reader, writer, path)
         elif isinstance(reader, Union):
             if not self._read_by(reader, writer):
-                self.add("MISSING_UNION_BRANCH", path, f"no branch of the union reads {_name(writer)}")
+                self.add("MISSING_UNION_BRANCH", path, f"no branch of the union can read {_name(writer)}")
         elif isinstance(reader, Primitive) or isinstance(writer, Primitive):
             self._primitive(reader, writer, path)
         elif type(reader) is not type(writer):
-            self.add("TYPE_MISMATCH", path, f"{_name(writer)} is not read as {_name(reader)}")
+            self.add("TYPE_MISMATCH", path, f"{_name(writer)} cannot be read as {_name(reader)}")
         elif isinstance(reader, Array):
             self.compare(reader.items, writer.items, f"{path}/items")
         elif isinstance(reader, Map):
@@ -55,7 +56,7 @@ class _Walk(Walk):
             if not isinstance(reader, Union):
                 self.compare(reader, branch, f"{path}/{index}")
             elif not self._read_by(reader, branch):
-                self.add("MISSING_UNION_BRANCH", f"{path}/{index}", f"no branch of the union reads {_name(branch)}")
+                self.add("MISSING_UNION_BRANCH", f"{path}/{index}", f"no branch of the union can read {_name(branch)}")
 
     def _read_by(self, reader: Union, writer: Any) -> bool:
         return any(self.fits(partial(self.compare, mine, writer, "")) for mine in reader.branches)
@@ -64,14 +65,14 @@ class _Walk(Walk):
         named = isinstance(reader, Primitive) and isinstance(writer, Primitive)
         if named and (reader.name == writer.name or reader.name in PROMOTED.get(writer.name, ())):
             return
-        self.add("TYPE_MISMATCH", path, f"{_name(writer)} is not read as {_name(reader)}")
+        self.add("TYPE_MISMATCH", path, f"{_name(writer)} cannot be read as {_name(reader)}")
 
     def _named(self, reader: Named, writer: Named, path: str) -> None:
         if reader.short != writer.short and writer.name not in reader.aliases:
-            self.add("NAME_MISMATCH", f"{path}/name", f"{writer.name} is not read as {reader.name}")
+            self.add("NAME_MISMATCH", f"{path}/name", f"{writer.name} cannot be read as {reader.name}")
         if isinstance(reader, Fixed) and isinstance(writer, Fixed):
             if reader.size != writer.size:
-                self.add("FIXED_SIZE_MISMATCH", f"{path}/size", f"{writer.size} bytes are not read as {reader.size}")
+                self.add("FIXED_SIZE_MISMATCH", f"{path}/size", f"{writer.size} bytes cannot be read as {reader.size}")
         elif isinstance(reader, Enum) and isinstance(writer, Enum):
             missing = sorted(set(writer.symbols) - set(reader.symbols))
             if missing and reader.default is None:
@@ -89,7 +90,7 @@ class _Walk(Walk):
             if written is not None:
                 self.compare(field.type, written.type, f"{at}/type")
             elif not field.has_default:
-                told = f"the field {field.name} is new to the writer's data and has no default"
+                told = f"the field {field.name} is missing in the writer's schema and has no default"
                 self.add("READER_FIELD_MISSING_DEFAULT_VALUE", at, told)
 
 

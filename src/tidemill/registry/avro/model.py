@@ -1,4 +1,4 @@
-"""An Avro schema with its names resolved. A recursive one is a graph: nodes are compared by identity."""
+"""Model of an Avro schema with its names resolved. A recursive schema is a graph: nodes are compared by identity."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Union:
 
 
 class Named:
-    """`aliases` are full names."""
+    """A named type. `aliases` are full names."""
 
     __slots__ = ("aliases", "name")
 
@@ -82,7 +82,7 @@ class Field(NamedTuple):
 
 
 class Avro(NamedTuple):
-    """`named`: full name → the types that this schema itself defines."""
+    """Model of a whole schema. `named` maps full names to the types that this schema itself defines."""
 
     root: Any
     named: dict[str, Any]

@@ -1,11 +1,11 @@
-"""An Avro schema's text → its canonical text and its model.
+"""Parser of Avro schemas: text → canonical text and model.
 
-The model is what `compat` needs of it, with names resolved as Java's Avro does; of all but names fastavro says whether
-it is an Avro schema.
+The model holds what `compat` needs, with names resolved as in Java's Avro. fastavro decides on everything but names
+whether the text is an Avro schema.
 
-canonical    attributes in the order type, name, namespace, doc, fields, … , others after them as they come; no
-             white space; `{"type": "string"}` without more is `"string"`
-normalized   besides: full names, and other attributes sorted
+    canonical    attributes in the order type, name, namespace, doc, fields, … , others after them in their order; no
+                 white space; `{"type": "string"}` without other attributes is `"string"`
+    normalized   in addition: full names, and other attributes sorted
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolved], normalize: bool) -> Parsed:
-    """`resolved` has everything that is referred to, also by what is referred to, before what refers to it.
+    """Parse a schema. `resolved` has every schema that is referred to, directly or not, each before those that refer to
+    it.
 
-    Raises Refused.
+    Raises RegistryError.
     """
     tree = load_json(text)
     known: dict[str, Any] = {}
@@ -73,7 +74,8 @@ def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolve
 
 
 def _validated(tree: Any, names: Sequence[str]) -> None:
-    """`names`: those that it refers to and does not define. What they stand for does not matter to fastavro."""
+    """Validate the schema with fastavro. `names` are those that it refers to and does not define; fastavro does not
+    look at their definitions."""
     from fastavro.schema import SchemaParseException, UnknownType, parse_schema
 
     try:
@@ -83,18 +85,18 @@ def _validated(tree: Any, names: Sequence[str]) -> None:
     except SchemaParseException as error:
         raise bad_schema(str(error)) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # What fastavro takes for granted of a schema it does not check.
+        # fastavro assumes these attributes without checking them.
         raise bad_schema(f"an attribute is missing or of a wrong type: {error!r}") from error
 
 
 class _Builder:
-    """Names as the specification resolves them: a dot makes a full name, else the enclosing namespace counts, and where
-    it has no such name, the one without a namespace."""
+    """Builder of the model. Names resolve as in the specification: a name with a dot is a full name; otherwise the
+    enclosing namespace applies, and if it has no such name, the name without a namespace."""
 
     def __init__(self, named: dict[str, Any]) -> None:
         self.named = named
         self.bare: set[str] = set()
-        """Full names that were referred to, and are nobody's: the name without a namespace was meant."""
+        """Full names that were referred to and do not exist: the name without a namespace was meant."""
 
     def build(self, node: Any, space: str) -> Any:
         if isinstance(node, str):
@@ -128,20 +130,20 @@ class _Builder:
         if not all(_NAME.fullmatch(part) for part in full.split(".")):
             raise bad_schema(f"not a name: {shown(full)}")
         if full in self.named:
-            raise bad_schema(f"the name {shown(full)} is given twice")
+            raise bad_schema(f"the name {shown(full)} is defined twice")
         inner = full.rpartition(".")[0]
         aliases = frozenset(full_name(alias, inner) for alias in _texts(node.get("aliases", ()), "aliases"))
         if kind == "fixed":
             size = node.get("size")
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise bad_schema(f"the size of {shown(full)} is no number: {shown(size)}")
+                raise bad_schema(f"the size of {shown(full)} is not a number: {shown(size)}")
             self.named[full] = fixed = Fixed(full, aliases, size)
             return fixed
         if kind == "enum":
             symbols = tuple(_texts(node.get("symbols"), "symbols"))
             default = node.get("default")
             if default is not None and default not in symbols:
-                raise bad_schema(f"the default of {shown(full)} is none of its symbols: {shown(default)}")
+                raise bad_schema(f"the default of {shown(full)} is not one of its symbols: {shown(default)}")
             self.named[full] = enum = Enum(full, aliases, symbols, default)
             return enum
         self.named[full] = record = Record(full, aliases)
@@ -149,26 +151,27 @@ class _Builder:
             raise bad_schema(f"the record {shown(full)} has no fields")
         for field in node["fields"]:
             if not isinstance(field, dict) or "name" not in field or "type" not in field:
-                raise bad_schema(f"a field of {shown(full)} is no object with a name and a type: {shown(field)}")
+                raise bad_schema(f"a field of {shown(full)} is not an object with a name and a type: {shown(field)}")
             if not isinstance(field["name"], str) or not _NAME.fullmatch(field["name"]):
-                raise bad_schema(f"not a field's name: {shown(field['name'])}")
+                raise bad_schema(f"not a field name: {shown(field['name'])}")
             kind_of = self.build(field["type"], inner)
             known_as = frozenset(_texts(field.get("aliases", ()), "aliases"))
             if field["name"] in record.fields:
-                raise bad_schema(f"the field {shown(field['name'])} of {shown(full)} is given twice")
+                raise bad_schema(f"the field {shown(field['name'])} of {shown(full)} is defined twice")
             record.fields[field["name"]] = Field(field["name"], kind_of, "default" in field, known_as)
         return record
 
 
 def _union(branches: list[Any]) -> Union:
-    """Raises Refused for what a union may not hold: another one, or one type twice; named types by their names."""
+    """Build a union. Raises RegistryError for what a union may not contain: another union, or the same type twice;
+    named types are compared by name."""
     seen = set()
     for branch in branches:
         if isinstance(branch, Union):
-            raise bad_schema("a union immediately inside another one")
+            raise bad_schema("a union directly inside another union")
         kind = branch.name if isinstance(branch, Named | Primitive) else type(branch)
         if kind in seen:
-            raise bad_schema(f"a union has one type twice: {shown(getattr(branch, 'name', kind))}")
+            raise bad_schema(f"a union contains a type twice: {shown(getattr(branch, 'name', kind))}")
         seen.add(kind)
     return Union(branches)
 
@@ -184,7 +187,7 @@ def _texts(value: Any, what: str) -> Sequence[str]:
 
 
 def _canonical(node: Any, space: str, normalize: bool, bare: Set[str]) -> Any:
-    """`bare` as of `_Builder`."""
+    """Return the canonical form of a node. `bare` is that of `_Builder`."""
     if isinstance(node, list):
         return [_canonical(branch, space, normalize, bare) for branch in node]
     if isinstance(node, str):
@@ -204,7 +207,7 @@ def _canonical(node: Any, space: str, normalize: bool, bare: Set[str]) -> Any:
             found["name"] = full
             found.pop("namespace", None)
             if space and not inner:
-                found["namespace"] = ""  # without it, this would be a name of the enclosing namespace
+                found["namespace"] = ""  # without it, the name would be in the enclosing namespace
             if "aliases" in found:
                 found["aliases"] = sorted(full_name(alias, inner) for alias in found["aliases"])
     elif not isinstance(kind, str) or kind not in ("array", "map"):
@@ -226,7 +229,7 @@ def _field(field: dict[str, Any], space: str, normalize: bool, bare: Set[str]) -
             del found["order"]
         if "aliases" in found:
             found["aliases"] = sorted(found["aliases"])
-    # As a field is written everywhere: its name first.
+    # The name comes first, as is usual for a field.
     return {"name": found.pop("name"), **_ordered(found, normalize)}
 
 

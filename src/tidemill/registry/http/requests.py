@@ -1,4 +1,4 @@
-"""What a request asks for, checked: its path's parts, its parameters, its body."""
+"""Parsing and validation of requests: parts of the path, parameters, body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tidemill.registry.settings import SUBJECT_BYTES
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
 TAKEN = ("application/json", "application/vnd.schemaregistry", "application/octet-stream")
-"""Kinds of body. A page of another origin may send a form, plain text or no kind at all unasked, but none of these."""
+"""Accepted media types. A page of another origin may send a form, plain text or no type without a preflight request,
+but none of these."""
 
 LAST_VERSION = 2**31 - 1
 NOT_SERVED = ("metadata", "ruleSet", "schemaTagsToAdd", "schemaTagsToRemove")
@@ -25,19 +26,21 @@ NOT_SERVED_CONFIG = (
     "alias", "compatibilityGroup", "defaultMetadata", "overrideMetadata", "defaultRuleSet", "overrideRuleSet",
 )  # fmt: skip
 BODY_S = 20.0
-"""For the body of a request to come: who sends the half of it holds a connection and one of its address's places."""
+"""Time for the body of a request to arrive. A client that sends half of it occupies a connection and one of its
+address's slots."""
 LIST_MOST = 1_000
-"""Schemas of one answer; more by `offset`."""
+"""Largest number of schemas in one response; `offset` gets more."""
 
 
 def parts_of(raw_path: bytes) -> list[str]:
-    """The path's parts, each decoded by itself: a subject may hold a slash. Whoever judges a request before it is
-    served takes its path apart by this, and names its subject by `plain_subject`."""
+    """Return the parts of the path, each decoded separately, because a subject may contain a slash. Code that
+    authorizes a request before it is served splits its path with this function, and names its subject by
+    `plain_subject`."""
     return [unquote(part) for part in raw_path.decode("latin-1").partition("?")[0].strip("/").split("/")]
 
 
 def plain_subject(text: str) -> str:
-    """The one name of a subject, which may be spelled with the default context. Pure."""
+    """Return the unique name of a subject, which may be written with the default context. Pure."""
     return text.removeprefix(":.:")
 
 
@@ -50,18 +53,18 @@ def number(request: Request, name: str, default: int) -> int:
     try:
         return int(text) if text else default
     except ValueError as error:
-        raise RegistryError(400, f"The parameter {name} is no number: {shown(text)}") from error
+        raise RegistryError(400, f"The parameter {name} is not a number: {shown(text)}") from error
 
 
 def page(request: Request, found: list[Any], most: int = 2**31) -> list[Any]:
-    """`offset` and `limit` of a list; a negative limit is none."""
+    """Return the page of a list that `offset` and `limit` select; a negative limit means no limit."""
     start = max(0, number(request, "offset", 0))
     limit = number(request, "limit", -1)
     return found[start : start + (min(limit, most) if limit >= 0 else most)]
 
 
 def subject_of(text: str) -> str:
-    """Raises RegistryError(42208)."""
+    """Return the plain name of a subject. Raises RegistryError(42208)."""
     text = plain_subject(text)
     size = len(text.encode(errors="replace"))
     odd = any(ord(letter) < 32 or 0xD800 <= ord(letter) < 0xE000 for letter in text)
@@ -71,7 +74,7 @@ def subject_of(text: str) -> str:
 
 
 def version_of(text: str) -> int | None:
-    """None = the latest. Raises RegistryError(42202)."""
+    """Return the version number; None for the latest. Raises RegistryError(42202)."""
     if text == "latest" or text == "-1":
         return None
     if text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= LAST_VERSION:
@@ -91,7 +94,7 @@ async def body_of(request: Request) -> dict[str, Any]:
         async with asyncio.timeout(BODY_S):
             body = await request.body()
     except TimeoutError as error:
-        raise RegistryError(408, "The body did not come in time.") from error
+        raise RegistryError(408, "The body did not arrive in time.") from error
     except ClientDisconnect as error:
         raise RegistryError(413, "The body is too large, or ended early.") from error
     try:
@@ -109,7 +112,7 @@ def given_in(body: dict[str, Any], *, normalize: bool = False) -> SubmittedSchem
         raise bad_schema("it is empty")
     for name in NOT_SERVED:
         if body.get(name):
-            raise RegistryError(42210, f"{name} is not served by this registry: register the schema without it.")
+            raise RegistryError(42210, f"{name} is not supported by this registry: register the schema without it.")
     kind = body.get("schemaType") or "AVRO"
     if not isinstance(kind, str):
         raise RegistryError(422, "schemaType must be a string.")
@@ -124,13 +127,13 @@ def _references(value: Any) -> tuple[Reference, ...]:
         fields = one if isinstance(one, dict) else {}
         name, subject, version = fields.get("name"), fields.get("subject"), fields.get("version")
         if not isinstance(name, str) or not name or not isinstance(subject, str) or type(version) is not int:
-            raise RegistryError(422, f"A reference has a name, a subject and a version: {shown(one)}")
+            raise RegistryError(422, f"A reference needs a name, a subject and a version: {shown(one)}")
         found.append(Reference(name, subject_of(subject), version))
     return tuple(dict.fromkeys(found))
 
 
 def whole(body: dict[str, Any], name: str) -> int:
-    """An optional number of a body; 0 and -1 = not given."""
+    """Return an optional number of a body; 0 if it is absent, 0 or -1."""
     value = body.get(name)
     if value is None:
         return 0
@@ -140,7 +143,7 @@ def whole(body: dict[str, Any], name: str) -> int:
 
 
 def text_in(body: dict[str, Any], *names: str) -> str:
-    """The first of these that is given, "" for none."""
+    """Return the first of these fields that is present; "" if all are absent."""
     for name in names:
         value = body.get(name)
         if value is not None:
@@ -153,4 +156,4 @@ def text_in(body: dict[str, Any], *names: str) -> str:
 def refuse_unserved(body: dict[str, Any]) -> None:
     for name in NOT_SERVED_CONFIG:
         if body.get(name):
-            raise not_permitted(f"{name} is not served by this registry.")
+            raise not_permitted(f"{name} is not supported by this registry.")

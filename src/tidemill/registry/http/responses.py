@@ -1,4 +1,4 @@
-"""Bodies of answers: a schema as clients read it, an error with its number."""
+"""Bodies of responses: a schema in the form that clients read, an error with its number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def answer(value: Any, status: int = 200) -> Response:
 
 
 def refusal(error: TidemillError) -> Response:
-    """A fault of the store is 500, as clients know it, and may be tried again."""
+    """Return the error response. A fault of the store is a 500, which clients of the registry know, and may be
+    retried."""
     if isinstance(error, RegistryError):
         return answer({"error_code": error.code, "message": error.message}, error.status)
     code = 50002 if isinstance(error, UnknownOutcomeError) else 50001
@@ -30,7 +31,8 @@ def refusal(error: TidemillError) -> Response:
 
 
 def text_of(row: SchemaRow, form: str) -> str:
-    """`form` "serialized": a Protobuf descriptor in base64, as clients that have no parser for its text want it."""
+    """Return the text of a schema. With `form` "serialized" it is a Protobuf descriptor in base64, for clients
+    without a parser for the text."""
     if row.descriptor and (form == "serialized" or not row.text):
         return serialized(row.descriptor)
     return row.text

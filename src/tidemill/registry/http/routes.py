@@ -49,7 +49,7 @@ Handler = Callable[..., Awaitable[Response]]
 
 
 def registry_routes(registry: Registry) -> list[BaseRoute]:
-    """Routes for one node's application."""
+    """Return the routes for one node's application."""
     rest = Rest(registry)
     return [Route(path, rest.serve, methods=METHODS) for top in TOPS for path in (f"/{top}", f"/{top}/{{rest:path}}")]
 
@@ -110,7 +110,7 @@ class Rest:
         prefix = request.query_params.get("subjectPrefix", "").removeprefix(":*:").removeprefix(":.:")
         deleted, only = flag(request, "deleted"), flag(request, "deletedOnly")
         found: dict[str, bool] = {}
-        """Subject → has it a live version?"""
+        """Subject → whether it has a live version."""
         for row in await self._registry.book.all_versions():
             if row.subject.startswith(prefix):
                 found[row.subject] = found.get(row.subject, False) or not row.deleted
@@ -205,7 +205,7 @@ class Rest:
 
     async def _used(self, request: Request, text: str) -> list[dict[str, Any]]:
         schema_id = _id(text)
-        await self._registry.book.head()  # a fresh read: what follows is as new
+        await self._registry.book.head()  # a fresh read: the reads after it are at least as new
         await self._registry.book.schema(schema_id)
         deleted, subject = flag(request, "deleted"), request.query_params.get("subject", "")
         return [
@@ -214,7 +214,7 @@ class Rest:
             if (deleted or not row.deleted) and subject in ("", row.subject)
         ]
 
-    # what is configured ---------------------------------------------------------------------------
+    # configuration -----------------------------------------------------------------------------------
 
     async def _get_config(self, request: Request, subject: str = EVERY) -> Response:
         subject = subject_of(subject) if subject else EVERY

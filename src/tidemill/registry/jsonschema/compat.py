@@ -1,8 +1,9 @@
-"""Is every document that is valid for one JSON Schema valid for another? Confluent's rules, by content model.
+"""Check whether every document that is valid for one JSON Schema is valid for another. Source: Confluent's rules, by
+content model.
 
-A schema that says nothing of other properties is open: documents may hold any. So a property may be removed from an
-open reader only, and may be added where the writer was closed. Where Confluent's registry compares no further although
-the answer is sure (one of allOf's parts already fits; every branch of anyOf fits), this goes on.
+A schema that does not restrict other properties is open: documents may contain any. So a property may be removed from
+an open reader only, and may be added where the writer was closed. In some cases Confluent's registry stops although the
+answer is certain (one part of allOf already fits; every branch of anyOf fits); this module continues there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LOWER = ("minLength", "minimum", "exclusiveMinimum", "minProperties", "minItems"
 
 
 def differences(reader: Node, writer: Node, steps: Steps) -> list[Difference]:
-    """Why a document that `writer` allows may not be one that `reader` allows; empty when it always is."""
+    """Return why a document that `writer` allows may be invalid for `reader`; empty when it is always valid."""
     walk = _Walk(steps)
     walk.compare(reader, writer, "")
     return walk.found
@@ -64,7 +65,7 @@ class _Walk(Walk):
             self._enum(reader, writer, path)
         elif reader.kind == NOT:
             if not self.fits(lambda: self.compare(writer.parts[0], reader.parts[0], path)):
-                self.add("NOT_TYPE_EXTENDED", f"{path}/not", "more is excluded than before")
+                self.add("NOT_TYPE_EXTENDED", f"{path}/not", "it excludes more than before")
         else:
             self._limits(reader, writer, path)
             if reader.shape is not None and writer.shape is not None:
@@ -73,7 +74,7 @@ class _Walk(Walk):
                 elif reader.kind == ARRAY:
                     self._array(reader.shape, writer.shape, path)
 
-    # several at once ------------------------------------------------------------------------------
+    # combined schemas ------------------------------------------------------------------------------
 
     def _into_combined(self, reader: Node, writer: Node, path: str) -> None:
         if reader.kind == ALL:
@@ -93,20 +94,22 @@ class _Walk(Walk):
     def _combined(self, reader: Node, writer: Node, path: str) -> None:
         fits = [[self.fits(_bound(self.compare, part, one)) for part in reader.parts] for one in writer.parts]
         if reader.kind == ALL:
-            # Each of ours must hold: one of all that held implies it, or every alternative does.
+            # Each part of the reader must hold. One part of the writer's allOf implies it, or every alternative does.
             enough = any if writer.kind == ALL else all
             for place in range(len(reader.parts)):
                 if not enough(row[place] for row in fits):
-                    self.add("PRODUCT_TYPE_EXTENDED", f"{path}/allOf/{place}", "it did not have to hold before")
+                    self.add("PRODUCT_TYPE_EXTENDED", f"{path}/allOf/{place}", "it was not required before")
         elif writer.kind == ALL:
             if not any(any(row) for row in fits) or (reader.kind == ONE and len(reader.parts) > 1):
                 self.add("COMBINED_TYPE_CHANGED", path, f"allOf became {reader.kind}")
         elif reader.kind == ANY:
             for place, row in enumerate(fits):
                 if not any(row):
-                    self.add("SUM_TYPE_NARROWED", f"{path}/{writer.kind}/{place}", "this alternative is gone")
+                    self.add("SUM_TYPE_NARROWED", f"{path}/{writer.kind}/{place}", "this alternative was removed")
         elif writer.kind == ANY and len(writer.parts) > 1:
-            self.add("COMBINED_TYPE_CHANGED", path, "anyOf became oneOf: what fits twice is not valid any more")
+            self.add(
+                "COMBINED_TYPE_CHANGED", path, "anyOf became oneOf: a document that matches twice is no longer valid"
+            )
         elif _matched([[place for place, fit in enumerate(row) if fit] for row in fits]) < len(writer.parts):
             self.add("SUM_TYPE_NARROWED", path, "the alternatives do not match one to one")
 
@@ -116,7 +119,7 @@ class _Walk(Walk):
         missing = sorted(writer.values - reader.values)
         if missing:
             told = b", ".join(missing[:5]).decode().replace('"', "'")[:200]
-            self.add("ENUM_ARRAY_NARROWED", f"{path}/enum", f"these values are not valid any more: {told}")
+            self.add("ENUM_ARRAY_NARROWED", f"{path}/enum", f"these values are no longer valid: {told}")
 
     def _limits(self, reader: Node, writer: Node, path: str) -> None:
         ours, theirs = reader.limits, writer.limits
@@ -124,12 +127,12 @@ class _Walk(Walk):
             for word in words:
                 if word in ours and word not in theirs:
                     if not self._implied(word, reader, writer):
-                        self.add(f"{_shout(word)}_ADDED", f"{path}/{word}", f"{word} is new")
+                        self.add(f"{_shout(word)}_ADDED", f"{path}/{word}", f"{word} was added")
                 elif word in ours and tighter(ours[word], theirs[word]):
                     self.add(f"{_shout(word)}_TIGHTENED", f"{path}/{word}", f"{theirs[word]} became {ours[word]}")
         if reader.kind == STRING and "pattern" in ours and ours["pattern"] != theirs.get("pattern"):
             kind = "PATTERN_CHANGED" if "pattern" in theirs else "PATTERN_ADDED"
-            self.add(kind, f"{path}/pattern", "another pattern must match")
+            self.add(kind, f"{path}/pattern", "a different pattern must match")
         if reader.kind == NUMBER:
             if ours["integer"] and not theirs["integer"]:
                 self.add("TYPE_NARROWED", path, "number became integer")
@@ -139,7 +142,7 @@ class _Walk(Walk):
 
     @staticmethod
     def _implied(word: str, reader: Node, writer: Node) -> bool:
-        """A bound of the other sort (inclusive, exclusive) that is as tight."""
+        """Return whether the writer has a bound of the other kind (inclusive, exclusive) that is as tight."""
         other = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}.get(word)
         if other is None or other not in writer.limits:
             return False
@@ -150,9 +153,9 @@ class _Walk(Walk):
         if new is None or new == old:
             return
         if old is None:
-            self.add("MULTIPLE_OF_ADDED", f"{path}/multipleOf", "multipleOf is new")
+            self.add("MULTIPLE_OF_ADDED", f"{path}/multipleOf", "multipleOf was added")
         elif Fraction(str(old)) % Fraction(str(new)):
-            self.add("MULTIPLE_OF_CHANGED", f"{path}/multipleOf", f"{old} is no multiple of {new}")
+            self.add("MULTIPLE_OF_CHANGED", f"{path}/multipleOf", f"{old} is not a multiple of {new}")
 
     # objects --------------------------------------------------------------------------------------
 
@@ -170,18 +173,19 @@ class _Walk(Walk):
         for name, needed in reader.needs.items():
             if not needed <= writer.needs.get(name, frozenset()):
                 kind = "DEPENDENCY_ARRAY_EXTENDED" if name in writer.needs else "DEPENDENCY_ARRAY_ADDED"
-                self.add(kind, f"{path}/dependencies/{_pointer(name)}", "more properties are needed beside it")
+                self.add(kind, f"{path}/dependencies/{_pointer(name)}", "it requires more properties")
         for name, schema in reader.needs_schema.items():
             at = f"{path}/dependencies/{_pointer(name)}"
             if name in writer.needs_schema:
                 self.compare(schema, writer.needs_schema[name], at)
             else:
-                self.add("DEPENDENCY_SCHEMA_ADDED", at, "a schema must hold beside it")
+                self.add("DEPENDENCY_SCHEMA_ADDED", at, "it requires a schema")
         self._patterns(reader, writer, f"{path}/patternProperties")
         self._rest(reader, writer, f"{path}/additionalProperties", "ADDITIONAL_PROPERTIES")
 
     def _patterns(self, reader: Shape, writer: Shape, path: str) -> None:
-        """A pattern that only one has meets the other's rest. Whether two patterns overlap is not asked."""
+        """Compare patterns. A pattern that only one side has is compared with the other side's rest. Overlaps of two
+        patterns are not considered."""
         for pattern in sorted(reader.patterns.keys() | writer.patterns.keys()):
             at = f"{path}/{_pointer(pattern)}"
             now = reader.patterns.get(pattern, reader.rest)
@@ -190,39 +194,39 @@ class _Walk(Walk):
                 continue
             if was is None:
                 if now.kind != EVERYTHING:
-                    self.add("PATTERN_PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL", at, "anything was allowed there")
+                    self.add("PATTERN_PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL", at, "any value was allowed before")
             elif now.kind == NOTHING:
-                self.add("PATTERN_PROPERTY_REMOVED_FROM_CLOSED_CONTENT_MODEL", at, "it is not allowed any more")
+                self.add("PATTERN_PROPERTY_REMOVED_FROM_CLOSED_CONTENT_MODEL", at, "it is no longer allowed")
             else:
                 self.compare(now, was, at)
 
     def _removed(self, name: str | None, reader: Shape, was: Node, at: str, what: str) -> None:
-        """What the writer had by itself is among the rest for the reader."""
+        """Compare a property or item that the writer names with the rest of the reader."""
         if reader.open or was.kind == NOTHING:
             return
         covering = self._covering(name, reader, unsure=False)
         if covering is None or covering.kind == NOTHING:
-            self.add(f"{what}_REMOVED_FROM_CLOSED_CONTENT_MODEL", at, "it is not allowed any more")
+            self.add(f"{what}_REMOVED_FROM_CLOSED_CONTENT_MODEL", at, "it is no longer allowed")
         elif not self.fits(lambda: self.compare(covering, was, at)):
-            told = "what it was is not valid for the schema that covers it now"
+            told = "its earlier schema is not valid for the schema that covers it now"
             self.add(f"{what}_REMOVED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
 
     def _added(self, name: str, reader: Shape, writer: Shape, at: str) -> None:
         new = reader.named[name]
         if writer.open:
             if new.kind != EVERYTHING:
-                self.add("PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL", at, "earlier documents may hold anything there")
+                self.add("PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL", at, "earlier documents may contain any value there")
             return
         covering = self._covering(name, writer, unsure=True)
         if covering is not None and not self.fits(_bound(self.compare, new, covering)):
-            told = "what earlier documents may hold there is not valid for it"
+            told = "values that earlier documents may contain there are not valid for it"
             self.add("PROPERTY_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
         if name in reader.required and not new.default:
             self.add("REQUIRED_PROPERTY_ADDED_TO_UNOPEN_CONTENT_MODEL", at, "it is required and has no default")
 
     def _covering(self, name: str | None, shape: Shape, *, unsure: bool) -> Node | None:
-        """The schema of a property that is not named: of the first pattern that finds it, else of the rest. `unsure`:
-        what a pattern counts as that cannot be asked."""
+        """Return the schema of an unnamed property: that of the first matching pattern, else the rest. `unsure` is
+        the result for a pattern that cannot be evaluated."""
         if name is not None:
             for pattern, node in shape.patterns.items():
                 self.steps.take()
@@ -235,9 +239,9 @@ class _Walk(Walk):
             return
         if writer.rest is None:
             kind = f"{what}_REMOVED" if reader.closed else f"{what}_NARROWED"
-            self.add(kind, at, "anything was allowed there")
+            self.add(kind, at, "any value was allowed before")
         elif reader.closed:
-            self.add(f"{what}_REMOVED", at, "nothing more is allowed")
+            self.add(f"{what}_REMOVED", at, "no others are allowed")
         else:
             self.compare(reader.rest, writer.rest, at)
 
@@ -250,9 +254,9 @@ class _Walk(Walk):
                 self.compare(node, writer.places[place], at)
             elif writer.rest is None:
                 if node.kind != EVERYTHING:
-                    self.add("ITEM_ADDED_TO_OPEN_CONTENT_MODEL", at, "earlier documents may hold anything there")
+                    self.add("ITEM_ADDED_TO_OPEN_CONTENT_MODEL", at, "earlier documents may contain any value there")
             elif not self.fits(_bound(self.compare, node, writer.rest)):
-                told = "what earlier documents may hold there is not valid for it"
+                told = "values that earlier documents may contain there are not valid for it"
                 self.add("ITEM_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
         for place in range(len(reader.places), len(writer.places)):
             self._removed(None, reader, writer.places[place], f"{path}/items/{place}", "ITEM")
@@ -264,7 +268,8 @@ def _bound(compare: Callable[[Node, Node, str], None], reader: Node, writer: Nod
 
 
 def _matched(pairs: list[list[int]]) -> int:
-    """Size of the largest matching of a bipartite graph; pairs[left] = the right ones it may go with."""
+    """Return the size of the largest matching of a bipartite graph. pairs[left] are the right nodes that it may be
+    paired with."""
     taken: dict[int, int] = {}
 
     def place(left: int, tried: set[int]) -> bool:
@@ -280,8 +285,8 @@ def _matched(pairs: list[list[int]]) -> int:
 
 
 def _finds(pattern: str, name: str, unsure: bool) -> bool:
-    """Does a stranger's pattern occur in a stranger's name? By RE2, whose time is linear; `unsure` for one that it does
-    not know (a back reference, a look-around)."""
+    """Return whether a pattern, which is untrusted, occurs in a name. RE2 evaluates it in linear time; the result is
+    `unsure` for a pattern that RE2 does not support (a back reference, a look-around)."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -296,5 +301,5 @@ def _pointer(name: str) -> str:
 
 
 def _shout(word: str) -> str:
-    """maxLength → MAX_LENGTH"""
+    """Convert a keyword to upper case: maxLength → MAX_LENGTH."""
     return "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in word)

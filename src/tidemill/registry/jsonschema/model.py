@@ -1,7 +1,7 @@
-"""A JSON Schema with its references resolved. A recursive one is a graph: nodes are compared by identity.
+"""Model of a JSON Schema with its references resolved. A recursive schema is a graph: nodes are compared by identity.
 
-A schema that says several things is a node ALL of them: a type with its keywords, an enum, allOf, anyOf, oneOf, not.
-Several types are a node ANY of them. What is not modelled, and so never compared: format, contains, propertyNames,
+A schema with several constraints is a node ALL of them: a type with its keywords, an enum, allOf, anyOf, oneOf, not.
+Several types are a node ANY of them. Not modelled, and so never compared: format, contains, propertyNames,
 if/then/else, unevaluatedItems and unevaluatedProperties, content*.
 """
 
@@ -18,26 +18,27 @@ COMBINED = (ALL, ANY, ONE)
 
 
 class Node:
-    """`limits`: plain keywords (minLength…), `pattern` and `integer`; what else there is depends on `kind`."""
+    """Node of the model. `limits` holds plain keywords (minLength…), `pattern` and `integer`; the other attributes
+    depend on `kind`."""
 
     __slots__ = ("default", "kind", "limits", "parts", "shape", "values")
 
     def __init__(self, kind: str = EVERYTHING) -> None:
         self.kind = kind
         self.default = False
-        """Has the schema a default?"""
+        """Set if the schema has a default."""
         self.limits: Mapping[str, Any] = {}
         self.values: frozenset[bytes] = frozenset()
-        """ENUM: the values as sorted JSON."""
+        """Values of an ENUM, as sorted JSON."""
         self.parts: Sequence[Node] = ()
-        """ALL, ANY, ONE; NOT has one."""
+        """Parts of ALL, ANY and ONE; NOT has one."""
         self.shape: Shape | None = None
-        """OBJECT and ARRAY."""
+        """Contents of an OBJECT or ARRAY."""
 
 
 class Shape:
-    """What an object or an array may hold. `rest`: None = anything, else what is not named must be of this schema;
-    a node NOTHING closes it."""
+    """Contents of an object or an array. `rest` is the schema of unnamed properties or items: None allows any, a
+    node NOTHING allows none."""
 
     __slots__ = ("named", "needs", "needs_schema", "patterns", "places", "required", "rest")
 
@@ -48,7 +49,7 @@ class Shape:
         self.needs: dict[str, frozenset[str]] = {}
         self.needs_schema: dict[str, Node] = {}
         self.places: list[Node] = []
-        """The first items of an array, one by one."""
+        """Schemas of the first items of an array, by position."""
         self.rest: Node | None = None
 
     @property

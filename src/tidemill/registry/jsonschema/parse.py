@@ -1,10 +1,11 @@
-"""A JSON Schema's text → its canonical text and its model.
+"""Parser of JSON Schemas: text → canonical text and model.
 
-jsonschema says whether it is one (of the draft that `$schema` names, 7 without it); `referencing` resolves `$ref`
-within the schema and to the schemas that the request's references name. Nothing is ever fetched.
+The library jsonschema decides whether the text is a schema (of the draft that `$schema` names, 7 without it).
+`referencing` resolves `$ref` within the schema and to the schemas that the request's references name. Nothing is ever
+fetched.
 
-canonical    no white space
-normalized   besides: keys sorted
+    canonical    no white space
+    normalized   in addition: keys sorted
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ KEYWORDS = {
     NUMBER: ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     STRING: ("minLength", "maxLength", "pattern"),
 }  # fmt: skip
-"""What only speaks of one type: a schema without `type` is taken to mean the types its keywords speak of."""
+"""Keywords that apply to one type only: a schema without `type` is taken to mean the types of its keywords."""
 
 
 def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolved], normalize: bool) -> Parsed:
-    """`resolved`: everything that is referred to, also by what is referred to. Raises Refused."""
+    """Parse a schema. `resolved` has every schema that is referred to, directly or not. Raises RegistryError."""
     from jsonschema import Draft7Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
@@ -56,7 +57,7 @@ def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolve
     if not isinstance(tree, dict | bool):
         raise bad_schema(f"a JSON Schema is an object or a boolean: {shown(tree)}")
     try:
-        # Formats are left out: a pattern is one of ECMA 262, which Python's are not.
+        # Formats are not checked: patterns are those of ECMA 262, and Python's are not.
         validator_for(tree, default=Draft7Validator).check_schema(tree, format_checker=None)
     except SchemaError as error:
         where = "/".join(str(part) for part in error.absolute_path)
@@ -71,7 +72,8 @@ def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolve
 
 
 class _Builder:
-    """Nodes are memoized by the identity of the JSON they come from, which `_kept` keeps alive."""
+    """Builder of the model. Nodes are memoized by the identity of the JSON they come from, which `_kept` keeps
+    alive."""
 
     def __init__(self, tree: Any, others: Sequence[tuple[str, str]]) -> None:
         from jsonschema_specifications import REGISTRY
@@ -85,7 +87,7 @@ class _Builder:
         self._kept: list[Any] = [tree, *trees]
         self._tree = tree
         self._alone = isinstance(tree, dict) and "draft-0" in str(tree.get("$schema", ""))
-        """Drafts before 2019-09 ignore what stands beside a reference."""
+        """Set for drafts before 2019-09, which ignore keywords next to a reference."""
         self._draft = DRAFT7
         self._by_name = registry.resolver()
         self._resolver = registry.resolver_with_root(Resource.from_contents(tree, default_specification=DRAFT7))
@@ -110,15 +112,15 @@ class _Builder:
         node.default = "default" in schema
         parts = self._parts(schema, resolver)
         if len(parts) == 1 and _reference(schema) is None:
-            _become(node, parts[0])  # made for this node alone; what is referred to may not be known yet
+            _become(node, parts[0])  # created for this node alone; a referenced node may not be complete yet
         elif parts:
             node.kind, node.parts = ALL, parts
         return node
 
     def _chase(self, schema: dict[str, Any], resolver: Any) -> Node:
-        """A reference and nothing else is what it refers to."""
+        """Resolve a schema that is only a reference to the schema that it refers to."""
         if id(schema) in self._chased:
-            raise bad_schema(f"a reference leads to itself: {shown(_reference(schema))}")
+            raise bad_schema(f"a reference refers to itself: {shown(_reference(schema))}")
         self._chased.add(id(schema))
         node = self._nodes[id(schema)] = self._referred(str(_reference(schema)), resolver)
         return node
@@ -130,7 +132,8 @@ class _Builder:
             found = resolver.lookup(reference)
         except (Unresolvable, ValueError):
             try:
-                found = self._by_name.lookup(reference)  # as the request names it, whatever the schema's own URI is
+                # under the name in the request, independent of the schema's own URI
+                found = self._by_name.lookup(reference)
             except (Unresolvable, ValueError) as error:
                 raise bad_schema(f"unresolved reference {shown(reference)}") from error
         self._kept.append(found.contents)
@@ -211,19 +214,21 @@ class _Builder:
 
 
 def _reference(schema: dict[str, Any]) -> str | None:
-    """A dynamic reference is taken for a plain one: nothing extends a registered schema from outside."""
+    """Return the reference of a schema. A dynamic reference is treated as a plain one: nothing extends a registered
+    schema from outside."""
     found = (schema.get(word) for word in ("$ref", "$dynamicRef", "$recursiveRef"))
     return next((one for one in found if isinstance(one, str)), None)
 
 
 def _says_more(schema: dict[str, Any]) -> bool:
-    """Is there more to a schema than its reference?"""
+    """Return whether a schema has keywords other than its reference."""
     words = (*KEYWORDS.values(), ("type", "enum", "const", "default", NOT, *COMBINED))
     return any(word in schema for group in words for word in group)
 
 
 def _number_limits(schema: dict[str, Any]) -> dict[str, Any]:
-    """Draft 4 says `exclusiveMinimum: true` beside `minimum`; later ones give the number there."""
+    """Return the limits of a number. Draft 4 has `exclusiveMinimum: true` next to `minimum`; later drafts have the
+    number there."""
     found = {word: schema[word] for word in KEYWORDS[NUMBER] if word in schema}
     for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(found.get(exclusive), bool) and found.pop(exclusive) and plain in found:
@@ -243,6 +248,7 @@ def _of(kind: str, parts: Sequence[Node]) -> Node:
 
 
 def _become(node: Node, other: Node) -> None:
-    """`node` was handed out before it was known to say one thing only."""
+    """Copy the contents of `other` into `node`, which was handed out before it was known to have a single
+    constraint."""
     node.kind, node.limits, node.values = other.kind, other.limits, other.values
     node.parts, node.shape = other.parts, other.shape

@@ -1,8 +1,8 @@
-"""Can data written with one Protobuf file be read with another? Protobuf's rules for updating a message type, and
-Confluent's documented ones where these leave it open.
+"""Check whether data written with one Protobuf file can be read with another. Sources: Protobuf's rules for updating a
+message type, and Confluent's documented rules where these leave it open.
 
-Fields are told apart by number. Packages, options, services and the names of fields and enum constants do not matter;
-an unknown enum constant is kept as a number.
+Fields are identified by number. Packages, options, services and the names of fields and enum constants do not matter;
+an unknown enum constant is preserved as a number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tidemill.registry.recursion import Walk
 
 
 def differences(reader: Proto, writer: Proto, steps: Steps) -> list[Difference]:
-    """Why `reader` cannot read what `writer` wrote; empty when it can."""
+    """Return why `reader` cannot read what `writer` wrote; empty when it can."""
     walk = _Walk(steps)
     walk.messages(reader.messages, writer.messages, "")
     return walk.found
@@ -27,7 +27,7 @@ class _Walk(Walk):
             if now is not None:
                 self.message(now, was)
             elif not was.map_entry:
-                self.add("MESSAGE_REMOVED", f"#{path}/{name}", f"the message {was.name} is gone")
+                self.add("MESSAGE_REMOVED", f"#{path}/{name}", f"the message {was.name} was removed")
 
     def message(self, reader: Message, writer: Message) -> None:
         self.once(reader, writer, lambda: self._message(reader, writer, f"#/{writer.name}"))
@@ -40,13 +40,14 @@ class _Walk(Walk):
             if now is not None and was is not None:
                 self._field(now, was, at)
             elif now is not None and now.label == REQUIRED:
-                self.add("REQUIRED_FIELD_ADDED", at, f"the field {now.name} is required and new")
+                self.add("REQUIRED_FIELD_ADDED", at, f"the required field {now.name} was added")
             elif was is not None and was.label == REQUIRED and number not in moved:
-                self.add("REQUIRED_FIELD_REMOVED", at, f"the field {was.name} was required and is gone")
+                self.add("REQUIRED_FIELD_REMOVED", at, f"the required field {was.name} was removed")
         self.messages(reader.nested, writer.nested, path.removeprefix("#"))
 
     def _oneofs(self, reader: Message, writer: Message, path: str) -> set[int]:
-        """Fields may become a oneof one by one only: of two that were set the reader would keep the last."""
+        """Compare oneofs, and return the fields that moved into one. Only one field at a time may move: of two that
+        were set, the reader would keep only the last."""
         in_oneof = {number for numbers in writer.oneofs.values() for number in numbers}
         moved_all: set[int] = set()
         for name, numbers in reader.oneofs.items():
@@ -55,11 +56,11 @@ class _Walk(Walk):
             if len(moved) > 1:
                 self.add("MULTIPLE_FIELDS_MOVED_TO_ONEOF", f"{path}/{name}", f"{len(moved)} fields became one oneof")
             elif moved and not in_oneof.isdisjoint(numbers):
-                self.add("FIELD_MOVED_TO_EXISTING_ONEOF", f"{path}/{name}", "a field joined a oneof that was there")
+                self.add("FIELD_MOVED_TO_EXISTING_ONEOF", f"{path}/{name}", "a field moved into an existing oneof")
         for name, numbers in writer.oneofs.items():
             gone = sorted(numbers - reader.fields.keys()) if name in reader.oneofs else []
             for number in gone:
-                self.add("ONEOF_FIELD_REMOVED", f"{path}/{name}/{number}", "a field of a oneof is gone")
+                self.add("ONEOF_FIELD_REMOVED", f"{path}/{name}/{number}", "a field of a oneof was removed")
         return moved_all
 
     def _field(self, reader: Field, writer: Field, path: str) -> None:
@@ -83,7 +84,7 @@ class _Walk(Walk):
         if group is None or group != SCALAR_GROUPS.get(writer.type):
             self.add("FIELD_SCALAR_KIND_CHANGED", path, f"{writer.type} became {reader.type}")
         elif group != "bytes" and (reader.label == REPEATED) != (writer.label == REPEATED):
-            self.add("FIELD_NUMERIC_LABEL_CHANGED", path, "numbers that repeat are packed, single ones are not")
+            self.add("FIELD_NUMERIC_LABEL_CHANGED", path, "repeated numbers are packed, single ones are not")
 
 
 def _kind(field: Field) -> str:

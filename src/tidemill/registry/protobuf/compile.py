@@ -1,5 +1,5 @@
-"""A .proto text → its descriptor, by protoc itself, in a process of its own: what a stranger sends is bounded there in
-time and memory, and nothing that it does to the compiler reaches the node."""
+"""Compilation of a .proto text to its descriptor by protoc, in a separate process. An untrusted text is limited
+there in time and memory, and a crash of the compiler does not reach the node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidemill.base.errors import UnavailableError
 from tidemill.registry.errors import bad_schema
 
 TIMEOUT_S = 20.0
-"""By the wall; a schema at its size limit takes a fraction of a second of a free processor."""
+"""Wall-clock limit. A schema at its size limit takes a fraction of a second on a free processor."""
 
 CPU_S = 10
 MEMORY_BYTES = 1 << 30
@@ -28,13 +28,13 @@ resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
 from grpc_tools.protoc import main
 sys.exit(main(["protoc", *rest]))
 """
-"""It limits itself: a hook between fork and exec is not safe in a process with threads."""
+"""Program of the process, which limits itself: a hook between fork and exec is not safe in a process with threads."""
 
 
 def compile_text(text: str, name: str, imports: Sequence[Any]) -> Any:
-    """The FileDescriptorProto of `text` as a file `name`; `imports` are those it may import.
+    """Return the FileDescriptorProto of `text` as a file `name`, which may import `imports`.
 
-    Raises Refused with protoc's own words, UnavailableError when protoc cannot be run.
+    Raises RegistryError with protoc's message, UnavailableError when protoc cannot be run.
     """
     from google.protobuf.descriptor_pb2 import FileDescriptorSet
 

@@ -1,4 +1,5 @@
-"""A Protobuf file's types with their references resolved. A recursive one is a graph: messages compare by identity."""
+"""Model of a Protobuf file's types with their references resolved. A recursive type is a graph: messages compare by
+identity."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ SCALAR_GROUPS = {
     "fixed64": "fixed64", "sfixed64": "fixed64",
     "float": "float", "double": "double",
 }  # fmt: skip
-"""Types of one group read each other (protobuf's guide, "Updating A Message Type")."""
+"""Types that read each other have the same group (protobuf's guide, "Updating A Message Type")."""
 
 TYPES = (
     "", "double", "float", "int64", "uint64", "int32", "fixed64", "fixed32", "bool", "string", "group", "message",
     "bytes", "uint32", "enum", "sfixed32", "sfixed64", "sint32", "sint64",
 )  # fmt: skip
-"""By number: FieldDescriptorProto.Type."""
+"""Type names by number: FieldDescriptorProto.Type."""
 
 REQUIRED, REPEATED = 2, 3
-"""FieldDescriptorProto.Label; 1 is optional."""
+"""Numbers of FieldDescriptorProto.Label; 1 is optional."""
 
 
 class Message:
-    """`name` is without its package, the names of enclosing messages included."""
+    """A message type. `name` is without its package and includes the names of enclosing messages."""
 
     __slots__ = ("fields", "map_entry", "name", "nested", "oneofs")
 
@@ -35,12 +36,12 @@ class Message:
         self.map_entry = map_entry
         self.fields: dict[int, Field] = {}
         self.oneofs: dict[str, set[int]] = {}
-        """Name → numbers of its fields; those that only stand for `optional` are none."""
+        """Name → numbers of its fields. A oneof that only represents `optional` is left out."""
         self.nested: dict[str, Message] = {}
 
 
 class Field(NamedTuple):
-    """type: a key of SCALAR_GROUPS, `message` or `group`; `of` the message."""
+    """A field. `type` is a key of SCALAR_GROUPS, `message` or `group`; `of` is the message type."""
 
     number: int
     name: str
@@ -50,7 +51,8 @@ class Field(NamedTuple):
 
 
 class Proto(NamedTuple):
-    """`everything`: full name → message, what is imported included; `descriptor` is a FileDescriptorProto."""
+    """Model of a file. `everything` maps full names to messages, imported ones included; `descriptor` is a
+    FileDescriptorProto."""
 
     messages: dict[str, Message]
     everything: dict[str, Message]
@@ -58,7 +60,7 @@ class Proto(NamedTuple):
 
 
 def model_of(descriptor: Any, imported: Iterable[Any]) -> Proto:
-    """From linked FileDescriptorProtos, in which every type's name is full and begins with a dot."""
+    """Build the model from linked FileDescriptorProtos, in which every type's name is full and begins with a dot."""
     everything: dict[str, Message] = {}
     open_fields: list[tuple[Message, Any]] = []
     for file in imported:

@@ -1,7 +1,8 @@
-"""A Protobuf schema's text, or its serialized descriptor in base64 → its model.
+"""Parser of Protobuf schemas: text, or serialized descriptor in base64 → model.
 
-The digest is of the linked descriptor without its name, comments and derived names, so a file is one schema however it
-was given. A reference's name is the file that is imported. Imports below google/protobuf and google/type need none.
+The digest is that of the linked descriptor without its name, comments and derived names, so a file is the same schema
+in either form. The name of a reference is the file that is imported. Imports below google/protobuf and google/type need
+no reference.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ KNOWN = {
         "latlng", "localized_text", "money", "month", "phone_number", "postal_address", "quaternion", "timeofday",
     ),
 }  # fmt: skip
-"""Files that every schema may import, those before others that import them."""
+"""Files that every schema may import, imported files before those that import them."""
 
 
 def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolved], normalize: bool) -> Parsed:
-    """`resolved`: everything that is referred to, what is imported before what imports it. Raises Refused."""
+    """Parse a schema. `resolved` has every schema that is referred to, imported schemas before those that import
+    them. Raises RegistryError."""
     imported = []
     for found in resolved:
         if found.parsed.kind != "PROTOBUF":
@@ -63,8 +65,8 @@ def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolve
 
 
 def _sort(file: Any) -> None:
-    """Normal order, as Confluent's registry has it: imports by name, fields and reserved ranges by number. The order of
-    enum values stays: the first one is the default."""
+    """Sort into the normal order of Confluent's registry: imports by name, fields and reserved ranges by number.
+    Enum values are not sorted: the first one is the default."""
     public = {file.dependency[index] for index in file.public_dependency}
     weak = {file.dependency[index] for index in file.weak_dependency}
     names = sorted(file.dependency)
@@ -91,7 +93,7 @@ def _sort_by(items: Any, name: str) -> None:
 
 
 def serialized(descriptor: bytes) -> str:
-    """What Confluent's clients call the format `serialized`."""
+    """Return the descriptor in the format that Confluent's clients call `serialized`."""
     return base64.standard_b64encode(descriptor).decode("ascii")
 
 
@@ -104,7 +106,7 @@ def _from_base64(text: str) -> Any:
         file = FileDescriptorProto.FromString(data)
     except (binascii.Error, DecodeError, ValueError):
         return None
-    # Four letters are base64 of something: a descriptor that says nothing is rather a text that is none.
+    # Four letters may be valid base64: an empty descriptor is rather an invalid text.
     return file if data and (file.name or file.message_type or file.enum_type or file.syntax) else None
 
 
@@ -114,7 +116,7 @@ def _compiled(text: str, imported: Sequence[Any]) -> Any:
 
 
 def _known(descriptor: Any, imported: Sequence[Any]) -> list[Any]:
-    """The known files that are imported, also by each other, but for those that a reference gives."""
+    """Return the known files that are imported, directly or by each other, except those that a reference provides."""
     given = {file.name for file in imported}
     known = {file.name: file for file in known_files()}
     found: dict[str, Any] = {}
@@ -137,7 +139,7 @@ def _decoded(data: bytes) -> Any:
 
 
 def _linked(descriptor: Any, imported: Sequence[Any]) -> Any:
-    """As a pool understands it: types exist, names and numbers are not given twice."""
+    """Link a file in a descriptor pool: types must exist, and names and numbers must be unique."""
     from google.protobuf.descriptor_pb2 import FileDescriptorProto
     from google.protobuf.descriptor_pool import DescriptorPool
 
@@ -155,7 +157,8 @@ def _linked(descriptor: Any, imported: Sequence[Any]) -> Any:
 
 
 def _without_derived(linked: Any) -> None:
-    """Comments, and JSON names that follow from the fields' own: clients derive them, and they are half of the size."""
+    """Remove comments, and JSON names that follow from the fields' own names: clients derive them, and they are half
+    of the size."""
     linked.ClearField("source_code_info")
     open_types = list(linked.message_type)
     fields = list(linked.extension)
@@ -169,14 +172,14 @@ def _without_derived(linked: Any) -> None:
 
 
 def _json_name(name: str) -> str:
-    """lower_snake → lowerCamel, as protoc derives it."""
+    """Convert lower_snake to lowerCamel, as protoc does."""
     first, *rest = name.split("_")
     return first + "".join(part[:1].upper() + part[1:] for part in rest)
 
 
 @cache
 def known_files() -> tuple[Any, ...]:
-    """FileDescriptorProtos of KNOWN, in the order in which a pool can take them."""
+    """Return the FileDescriptorProtos of KNOWN, in an order in which a pool can add them."""
     from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
     found: dict[str, Any] = {}

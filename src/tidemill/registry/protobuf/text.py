@@ -1,7 +1,7 @@
-"""A linked FileDescriptorProto → the .proto text that says the same, for people and for clients that read texts.
+"""Conversion of a linked FileDescriptorProto to an equivalent .proto text, for people and for clients that read texts.
 
-What is not in a descriptor (comments, the order of different things) is not in the text. None where the text could not
-say everything: options that are extensions, whose definitions the descriptor does not carry.
+The text lacks what the descriptor lacks: comments, and the order of different elements. There is no result where the
+text would be incomplete: for options that are extensions, whose definitions the descriptor does not carry.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from tidemill.registry.protobuf.model import REPEATED, REQUIRED, TYPES
 
 GROUP = 10
 LAST_FIELD = 536_870_912
-"""One beyond the largest number of a field."""
+"""Exclusive upper limit of field numbers."""
 
 LAST_ENUM = 2_147_483_647
 INDENT = "  "
 
 
 class _Unsayable(Exception):
-    """The text could not say everything."""
+    """Raised when a text cannot express the whole descriptor."""
 
 
 def text_of(file: Any) -> str | None:
@@ -144,7 +144,7 @@ def _field_options(field: Any) -> str:
 def _default(field: Any) -> str:
     kind = TYPES[field.type]
     if kind == "bytes":
-        return f'"{field.default_value}"'  # escaped already
+        return f'"{field.default_value}"'  # already escaped
     return _quoted(field.default_value) if kind == "string" else str(field.default_value)
 
 
@@ -193,7 +193,7 @@ def _options(options: Any) -> Iterator[str]:
 
 
 def _said(options: Any) -> list[tuple[str, str]]:
-    """Every option that is set, as a literal."""
+    """Return every option that is set, with its value as a literal."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
     if len(UnknownFieldSet(options)):
@@ -220,7 +220,7 @@ def _literal(field: Any, value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string literal: what is not printable ASCII by its bytes."""
+    """Return a string literal; characters other than printable ASCII are escaped by their bytes."""
     found = ""
     for letter in text:
         if letter in '"\\':
@@ -233,7 +233,7 @@ def _quoted(text: str) -> str:
 
 
 def _range(start: int, end: int, most: int) -> str:
-    """`end` is exclusive."""
+    """Format a range; `end` is exclusive."""
     if end >= most:
         return f"{start} to max"
     return str(start) if end == start + 1 else f"{start} to {end - 1}"
