@@ -376,7 +376,7 @@ class Transactions:
             here: dict[tuple[str, int], Seen] = {}
             if not seen.bumped:
                 here = await self._open_here(some, marker)
-                # Invariant: the register is read after the open transactions. A marker then ends only a transaction that
+                # Invariant: the register is read after the open transactions. So a marker ends only a transaction that
                 # was open while the register was still prepared, never the next one of the same epoch.
                 found = await self.read(transactional_id)
                 if found is None or not transitions.is_same(found, seen):
