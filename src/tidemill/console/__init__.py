@@ -1,4 +1,4 @@
-"""console: what a browser sees of a node: the status API and the page of the demo.
+"""console: the browser's view of a node: the status API and the page of the demo.
 
     published statuses ─► report ─► JSON of /api/status ─► page
 

@@ -1,13 +1,13 @@
-"""The console's routes: marks as JSON, health for load balancers, metrics for Prometheus, static pages.
+"""The console's routes: stage statuses as JSON, health for load balancers, metrics for Prometheus, static pages.
 
-/api/status   {"marks": [...], "facts": {process: {...}}, "processes": {process: pid}}, what `tidemill status --json`
-              prints and more
-/healthz      200 while the process answers
-/readyz       200 while the node serves and what it stands on works, else 503 with what does not. Below "ready": what
-              fails without making the node useless (one write of a store, a captured database), a line each
-/freshz       200 while no mark is stuck or blind, else 503 with the reasons; ?table=NAME (or ?mark=NAME) asks about
-              one, and takes the worst of everything between it and its source
-/metrics      Prometheus text: this process's counters and one gauge for each mark's lag
+/api/status   {"marks": [...], "facts": {process: {...}}, "processes": {process: pid}}: what `tidemill status --json`
+              prints, and more
+/healthz      200 while the process responds
+/readyz       200 while the node serves and its dependencies work, else 503 with the reason. After "ready": one line for
+              each failure that does not make the node unusable (one write of a store, a captured database)
+/freshz       200 while no stage is stuck or blind, else 503 with the reasons. ?table=NAME (or ?mark=NAME) checks one
+              table, and reports the worst stage between it and its source
+/metrics      Prometheus text: this process's counters, and one gauge for the lag of each stage
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Answer = Callable[[Request], Awaitable[Response]]
 def console_routes(
     reports: Reports, trouble: Callable[[], str], noticed: Callable[[], Sequence[str]], clock: Clock
 ) -> list[BaseRoute]:
-    """Read-only routes; everything is derived from published marks when asked.
+    """Return the read-only routes; every response is derived from the currently published statuses.
 
-    `trouble()`: why this node is not ready, in a sentence, or ""; `noticed()`: what fails though it is. When marks
-    cannot be read (consensus is away), what asks for them says 503 and why.
+    `trouble()`: one sentence on why this node is not ready, or ""; `noticed()`: failures although it is ready. If the
+    statuses cannot be read (consensus is unavailable), the routes that need them return 503 with the reason.
     """
 
     pace = CoopBudget(clock)
@@ -81,10 +81,10 @@ def console_routes(
         try:
             marks = derive_all(await reports(), clock.now_ms())
         except TidemillError:
-            marks = {}  # this process's own counters are worth most when consensus is away
+            marks = {}  # this process's own counters matter most while consensus is unavailable
         if pace.due:
             await pace.rest()
-        lines = ["# HELP tidemill_mark_behind how far a stage is from its input, in the mark's own unit"]
+        lines = ["# HELP tidemill_mark_behind distance of a stage from its input, in the stage's own unit"]
         lines.append("# TYPE tidemill_mark_behind gauge")
         for name, derived in marks.items():
             far = behind(derived.mark)
@@ -117,5 +117,5 @@ def console_routes(
 
 
 def _label(text: str) -> str:
-    """A Prometheus label's value (exposition format: backslash, quote and line feed are escaped)."""
+    """Escape a Prometheus label value (exposition format: backslash, quote and line feed)."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,4 +1,4 @@
-// Harbour Shop's page: three shapes followed by the stock Electric client, and the marks of every stage.
+// The page of Harbour Shop: three shapes, followed by the unmodified Electric client, and the status of every stage.
 import { ShapeStream } from "@electric-sql/client";
 
 const SHOWN_ROWS = 18;
@@ -10,8 +10,8 @@ const $ = (id) => document.getElementById(id);
 const base = new URL("/v1/shape", location.href).href;
 
 /**
- * Follow a shape; keeps rows by key and calls `changed(item, row)` for each change. A shape that is refused (its shard
- * is not there until Spark has made it) is asked for again every second: the client's own pause grows to half a minute.
+ * Follow a shape; store its rows by key and call `changed(item, row)` for each change. A rejected shape (its shard does
+ * not exist until Spark has created it) is requested again every second; the client's own pause grows to half a minute.
  */
 function follow(params, { changed = () => {}, upToDate = () => {}, reset = () => {} }) {
   const rows = new Map();
@@ -47,7 +47,7 @@ const orders = follow({ table: "public.orders", where: "w_id = 1 AND status = 'o
     if (item.headers.operation === "insert" && row) {
       const age = Date.now() - Date.parse(row.placed_at.replace(" ", "T").replace(/\+00$/, "Z"));
       seen.set(item.key, { at: performance.now(), age });
-      if (age < 60_000) $("orders-age").textContent = `newest came ${Math.max(0, Math.round(age))} ms after its commit`;
+      if (age < 60_000) $("orders-age").textContent = `newest arrived ${Math.max(0, Math.round(age))} ms after its commit`;
     }
   },
 });
@@ -96,7 +96,7 @@ function drawConversion() {
   })));
 }
 
-// Money: sums in cents as BigInt, remembered by LSN so that all three are compared at one frontier ----
+// Money: sums in cents as BigInt, recorded by LSN so that all three are compared at the same LSN -------
 const cents = (text) => BigInt(text.replace(".", ""));
 let history = [];
 const total = () => [...warehouses.values()].reduce((sum, w) => sum + cents(w.ytd), 0n);
@@ -111,7 +111,7 @@ const warehouses = follow({ table: "public.warehouse" }, {
   reset: () => { history = []; pendingLsn = 0n; },
 });
 
-/** The browser's money at `lsn`: its last sum at or before it, once something at or after it was seen. */
+/** Return the browser's sum at `lsn`: the last one at or before it; null until a change at or after it has arrived. */
 function moneyAt(lsn) {
   if (!history.length || history.at(-1)[0] < lsn || history[0][0] > lsn) return null;
   let found = null;
@@ -136,7 +136,7 @@ function drawMoney(checks) {
   }
 }
 
-// Marks -----------------------------------------------------------------------------------------------
+// Stages ----------------------------------------------------------------------------------------------
 async function drawStatus() {
   try {
     const status = await (await fetch("/api/status")).json();
@@ -148,7 +148,7 @@ async function drawStatus() {
         cell([m.held_by, m.reason].filter(Boolean).join(" "))] };
     }));
   } catch {
-    $("freshness").textContent = "the node does not answer; waiting for it";
+    $("freshness").textContent = "the node does not respond; retrying";
   }
 }
 

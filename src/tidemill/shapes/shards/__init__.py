@@ -1,4 +1,4 @@
-"""Shapes over shards, stage 2: from a shard's updates to log items.
+"""Shapes over shards, stage 2: turns a shard's updates into log items.
 
 shard ─► feed ─► rows, pg_text ─► log
 subsets: rows at the newest final time

@@ -1,8 +1,8 @@
-"""A shape over a shard: the snapshot as its base, the shard's updates as its log.
+"""Feeds a shape from a shard: the shard's snapshot is the base, its updates are the log.
 
-Offsets are (time in ms, place within that time). A retraction and an insertion of one key at one time are
-one update. Values are written as PostgreSQL would print them, so a client cannot tell a shard from a table;
-a shard without a key is a multiset whose key is the whole row: it appears with its first copy, goes with its last.
+Offsets are (time in ms, position within that time). A retraction and an insertion of one key at one time are one
+update. Values are written as PostgreSQL would print them, so a client cannot distinguish a shard from a table. A shard
+without a key is a multiset whose key is the whole row: a row appears with its first copy, and is deleted with its last.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _PG_NAMES = {
     "timestamp_ntz": "timestamp",
 }
 STORED_BYTES = 64 << 20
-"""Of a shard that a shape may be over, as stored (history included). It is read whole, and unpacked it is several times
-as large; the unpacked table counts against the shapes' memory while it is worked on."""
+"""Largest stored size (history included) of a shard that a shape may be over. The shard is read completely, and is
+several times as large in memory; the table counts against the shapes' memory while it is processed."""
 LOAD_ATTEMPTS = 5
 
 
 def pg_name(type_name: str) -> str:
-    """The PostgreSQL type a shard column is shown as."""
+    """Return the PostgreSQL type that a shard column is shown as."""
     if type_name.startswith("decimal"):
         return "numeric"
     return _PG_NAMES[canonical_type(type_name)]
@@ -60,7 +60,7 @@ def shard_types(schema: ShardSchema) -> dict[str, Type]:
 
 
 def shard_schema_json(schema: ShardSchema, shown: tuple[str, ...]) -> bytes:
-    """The electric-schema header, ASCII."""
+    """Return the electric-schema header, ASCII."""
     key = {name: index for index, name in enumerate(schema.key)}
     out: dict[str, dict[str, object]] = {}
     for column in schema.columns:
@@ -77,7 +77,8 @@ def shard_schema_json(schema: ShardSchema, shown: tuple[str, ...]) -> bytes:
 
 
 class ShardFeed:
-    """Feeds one shape from one shard. `load` once, then `follow` until cancelled. Rows are worked on in `share`."""
+    """Feeds one shape from one shard: call `load` once, then `follow` until cancelled. Rows are processed in
+    `share`."""
 
     def __init__(
         self,
@@ -101,10 +102,10 @@ class ShardFeed:
         self._next = 0
 
     async def load(self, shape: LiveShape) -> None:
-        """Base = contents at the newest final time; an empty shard has an empty base.
+        """Fill the base with the contents at the newest final time; an empty shard has an empty base.
 
-        Raises what the shard raises; Unavailable when its history is forgotten faster than it can be read; Invalid
-        when it is too large, or the where clause fails on a row; Full.
+        Raises what the shard raises; UnavailableError if its history is forgotten faster than it can be read;
+        InvalidError if it is too large, or the where clause fails on a row; OverBudgetError.
         """
         table, self._next = await contents(self._shard)
         if table is not None and (self._log_mode == "full" or not self._keyed):
@@ -113,12 +114,15 @@ class ShardFeed:
         shape.last_seen = max(self._next - 1, 0)
 
     async def resume(self, shape: LiveShape, seen_ms: int) -> None:
-        """Instead of `load`, of a log that has every change up to `seen_ms`. Raises HistoryLostError where the shard
-        does not tell apart what came after it, and what `load` raises."""
+        """Continue a log that has every change up to `seen_ms`, instead of `load`.
+
+        Raises HistoryLostError if the shard no longer distinguishes the changes after that time, and what `load`
+        raises.
+        """
         since, upper = await self._shard.frontiers()
         if not since <= seen_ms < upper:
             raise HistoryLostError(
-                f"the shard does not remember what came after a restart: since={since} seen={seen_ms} upper={upper}."
+                f"the shard's history does not reach back to the log: since={since} seen={seen_ms} upper={upper}."
             )
         if not self._keyed:
             await _check_size(self._shard, seen_ms)
@@ -129,7 +133,7 @@ class ShardFeed:
     async def _each_slice(
         self, shape: LiveShape, table: pa.Table, work: Callable[[LiveShape, pa.Table], Iterator[None]]
     ) -> None:
-        """As `_in_slices`, and not faster than the log takes what is made."""
+        """Process a table like `_in_slices`, but no faster than the log can store the result."""
         size = table.nbytes
         shape.log.budget.take(size)
         try:
@@ -148,7 +152,8 @@ class ShardFeed:
                 self._count(self._writer.key(row), 1)
 
     async def _in_slices(self, shape: LiveShape, table: pa.Table, work: Iterator[None]) -> None:
-        """Run `work` in turns; the memory of `table` counts meanwhile. Raises Full, InvalidError."""
+        """Run `work` in turns; the memory of `table` is counted during that time. Raises OverBudgetError,
+        InvalidError."""
         size = table.nbytes
 
         def step(turn: Turn) -> bool:
@@ -186,8 +191,11 @@ class ShardFeed:
         return copies
 
     async def follow(self, shape: LiveShape, seen: Callable[[int], None] = lambda _: None) -> None:
-        """Append every later update until the shape is gone; `seen` is told the time up to which the log has all.
-        Raises what the shard raises, and what `apply` does."""
+        """Append every later update until the shape has ended. `seen` is called with the time up to which the log is
+        complete.
+
+        Raises what the shard and `apply` raise.
+        """
         async for delta in self._shard.listen(self._next):
             if shape.gone:
                 return
@@ -195,13 +203,16 @@ class ShardFeed:
             seen(delta.upper - 1)
 
     async def apply(self, shape: LiveShape, rows: pa.Table, upper: int) -> None:
-        """One step of the shard, shown whole: rows of times below `upper`, in any order. Raises InvalidError, Full."""
+        """Apply one step of the shard, published as a whole: rows with times below `upper`, in any order.
+
+        Raises InvalidError, OverBudgetError.
+        """
         if rows is not None and rows.num_rows:
             await self._in_slices(shape, rows, self._collect(shape, rows))
         shape.publish(upper - 1)
 
     def _collect(self, shape: LiveShape, rows: pa.Table) -> Iterator[None]:
-        """Stage the items of all times, times ascending; order within a time is the table's."""
+        """Stage the items of all times, in ascending order; the order within a time is that of the keys."""
         groups: dict[int, deque[tuple[Row, int]]] = {}
         for part in slices(rows):
             times: list[Any] = part.column(TIME).to_pylist()
@@ -217,10 +228,10 @@ class ShardFeed:
                     shape.stage(item)
 
     def _items(self, time_ms: int, updates: deque[tuple[Row, int]]) -> Iterator[LogItem | None]:
-        """Items of one time: per key one insert, update or delete, in the keys' order: the same places, however often
-        and from whatever parts the time is read. None: go on.
+        """Yield the items of one time: one insert, update or delete per key, in the order of the keys, so that offsets
+        do not depend on how the time was read. None: no item, but a place to pause.
 
-        What is done is let go of row by row: freeing many rows at once takes as long as making them.
+        Rows are released one by one: freeing many at a time takes as long as creating them.
         """
         gone: dict[str, Row] = {}
         come: dict[str, Row] = {}
@@ -269,10 +280,10 @@ class ShardFeed:
 
 
 async def contents(shard: Shard) -> tuple[pa.Table | None, int]:
-    """(rows at the newest final time, the time behind it); no rows where nothing is final yet.
+    """Return (rows at the newest final time, the next time); no rows if no time is final yet.
 
-    Raises what the shard raises; Unavailable when its history is forgotten faster than it can be read; Invalid when it
-    is too large.
+    Raises what the shard raises; UnavailableError if its history is forgotten faster than it can be read; InvalidError
+    if it is too large.
     """
     for _ in range(LOAD_ATTEMPTS):
         since, upper = await shard.frontiers()
@@ -282,7 +293,7 @@ async def contents(shard: Shard) -> tuple[pa.Table | None, int]:
             await _check_size(shard, upper - 1)
             return await shard.snapshot(upper - 1), upper
         except HistoryLostError:
-            continue  # since passed the time in between: read at a newer one
+            continue  # since has passed this time: read a newer one
     raise UnavailableError(f"the shard's history is forgotten while it is read: shard={shard.name}.")
 
 
@@ -292,5 +303,5 @@ async def _check_size(shard: Shard, as_of: int) -> None:
     if size > STORED_BYTES:
         raise InvalidError(
             f"the shard is too large for a shape: shard={shard.name} bytes={size} limit={STORED_BYTES}.",
-            fix="Derive a smaller table from it, and follow that one.",
+            fix="Derive a smaller table from it, and use a shape over that table.",
         )

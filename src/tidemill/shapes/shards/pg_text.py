@@ -1,11 +1,11 @@
-"""Arrow columns as PostgreSQL's text output.
+"""Prints Arrow columns as PostgreSQL's text output.
 
     bool        true / false                 date        2024-01-31, infinity
-    integers    digits                       timestamp   2024-01-31 10:20:30.5+00, infinity (UTC; one without
-                                                         a zone has no +00)
+    integers    digits                       timestamp   2024-01-31 10:20:30.5+00, infinity (UTC; no +00 without
+                                                         a zone)
     floats      shortest digits that read    decimal     digits with the column's scale
                 back, 1e+20, NaN, Infinity   binary      \\x00ff
-    string, json as they are
+    string, json unchanged
 
 Years outside 1 … 9999 are beyond Python's datetime, so dates are computed from day counts here.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def text_columns(table: pa.Table, names: Sequence[str]) -> list[list[str | None]]:
-    """The named columns as lists of text, None for NULL."""
+    """Return the named columns as lists of text, None for NULL."""
     return [_column(table.column(name)) for name in names]
 
 
@@ -58,7 +58,7 @@ def _map(values: list[Any], function: Callable[[Any], str]) -> list[str | None]:
 
 
 def float8_text(value: float) -> str:
-    """Shortest text that reads back, in PostgreSQL's layout (exponent form from 1e+15 and below 1e-04)."""
+    """Return the shortest text that reads back, in PostgreSQL's layout (exponent form from 1e+15 and below 1e-04)."""
     shortest = repr(value)
     if 2.0**53 <= abs(value) < math.inf:
         beyond = math.copysign(math.inf, value)
@@ -67,7 +67,7 @@ def float8_text(value: float) -> str:
 
 
 def float4_text(value: float) -> str:
-    """The same for single precision, whose exponent form starts at 1e+06."""
+    """Return the text of a single precision number, whose exponent form starts at 1e+06."""
     import numpy as np
 
     single = np.float32(value)
@@ -80,9 +80,10 @@ def float4_text(value: float) -> str:
 
 
 def _inside(value: float, shortest: str, below: float, above: float) -> str:
-    """PostgreSQL wants text strictly between the midpoints to both neighbours; a text on one gets more digits.
+    """Add digits to a text that is exactly a midpoint between neighbors: PostgreSQL requires a text strictly between
+    them.
 
-    Only values whose neighbours are at least 2 apart have midpoints that short.
+    Only values whose neighbors are at least 2 apart have midpoints that short.
     """
     exact = int(value)
     midpoints = {exact + int(below), exact + int(above) if math.isfinite(above) else None}
@@ -120,7 +121,7 @@ def _float_text(value: float, shortest: str, exponent_from: int) -> str:
 
 
 def civil_from_days(days: int) -> tuple[int, int, int]:
-    """(year, month, day) of a day count since 1970-01-01, proleptic Gregorian; year 0 is 1 BC."""
+    """Return (year, month, day) of a day count since 1970-01-01, proleptic Gregorian; year 0 is 1 BC."""
     era, day_of_era = divmod(days + 719_468, 146_097)
     year_of_era = (day_of_era - day_of_era // 1460 + day_of_era // 36_524 - day_of_era // 146_096) // 365
     day_of_year = day_of_era - (365 * year_of_era + year_of_era // 4 - year_of_era // 100)
@@ -146,7 +147,7 @@ def timestamp_text(micros: int) -> str:
 
 
 def clock_text(micros: int) -> str:
-    """Of a timestamp without a zone."""
+    """Return the text of a timestamp without a zone."""
     return _moment_text(micros, "")
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Row = dict[str, str | None]
 
 SLICE_ROWS = 100
-"""Rows made into text at once: a millisecond or two for wide ones."""
+"""Rows converted to text together: one or two milliseconds for wide rows."""
 
 
 def slices(table: pa.Table) -> Iterator[pa.Table]:
@@ -22,7 +22,7 @@ def slices(table: pa.Table) -> Iterator[pa.Table]:
 
 
 def rows_of(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
-    """Of a table that is small."""
+    """Yield the rows of a small table."""
     columns = text_columns(table, names)
     for values in zip(*columns, strict=True):
         yield dict(zip(names, values, strict=True))

@@ -1,4 +1,5 @@
-"""Shapes over shards: planning, and building a shape whose feed runs for as long as the shape lives."""
+"""Shapes over shards: plans requests, builds shapes whose feed runs for as long as the shape lives, and restores them
+after a restart."""
 
 from __future__ import annotations
 
@@ -51,21 +52,22 @@ Build = Callable[[LiveShape], Awaitable[None]]
 ShardOpener = Callable[[str], Awaitable[Shard]]
 
 LOADS_AT_ONCE = 2
-"""Shards are read whole: so many of them may be in memory."""
+"""Shards that may be in memory at the same time: shards are read completely."""
 
 HANDLE_S = 10.0
-"""Requests within so long share one handle: opening one reads the shard's whole state. Then it is looked up again, for
-the name may mean another shard by now."""
+"""Time for which requests share one handle of a shard: opening one reads the shard's whole state. After that it is
+looked up again, as the name may refer to another shard."""
 
 MOST_HANDLES = 256
 
 NOTED_MS = 10_000
-"""Of a shard's time. A shape goes on after a restart while the shard remembers what came after what was noted last
-(`retention.history_s`); a process that ends in order notes all there is."""
+"""Interval, in a shard's time, at which the progress of a shape is stored. After a restart the shape continues if the
+shard's history (`retention.history_s`) still reaches back to the stored time. An orderly stop stores the latest
+progress."""
 
 RESUME_S = 20.0
 RESUME_RETRY_S = 0.5
-"""For a shape of an earlier life whose shard cannot be asked just now."""
+"""Deadline for restoring a stored shape whose shard cannot be read at the moment."""
 
 
 class ShardShapes:
@@ -81,29 +83,32 @@ class ShardShapes:
         self._store: ShapeStore | None = None
         self._restored = True
         self._notes: dict[str, Callable[[], None]] = {}
-        """Of each shape that is followed: writes down how far it is."""
+        """Functions by handle of the shapes that are followed; each stores the progress of its shape."""
 
     def serve(
         self, opener: ShardOpener, cluster: Callable[[], Awaitable[str]] | None, store: ShapeStore | None
     ) -> None:
-        """`cluster()` names the cluster whose shards these are: another one once it was restored. With a `store` shapes
-        outlive the process, and none is served before `restore`."""
+        """Start serving shards.
+
+        `cluster()` returns the id of the cluster that owns them; it changes when the cluster is restored. With a
+        `store` shapes outlive the process, and none is served before `restore`.
+        """
         self._opener = opener
         self._ask_cluster = cluster
         self._store = store
         self._restored = store is None
 
     def log(self, limits: LogLimits, budget: Budget) -> LogStorage:
-        """A new one."""
+        """Create the log of a new shape."""
         return MemoryLog(limits, budget) if self._store is None else self._store.new_log()
 
     def note(self) -> None:
-        """How far each shape is goes into the next flush."""
+        """Store the progress of each shape with the next flush."""
         for note in self._notes.values():
             note()
 
     async def _open(self, name: str) -> Shard:
-        """Raises FieldError, or what the opener raises."""
+        """Open a shard, or return its cached handle. Raises FieldError, or what the opener raises."""
         assert self._opener is not None
         now_s = self._clock.monotonic_s()
         found = self._handles.get(name)
@@ -120,28 +125,29 @@ class ShardShapes:
         return shard
 
     async def plan(self, request: ShapeRequest, name: str) -> Plan:
-        """Raises FieldError (also for a name the shards refuse), or what opening the shard raises."""
+        """Check a request and return its plan. Raises FieldError (also for an invalid shard name), or what opening the
+        shard raises."""
         if self._opener is None:
             raise FieldError("table", f"this node serves no shards: shard={name}.")
         if not self._restored:
-            raise UnavailableError("the shapes of an earlier life are being restored.")
+            raise UnavailableError("shapes are still being restored after a restart.")
         shard = await self._open(name)
         names = tuple(column.name for column in shard.schema.columns)
         columns, where, definition = await self._check(request, shard, name)
 
         async def build(shape: LiveShape) -> None:
-            """Load, then follow for as long as the shape lives: the feed is the shape's own run, and no task beside it
-            that could end alone and leave the shape live."""
+            """Load, then follow for as long as the shape lives. The feed runs in the shape's own task: a separate task
+            could end alone and leave the shape live."""
             feed = ShardFeed(shard, where, columns, request.replica, request.log_mode, self._share)
             cluster = await self._cluster()
             try:
                 async with self._loads:
                     await feed.load(shape)
             except MissingError:
-                self._handles.pop(name, None)  # it was dropped; the name may mean another one
+                self._handles.pop(name, None)  # dropped; the name may refer to another shard
                 raise
             except SchemaEvolvedError as error:
-                self._handles.pop(name, None)  # the next request plans with its new columns
+                self._handles.pop(name, None)  # the next request plans with the new columns
                 raise as_unavailable(error) from error
             shape.ready()
             await self._follow(shape, feed, request, shard, cluster)
@@ -175,7 +181,7 @@ class ShardShapes:
     async def _check(
         self, request: ShapeRequest, shard: Shard, name: str
     ) -> tuple[tuple[str, ...], Where | None, ShapeDefinition]:
-        """(columns to show, clause, definition). Raises FieldError."""
+        """Return (columns to show, clause, definition). Raises FieldError."""
         names = tuple(column.name for column in shard.schema.columns)
         columns = check_columns(request, names, shard.schema.key)
         where = await self._compiler(request, shard_types(shard.schema), SHARD_SCHEMA, name)
@@ -183,7 +189,7 @@ class ShardShapes:
         return columns, where, definition
 
     async def _cluster(self) -> str:
-        """Of this process's life. Raises UnavailableError."""
+        """Return the cluster's id, read once per process. Raises UnavailableError."""
         if self._ask_cluster is not None and not self._cluster_name:
             self._cluster_name = await self._ask_cluster()
         return self._cluster_name
@@ -191,7 +197,7 @@ class ShardShapes:
     async def _follow(
         self, shape: LiveShape, feed: ShardFeed, request: ShapeRequest, shard: Shard, cluster: str
     ) -> None:
-        """For as long as the shape lives. Raises InvalidError where its clause fails on a row."""
+        """Follow the shard for as long as the shape lives. Raises InvalidError if its clause fails on a row."""
         name = shape.definition.source.table
         try:
             await feed.follow(shape, self._noting(shape, request, shard, cluster))
@@ -199,7 +205,7 @@ class ShardShapes:
             HistoryLostError,
             MissingError,
             SchemaEvolvedError,
-        ) as error:  # dropped: the name may mean another one by now
+        ) as error:  # dropped: the name may refer to another shard
             self._handles.pop(name, None)
             shape.drop(f"the shard's changes ended: {error}")
         except InvalidError:
@@ -212,8 +218,12 @@ class ShardShapes:
     # -- over a restart ----------------------------------------------------------------------------------------
 
     def _noting(self, shape: LiveShape, request: ShapeRequest, shard: Shard, cluster: str) -> Callable[[int], None]:
-        """From here on the shape is there after a restart. What is returned is told the times that it has seen, and
-        writes one down every NOTED_MS of them: what the shard forgets meanwhile cannot be followed on from."""
+        """Store the shape, so that it exists after a restart; return a function to call with the times that were
+        processed.
+
+        It stores the progress every NOTED_MS. Once the shard has forgotten the changes after the stored time, the shape
+        cannot continue.
+        """
         store, log = self._store, shape.log
         if store is None or not isinstance(log, DiskLog):
             return lambda _: None
@@ -221,7 +231,7 @@ class ShardShapes:
 
         def write() -> None:
             nonlocal noted_ms
-            if shape.gone or shape.last_seen in (noted_ms, 0):  # 0: nothing of the shard is final yet
+            if shape.gone or shape.last_seen in (noted_ms, 0):  # 0: no time of the shard is final yet
                 return
             noted_ms = shape.last_seen
             kept = KeptShard(
@@ -239,23 +249,26 @@ class ShardShapes:
         return seen
 
     async def restore(self, start: Callable[[Saved, KeptShard, DiskLog, Build], None]) -> None:
-        """Take in the shapes that the store holds, before any other; `start` begins each, under the handle that it had,
-        and raises OverBudgetError. Each then goes on by itself, or is over. Idempotent."""
+        """Restore the stored shapes, before any other is served; `start` starts each under its old handle, or raises
+        OverBudgetError.
+
+        Each shape then continues, or ends if it cannot. Idempotent.
+        """
         store = self._store
         if store is None or self._restored:
             return
         try:
             saved = await store.saved()
         except UnavailableError as error:
-            _log.error("shapes of an earlier life cannot be read", database="shards", error=str(error))
+            _log.error("stored shapes cannot be read", database="shards", error=str(error))
             store.start_over()
             saved = []
         taken: set[ShapeDefinition] = set()
-        for each in reversed(saved):  # of two of one definition the older one was over
+        for each in reversed(saved):  # the newest shape of a definition wins
             try:
                 kept = KeptShard.decode(each.record)
                 if kept.definition in taken:
-                    raise CorruptError("another shape of this definition came after it.")
+                    raise CorruptError("a newer shape has the same definition.")
                 log = store.old_log(each)
                 try:
                     start(each, kept, log, partial(self._resume, kept=kept))
@@ -264,12 +277,12 @@ class ShardShapes:
                     raise
                 taken.add(kept.definition)
             except (CorruptError, OverBudgetError) as error:
-                _log.info("a shape of an earlier life is over", handle=each.handle, why=str(error))
+                _log.info("a stored shape cannot be restored", handle=each.handle, why=str(error))
                 store.forget(each)
         self._restored = True
 
     async def _resume(self, shape: LiveShape, kept: KeptShard) -> None:
-        """The run of a shape of an earlier life: follow on from where its log ends, or drop it."""
+        """Run a restored shape: continue from the end of its log, or drop it."""
         deadline_s = self._clock.monotonic_s() + RESUME_S
         while True:
             try:
@@ -289,15 +302,16 @@ class ShardShapes:
         await self._follow(shape, feed, kept.request, shard, kept.cluster)
 
     async def _resumed(self, shape: LiveShape, kept: KeptShard) -> tuple[ShardFeed, Shard]:
-        """Raises HistoryLostError where the shard is not what it was, or does not remember what came after."""
+        """Return a feed that continues the log. Raises HistoryLostError if the shard was replaced, or its history is
+        too short."""
         name, request = kept.definition.source.table, kept.request
         shard = await self._open(name)
         life = (await self._cluster(), shard.shard_id, shard.schema.version)
         if life != (kept.cluster, kept.shard_id, kept.version):
-            raise HistoryLostError(f"the shard is another one now: shard={name}.")
+            raise HistoryLostError(f"the shard was replaced or changed: shard={name}.")
         columns, where, definition = await self._check(request, shard, name)
         if definition != kept.definition or shard_schema_json(shard.schema, columns) != kept.schema_json:
-            raise HistoryLostError(f"the shape means something else now: shard={name}.")
+            raise HistoryLostError(f"the shape's definition or columns changed: shard={name}.")
         feed = ShardFeed(shard, where, columns, request.replica, request.log_mode, self._share)
         await feed.resume(shape, max(kept.seen_ms, shape.log.end.tx))
         return feed, shard

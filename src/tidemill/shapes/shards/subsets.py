@@ -1,11 +1,14 @@
-"""Reading subsets of a shape over a shard: its rows at the newest final time, filtered, ordered and cut here.
+"""Reads subsets of a shape over a shard: its rows at the newest final time, filtered, ordered and limited locally.
 
-Times stand for transactions and LSNs: an item names its time as `txids` and `lsn`, and a subset read at time t says
-that it shows every transaction below t + 1, at LSN t + 1. So a client drops the changes that its rows already show, as
-it does for a table: until the first one that is not below.
+Times take the place of transactions and LSNs: an item has its time as `txids` and `lsn`, and the metadata of a subset
+read at time t state that it shows every transaction below t + 1, at LSN t + 1. So a client drops the changes that its
+rows already show, as it does for a table.
 
-O1  Text is ordered by code points, as where clauses over shards do. Ties are ordered by the key's text.
-O2  With a limit only as many rows are held as may still be in the answer, and what is held is counted.
+Invariant (deterministic order): text is ordered by code points, as in where clauses over shards. Ties are ordered by
+the key's text.
+
+Invariant (bounded memory): with a limit, only rows that may still be in the result are held in memory (within a factor
+of about two), and their bytes are counted.
 """
 
 from __future__ import annotations
@@ -31,17 +34,18 @@ if TYPE_CHECKING:
 
 RUN_ROWS = 500
 LEAST_RUN_ROWS = 16
-"""Sorted at once by one key; by several, which rows may be equal in but for the last, so many fewer: milliseconds."""
+"""Rows sorted in one call. With several keys the number is divided by the number of keys, since rows may be equal in
+all but the last key: a call takes milliseconds."""
 
 FAN = 32
-"""Runs merged at once."""
+"""Runs merged in one step."""
 
 ROW_BYTES = 400
-"""What a row that waits for its place takes beside its JSON."""
+"""Memory of a row that waits for its position, apart from its JSON."""
 
 
 class SubsetRows:
-    """`work` reads one table's rows into `rows`. Raises FieldError when the order is one that only a database has."""
+    """Reads the rows of one subset. Raises FieldError if only a database has the requested order."""
 
     def __init__(self, names: tuple[str, ...], writer: RowWriter, own: Where | None, subset: Subset) -> None:
         self._names = names
@@ -51,14 +55,17 @@ class SubsetRows:
         self._order = None
         if subset.order_by is not None:
             if subset.order_by.keys is None:
-                raise FieldError("subset__order_by", "a shard is not ordered by a column of this type.")
+                raise FieldError("subset__order_by", "a shard cannot be ordered by a column of this type.")
             self._order = subset.order_by.keys
         self._run_rows = max(LEAST_RUN_ROWS, RUN_ROWS // max(1, len(self._order or ())))
         self._first = subset.offset or 0
         self._most = None if subset.limit is None else self._first + subset.limit
 
     async def work(self, table: pa.Table, rows: ResponseMemory, share: LoopShare) -> None:
-        """Raises InvalidError where a clause fails on a row, or the rows are too many; Full."""
+        """Read a table's rows into `rows`.
+
+        Raises InvalidError if a clause fails on a row, or the result is too large; OverBudgetError.
+        """
         budget = rows.budget
         held = _Held(budget)
         steps = self._ordered(table, rows, held) if self._order is not None else self._plain(table, rows)
@@ -77,8 +84,11 @@ class SubsetRows:
             budget.give(size)
 
     def _matching(self, table: pa.Table) -> Iterator[dict[str, str | None] | None]:
-        """None: go on. The subset's clause is asked of the shape's own rows only (subset.py, S3). A shard without a
-        key may hold a row more than once: it is shown once."""
+        """Yield the matching rows; None: no row, but a place to pause.
+
+        The subset's clause is evaluated on the shape's own rows only, so that its errors reveal nothing (subset.py). A
+        shard without a key may have several copies of a row; it is yielded once.
+        """
         seen: set[str] | None = None if self._writer.keyed else set()
         for row in row_slices(table, self._names):
             if not all(where.matches(row) for where in self._wheres):
@@ -93,7 +103,7 @@ class SubsetRows:
             yield row
 
     def _plain(self, table: pa.Table, rows: ResponseMemory) -> Iterator[None]:
-        """Without an order there is neither limit nor offset."""
+        """Read without an order, and so without limit and offset."""
         some: list[bytes] = []
         for row in self._matching(table):
             yield
@@ -160,7 +170,7 @@ class SubsetRows:
 
 
 def _fewer(runs: list[list[tuple[Any, bytes]]]) -> Iterator[None]:
-    """Merge until there are at most FAN: the first step of a merge looks at them all."""
+    """Merge until at most FAN runs are left: the first step of a merge reads from all of them."""
     while len(runs) > FAN:
         joined: list[list[tuple[Any, bytes]]] = []
         for first in range(0, len(runs), FAN):
@@ -177,14 +187,14 @@ def _place(entry: tuple[Any, bytes]) -> Any:
 
 
 class _Held:
-    """Bytes of rows that wait for their place."""
+    """Counts the bytes of rows that wait for their position."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._bytes = 0
 
     def take(self, size_bytes: int) -> None:
-        """Raises Full."""
+        """Count bytes. Raises OverBudgetError."""
         self._budget.take(size_bytes)
         self._bytes += size_bytes
 

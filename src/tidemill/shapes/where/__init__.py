@@ -1,8 +1,8 @@
 """where: filters of shapes, in PostgreSQL's own grammar, evaluated on text rows with three-valued logic.
 
-Owns parsing (libpg_query through postgast), the list of what is allowed, type resolution of literals,
-and the evaluator. Does not own where rows come from. What is not on the list is refused with the reason;
-what is on it gives exactly what PostgreSQL gives for `SELECT (expression)`.
+Owns parsing (libpg_query through postgast), the list of supported expressions, type resolution of literals, and the
+evaluator. Does not own the source of the rows. Unsupported expressions are rejected with the reason; supported ones
+give exactly what PostgreSQL gives for `SELECT (expression)`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def negate(operand: Expression, location: str) -> Expression:
     name = operand.type.name
     if name in INTEGERS:
         return Expression(Type(name), strict(lambda x: check_integer(name, -x), operand), constant=operand.constant)
-    flip: Callable[..., Value] = operator.neg if name.startswith("float") else Decimal.copy_negate  # neg would round
+    flip: Callable[..., Value] = operator.neg if name.startswith("float") else Decimal.copy_negate  # neg rounds
     return Expression(Type(name), strict(flip, operand), constant=operand.constant)
 
 
@@ -94,7 +94,7 @@ def _float_checked(function: Callable[[float, float], float], name: str) -> Call
 
 
 def _leading_group(value: Decimal) -> tuple[int, int]:
-    """Weight and value of the first base-10000 digit, as PostgreSQL stores a numeric; (0, 0) for zero."""
+    """Return weight and value of the first base-10000 digit, as PostgreSQL stores a numeric; (0, 0) for zero."""
     if value == 0:
         return 0, 0
     weight = value.adjusted() // 4
@@ -102,7 +102,8 @@ def _leading_group(value: Decimal) -> tuple[int, int]:
 
 
 def _numeric_divide(a: Decimal, b: Decimal) -> Decimal:
-    """Quotient rounded to the scale PostgreSQL's select_div_scale picks (at least 16 significant digits)."""
+    """Return the quotient, rounded to the scale that PostgreSQL's select_div_scale selects (at least 16 significant
+    digits)."""
     if a.is_nan() or b.is_nan():
         return Decimal("nan")
     _nonzero(b)

@@ -1,7 +1,7 @@
-"""Arrays as PostgreSQL compares them: element by element, by the element type's own equality.
+"""Compares arrays as PostgreSQL does: element by element, by the element type's own equality.
 
-=          the same bounds, and equal elements in the same places; NULL is equal to NULL
-@> <@ &&   sets of elements, whatever the dimensions; NULL is in no set
+=          the same bounds, and equal elements at the same positions; NULL is equal to NULL
+@> <@ &&   sets of elements, in any dimensions; NULL is in no set
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SET_OPERATORS = ("@>", "<@", "&&")
 
 
 def flatten(items: list[Value]) -> list[Value]:
-    """Elements of a possibly nested array, in storage order."""
+    """Return the elements of a possibly nested array, in storage order."""
     out: list[Value] = []
     for item in items:
         out.extend(flatten(item) if isinstance(item, list) else (item,))
@@ -25,7 +25,7 @@ def flatten(items: list[Value]) -> list[Value]:
 
 
 def equal(kind: str) -> Callable[[list[Value], list[Value]], bool]:
-    """Equality of two arrays of `kind`."""
+    """Return the equality of two arrays of `kind`."""
     form = canonical(kind)
 
     def call(a: list[Value], b: list[Value]) -> bool:
@@ -45,7 +45,7 @@ def _formed(value: Value, form: Callable[[Value], Value]) -> Value:
 
 
 def set_operator(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    """One of SET_OPERATORS. Raises WhereError."""
+    """Compile one of SET_OPERATORS. Raises WhereError."""
     if left.type == UNKNOWN and right.type == UNKNOWN:
         raise WhereError(f"{location}operator is not unique: unknown {name} unknown", fix="Cast one side.")
     left, right = resolve(left, right.type, location), resolve(right, left.type, location)
@@ -57,7 +57,7 @@ def set_operator(name: str, left: Expression, right: Expression, location: str) 
     if name == "<@":
         left, right = right, left
     members = partial(_members, left.type)
-    if right.constant:  # most are: its set is made once
+    if right.constant:  # the common case: the set is built once
         known = right.evaluate({})
         if known is None:
             return Expression(BOOL, lambda row: None)
@@ -72,7 +72,8 @@ def set_operator(name: str, left: Expression, right: Expression, location: str) 
 
 
 def same_elements(a: Type, b: Type) -> bool:
-    """Arrays of varchar, of name and of text do not compare, though their elements do."""
+    """Return whether arrays of the two types compare. Those of varchar, name and text do not, though their elements
+    do."""
     return (a.name, a.varying, a.most_bytes) == (b.name, b.varying, b.most_bytes)
 
 

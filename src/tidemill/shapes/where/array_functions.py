@@ -1,10 +1,10 @@
 """Functions of arrays, and || of them, as PostgreSQL 14 and later resolve and evaluate them.
 
-Arrays and elements take one type together, as in a list. An array of another type is cast element by element.
+Arrays and elements take one common type, as in a list. An array of another type is cast element by element.
 
-    NULL, 2          array_append, array_prepend, array_cat and || take a NULL array for an empty one
-    [2:3]={1,2}      lower bounds belong to the value: appending keeps them, positions count from them
-    {{1,2},{3,4}}    some functions refuse several dimensions, each row by itself
+    NULL, 2          array_append, array_prepend, array_cat and || treat a NULL array as an empty one
+    [2:3]={1,2}      lower bounds are part of the value: appending preserves them, positions count from them
+    {{1,2},{3,4}}    some functions reject several dimensions, separately for each row
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tidemill.shapes.where.types import TEXTS, EvaluationError, Type, Value, Whe
 INT4 = Type("int4")
 _INT4 = range(-(1 << 31), 1 << 31)
 MOST_ELEMENTS = ARRAY_CHARS
-"""Of what a function makes: as many as an array that is read may have characters."""
+"""Largest result of a function: as many elements as an array that is parsed may have characters."""
 
 Array = list[Value]
 
 
 def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
-    """One of FUNCTIONS. Raises WhereError."""
+    """Compile one of FUNCTIONS. Raises WhereError."""
     kinds = ", ".join(str(operand.type) for operand in operands)
     refused = WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast.")
     if name == "string_to_array":
@@ -41,9 +41,9 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
     operands = [resolve(each, type_, location) if type_ else each for each, type_ in zip(operands, fixed, strict=True)]
     shared = [place for place, kind in enumerate(signature) if kind in _POLYMORPHIC]
     if all(operands[place].type == UNKNOWN for place in shared):
-        raise WhereError(f"{location}function {name}: the array has no type.", fix="Cast it.")
+        raise WhereError(f"{location}function {name}: the type of the array is unknown.", fix="Cast it.")
     if any(operands[place].type.most_bytes for place in shared):
-        raise WhereError(f'{location}function {name} of name or "char" is not supported in a where clause.')
+        raise WhereError(f'{location}function {name} on name or "char" is not supported in a where clause.')
     for operand, kind in zip(operands, signature, strict=True):
         if not _takes(kind, operand.type):
             raise refused
@@ -69,7 +69,7 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
 
 
 def joined(left: Expression, right: Expression, location: str) -> Expression:
-    """`left || right`, of which one is an array. An unknown literal beside an array is read as an array."""
+    """Compile `left || right`, where one side is an array. An unknown literal is read as an array too."""
     if UNKNOWN in (left.type, right.type) or (left.type.array and right.type.array):
         return call("array_cat", (left, right), location)
     return call("array_append" if left.type.array else "array_prepend", (left, right), location)
@@ -119,7 +119,7 @@ def _mapped(function: Callable[[Value], Value], items: Array) -> Array:
 
 
 def _dimensions(array: Array) -> tuple[int, ...]:
-    """() of an empty one."""
+    """Return the sizes of the dimensions; () for an empty array."""
     found: list[int] = []
     inner: Value = array
     while isinstance(inner, list):
@@ -135,7 +135,8 @@ def _lower(array: Array) -> tuple[int, ...]:
 
 
 def _bounded(items: Array, lower: tuple[int, ...]) -> Array:
-    """Raises EvaluationError where a subscript would be no int4, or where it is too large."""
+    """Return the items with lower bounds. Raises EvaluationError if a subscript would exceed int4, or the array is too
+    large."""
     if len(items) > MOST_ELEMENTS:
         raise EvaluationError(f"an array of more than {MOST_ELEMENTS} elements is not supported")
     if not items or all(bound == 1 for bound in lower):
@@ -219,7 +220,7 @@ Same = Callable[[Value, Value], bool]
 
 
 def _same(element: Type) -> Same:
-    """IS NOT DISTINCT FROM of two elements."""
+    """Return the function for IS NOT DISTINCT FROM of two elements."""
     form = canonical(element.name)
 
     def same(a: Value, b: Value) -> bool:
@@ -297,7 +298,7 @@ def _another(function: Callable[..., Value]) -> Maker:
 
 
 def _sought(function: Callable[..., Value], result: Type | None = None) -> Maker:
-    """A function that compares elements; `result` None: an array like the one that it is given."""
+    """Return the maker of a function that compares elements; `result` None: the result is an array of the same type."""
 
     def make(element: Type, operands: Sequence[Expression], refused: WhereError) -> Made:
         return result or element.like(element.name, array=True), partial(function, _same(element))
@@ -307,8 +308,8 @@ def _sought(function: Callable[..., Value], result: Type | None = None) -> Maker
 
 def _written(element: Type, operands: Sequence[Expression], refused: WhereError) -> Made:
     write = _writer(element)
-    if write is None:  # how PostgreSQL writes it is its own business
-        raise WhereError(f"{refused.args[0].partition('function')[0]}array_to_string of {element} is not supported.")
+    if write is None:  # the text of other types is specific to PostgreSQL
+        raise WhereError(f"{refused.args[0].partition('function')[0]}array_to_string on {element} is not supported.")
     texts = [_as_element(operand) for operand in operands if operand.type.name in ("text", "bpchar")]
     own = element.name in ("text", "bpchar")
     ordered = own and all(text.type.ordered for text in texts)

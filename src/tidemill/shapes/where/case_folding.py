@@ -1,10 +1,11 @@
-"""Letters in two cases, as `lower`, `upper` and ILIKE of PostgreSQL know them. That is the collation's business:
+"""Converts letters to lower and upper case, as `lower`, `upper` and ILIKE of PostgreSQL do. The result depends on the
+collation:
 
-    simple   letter by letter, as libc and PostgreSQL's own C.UTF-8 do, whatever stands beside it: ß stays ß
-    ascii    of C, POSIX and ucs_basic: A to Z alone
-    full     of ICU and pg_unicode_fast: as Unicode has it, ß becomes SS, and Σ at the end of a word ς
+    simple   letter by letter, as libc and PostgreSQL's own C.UTF-8 do, independent of neighbors: ß remains ß
+    ascii    for C, POSIX and ucs_basic: A to Z only
+    full     for ICU and pg_unicode_fast: the full Unicode mapping, ß becomes SS, and Σ at the end of a word ς
 
-A locale with rules of its own for single letters (Turkish, Azeri, Lithuanian) is taken for one without.
+Locale-specific rules for single letters (Turkish, Azeri, Lithuanian) are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tidemill.shapes.where.expressions import Expression
 from tidemill.shapes.where.types import Folding, WhereError
 
 _DOTLESS = "i"
-"""Of İ, the one letter whose lower case is no single one: what remains without the dot."""
+"""Lower case of İ, the only letter whose lower case has several characters: the i without the dot above."""
 _SMALL = {code: code + 32 for code in range(ord("A"), ord("Z") + 1)}
 _LARGE = {small: large for large, small in _SMALL.items()}
 
@@ -29,7 +30,7 @@ def _lower(letter: str) -> str:
 
 @lru_cache(maxsize=4_096)
 def _upper(letter: str) -> str:
-    """Where Unicode writes several, its title case is the single one, if there is one."""
+    """Return the upper case of a letter. If it has several characters, use the title case if that is a single one."""
     return next((found for found in (letter.upper(), letter.title()) if len(found) == 1), letter)
 
 
@@ -62,12 +63,12 @@ _UPPER: dict[Folding, Callable[[str], str]] = {
 
 
 def lower(folding: Folding, location: str) -> Callable[[str], str]:
-    """Raises WhereError when it is undecided."""
+    """Return the function for lower case. Raises WhereError if the collations differ."""
     return _LOWER[_decided(folding, location)]
 
 
 def upper(folding: Folding, location: str) -> Callable[[str], str]:
-    """Raises WhereError when it is undecided."""
+    """Return the function for upper case. Raises WhereError if the collations differ."""
     return _UPPER[_decided(folding, location)]
 
 
@@ -80,9 +81,11 @@ def _decided(folding: Folding, location: str) -> Folding:
 
 
 def folding_of(*operands: Expression) -> Folding:
-    """Of several operands together: an explicit collation counts before those of columns, and these before the
-    database's, which constants have. Undecided where columns differ, as it is in PostgreSQL but where one of them has
-    the database's."""
+    """Return the folding of several operands together.
+
+    An explicit collation takes precedence over those of columns, and these over the database's, which constants have.
+    "undecided" if columns differ. PostgreSQL rejects that too, unless one of the columns has the database's collation.
+    """
     some = [each for each in operands if each.collated] or [each for each in operands if not each.constant]
     found = {each.type.folding for each in some if each.type.name in ("text", "bpchar")}
     return "simple" if not found else found.pop() if len(found) == 1 else "undecided"

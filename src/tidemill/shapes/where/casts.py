@@ -1,4 +1,4 @@
-"""Casts between the types the evaluator knows; everything else is refused by name."""
+"""Casts between the types that the evaluator knows; any other cast is rejected by name."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tidemill.shapes.where.types import (
 )
 
 _DATABASE_TEXT = Type("text", ordered=False)
-"""Text that no column gives has the collation of the database."""
+"""Text that does not come from a column has the collation of the database."""
 
 
 def cast(expression: Expression, target: Type, location: str) -> Expression:
-    """Raises WhereError when this cast is not supported."""
+    """Compile a cast. Raises WhereError if this cast is not supported."""
     target = target.plain
     if not readable(target.name) or target.name == "enum":
         raise WhereError(f"{location}cast to type {target} is not supported in a where clause.")
@@ -51,7 +51,8 @@ def cast(expression: Expression, target: Type, location: str) -> Expression:
 
 
 def as_kind(expression: Expression, target: Type) -> Expression:
-    """Text as the kind of text that `target` is: what is read beside it is cut and padded as that is."""
+    """Return the text as the kind of text that `target` is, so that literals compared with it are truncated and padded
+    alike."""
     type_ = expression.type
     if (type_.varying, type_.most_bytes) == (target.varying, target.most_bytes):
         return expression
@@ -64,7 +65,8 @@ def _refused(source: Type, target: Type, location: str) -> WhereError:
 
 
 def _to_text(expression: Expression, location: str) -> Expression:
-    """A column's own text. Computed values are refused: their text form is PostgreSQL's business."""
+    """Compile a cast to text. Other types are supported as columns only: the text of computed values is specific to
+    PostgreSQL."""
     kind, name = expression.type.name, expression.column
     if kind == "bpchar":
         return Expression(
@@ -107,7 +109,7 @@ def _to_single(value: int | Decimal | float) -> float:
 
 
 def to_moment(days: int | float) -> int | float:
-    """A date as a timestamp. Raises EvaluationError."""
+    """Convert a date to a timestamp. Raises EvaluationError."""
     if isinstance(days, float):
         return days
     micros = days * DAY_US

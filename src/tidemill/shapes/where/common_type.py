@@ -1,7 +1,7 @@
-"""One type for several expressions, as PostgreSQL resolves it for IN, CASE, COALESCE, GREATEST, LEAST and ARRAY.
+"""Finds one type for several expressions, as PostgreSQL resolves it for IN, CASE, COALESCE, GREATEST, LEAST and ARRAY.
 
-https://www.postgresql.org/docs/current/typeconv-union-case.html: the first known type, until one comes that it casts to
-implicitly and not the other way round.
+Rule: https://www.postgresql.org/docs/current/typeconv-union-case.html. The first known type, replaced by a later one if
+the first casts implicitly to it and not the reverse.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _TEXT_CASTS = {
     "varchar": {"name", "text", "bpchar"},
     "bpchar": {"name", "text", "varchar"},
 }
-"""Implicit ones, between the kinds of text."""
+"""Implicit casts between the kinds of text."""
 _PREFERRED = frozenset({"text", "float8", "timestamptz", "bool", "interval"})
 
 
 def _kind(type_: Type) -> str:
-    """PostgreSQL's name of the type, where it is text of any kind."""
+    """Return PostgreSQL's name of the type, also for the kinds of text."""
     if type_.most_bytes:
         return "name" if type_.most_bytes == NAME_BYTES else "char"
     return "varchar" if type_.varying else type_.name
 
 
 def _casts(source: str, target: str) -> bool:
-    """Whether there is an implicit cast."""
+    """Return whether there is an implicit cast."""
     if source in NUMBERS and target in NUMBERS:
         return NUMBERS[source] <= NUMBERS[target]
     if source in MOMENTS and target in MOMENTS:
@@ -43,7 +43,7 @@ def _casts(source: str, target: str) -> bool:
 
 
 def common_type(parts: Sequence[Expression]) -> Type | None:
-    """None where the types cannot be matched."""
+    """Return the common type, None if the types cannot be matched."""
     chosen: Type | None = None
     for part in parts:
         type_ = part.type
@@ -70,7 +70,7 @@ def common_type(parts: Sequence[Expression]) -> Type | None:
 
 
 def alike(parts: Sequence[Expression], what: str, location: str) -> tuple[Type, list[Expression]]:
-    """The parts, each as one common type. Raises WhereError."""
+    """Return the common type, and the parts converted to it. Raises WhereError."""
     common = common_type(parts)
     if common is None:
         kinds = " and ".join(dict.fromkeys(str(part.type) for part in parts if part.type != UNKNOWN))
@@ -79,7 +79,7 @@ def alike(parts: Sequence[Expression], what: str, location: str) -> tuple[Type, 
 
 
 def coerce(expression: Expression, target: Type, location: str) -> Expression:
-    """By an implicit cast, which must exist."""
+    """Convert an expression by an implicit cast, which must exist."""
     source = expression.type
     if source == UNKNOWN:
         return resolve(expression, target, location)

@@ -1,13 +1,14 @@
-"""From the text of a where clause to a function of a row.
+"""Compiles the text of a where clause to a function of a row.
 
-`SELECT 1 WHERE <text>` is parsed by PostgreSQL's own parser; every node must be one of those handled
-below, anything else is refused with its name and place. Places are counted as PostgreSQL does, from the
-start of that statement, so `1 x 1` fails "At location 17".
+`SELECT 1 WHERE <text>` is parsed by PostgreSQL's own parser. Every node must be one of those handled below; any other
+node is rejected with its name and location. Locations are counted as PostgreSQL does, from the start of that statement,
+so `1 x 1` fails "At location 17".
 
-    W1  What reaches the database is printed from the tree that was checked here, node by node: operators, functions,
-        types and collations are looked up in tables, never passed on, and only PostgreSQL's own can be meant.
-    W2  Whatever evaluation raises, of whatever type, is an EvaluationError of this clause; what compiling raises is a
-        WhereError. Nothing else leaves this room.
+- Invariant (printed, not passed on): SQL for the database is printed from the tree that was checked here, node by node.
+  Operators, functions, types and collations are looked up in tables, never copied from the text, and refer to
+  PostgreSQL's own only.
+- Invariant (one error type): any exception from evaluating a clause is raised as EvaluationError, any exception from
+  compiling one as WhereError. No other exception leaves this package.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ from tidemill.shapes.where.types import (
 PREFIX = "SELECT 1 WHERE "
 MAX_DEPTH = 200
 MAX_NODES = 10_000
+"""Compiling that many takes 0.1 s (off the event loop), evaluating them on one row a few milliseconds."""
 MAX_VALUES_CHARS = 256 << 10
-"""Of parameters, each time they are used."""
-"""Compiling them takes a tenth of a second (off the event loop), evaluating them on one row a few milliseconds."""
+"""Limit of the total length of parameter values, counted once per use."""
 
 
 def evaluated(evaluate: Evaluate, row: Row) -> Value:
-    """Raises EvaluationError, as PostgreSQL would, and for any other fault (W2)."""
+    """Evaluate an expression. Raises EvaluationError, as PostgreSQL would, and for any other exception."""
     try:
         return evaluate(row)
     except EvaluationError:
@@ -80,12 +81,12 @@ class Where:
     """A compiled filter.
 
     sql       the clause printed from the checked tree; safe to embed in a query
-    params    values for the $n in `sql`, in which each number is used once: PostgreSQL gives a parameter one type, by
-              its first use in the statement, and a literal would take one at each place, as it does here
+    params    values of the $n in `sql`. Each number is used only once: PostgreSQL gives a parameter one type, by its
+              first use in the statement, whereas each use takes its own type here, as a literal would
     given     values of the $n as the client numbers them
-    columns   names of the columns it reads
-    equality  what a row must have to match, where the clause says so; see `Equality`
-    may_fail  it may raise on a row (a division, an overflow, a cast), which tells something of that row
+    columns   names of the columns that it reads
+    equality  a condition on one column without which no row matches, if the clause has one; see `Equality`
+    may_fail  evaluation may fail on a row (a division, an overflow, a cast), which would reveal something of the row
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class Where:
         self._evaluate = expression.evaluate
 
     def evaluate(self, row: Row) -> bool | None:
-        """True, False or None (NULL). Raises EvaluationError, as PostgreSQL would, and for any other fault (W2)."""
+        """Return True, False or None (NULL). Raises EvaluationError, as PostgreSQL would, and for any other
+        exception."""
         value: bool | None = evaluated(self._evaluate, row)
         return value
 
@@ -130,8 +132,8 @@ def compile_where(
 ) -> Where:
     """Compile a where clause over `columns` (name → type). Raises WhereError with the exact reason.
 
-    `first_param`: the number of the first parameter in `sql`, where the clause is printed behind others with values of
-    theirs.
+    `first_param`: the number of the first parameter in `sql`, for a clause that is printed after others with
+    parameters.
     """
     return guarded(lambda: _compile(text, params, columns, schema, table, first_param))
 
@@ -166,7 +168,7 @@ def _strings(nodes: Any) -> list[str]:
 
 
 class TreeCompiler:
-    """One pass over the tree, leaves first; keeps which columns and parameters were used."""
+    """Compiles a tree in one pass, leaves first; records which columns and parameters were used."""
 
     def __init__(self, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str) -> None:
         self._params = params
@@ -176,11 +178,11 @@ class TreeCompiler:
         self.used_params: set[int] = set()
         self.used_columns: set[str] = set()
         self.param_nodes: dict[int, Any] = {}
-        """By their place in the text: each is one node, however often it is looked at."""
+        """Parameter nodes by their location in the text: each is one node, however often it is visited."""
         self.may_fail = False
         self._nodes = 0
         self._references = 0
-        """To columns, so far."""
+        """Number of column references visited so far."""
         self._values_chars = 0
 
     def visit(self, node: Any, depth: int) -> Expression:
@@ -208,7 +210,7 @@ class TreeCompiler:
         name = names[-1]
         if name not in self._columns:
             raise WhereError(f'{_at(node)}unknown reference {name}: column "{name}" does not exist')
-        del node.fields[:-1]  # printed without its table: the clause is asked of single rows too
+        del node.fields[:-1]  # printed without its table: the clause is also evaluated on single rows
         self.used_columns.add(name)
         self._references += 1
         type_ = self._columns[name]
@@ -228,7 +230,7 @@ class TreeCompiler:
             text = node.fval.fval
             if text.lstrip("+-").isdigit() and len(text) <= INTEGER_DIGITS:
                 whole = int(text)
-                for kind in ("int4", "int8"):  # -2147483648 is the one int4 that comes this way
+                for kind in ("int4", "int8"):  # -2147483648 is the only int4 that arrives as fval
                     if -INTEGERS[kind] <= whole < INTEGERS[kind]:
                         return constant(Type(kind), whole)
             if not text.lower().startswith(("0x", "0o", "0b")):
@@ -240,17 +242,18 @@ class TreeCompiler:
         if not 1 <= number <= len(self._params):
             raise WhereError(f"{_at(node)}parameter ${number} was not provided.", fix=f"Send params[{number}].")
         self.used_params.add(number)
-        # Each use is read, and kept, by itself: a long value used often would be far more than the text of the clause.
+        # Each use is read and stored separately: a long value that is used often would exceed the text of the clause by
+        # far.
         self._values_chars += len(self._params[number - 1])
         if self._values_chars > MAX_VALUES_CHARS:
-            raise WhereError(f"{_at(node)}parameters are too long, each time they are used: limit={MAX_VALUES_CHARS}.")
+            raise WhereError(f"{_at(node)}parameters are too long, counted once per use: limit={MAX_VALUES_CHARS}.")
         self.param_nodes[node.location] = node
         return unknown(self._params[number - 1])
 
     def _visit_type_cast(self, node: Any, depth: int) -> Expression:
         target = _type_of(node.type_name)
         self.may_fail = self.may_fail or node.arg.WhichOneof("node") not in ("a_const", "param_ref")
-        if target.array and node.arg.WhichOneof("node") == "a_array_expr":  # its elements are cast, one by one
+        if target.array and node.arg.WhichOneof("node") == "a_array_expr":  # the elements are cast one by one
             elements = [self.visit(each, depth + 1) for each in node.arg.a_array_expr.elements]
             items = [casts.cast(each, target.element, _at(node)) for each in elements]
             return _array_of(target.plain.element, items)
@@ -295,7 +298,7 @@ class TreeCompiler:
         return Expression(BOOL, lambda row: (inner(row) is wanted) is positive)
 
     def _parts(self, nodes: Any, depth: int) -> list[Expression]:
-        """Expressions that take one type together, into which a value may not fit."""
+        """Compile expressions that take one common type; converting a value to it may fail."""
         parts = [self.visit(node, depth) for node in nodes]
         self.may_fail = self.may_fail or len({part.type.name for part in parts}) > 1
         return parts
@@ -304,7 +307,7 @@ class TreeCompiler:
         return conditionals.coalesce(self._parts(node.args, depth), _at(node))
 
     def _visit_min_max_expr(self, node: Any, depth: int) -> Expression:
-        self.may_fail = True  # of enums, whose labels may be others by now
+        self.may_fail = True  # enum labels may have changed
         return conditionals.extreme(node.op == _enum("IS_GREATEST"), self._parts(node.args, depth), _at(node))
 
     def _visit_case_expr(self, node: Any, depth: int) -> Expression:
@@ -333,7 +336,7 @@ class TreeCompiler:
             raise WhereError(f"{_at(node)}function {'.'.join(names)} is not supported in a where clause.")
         if name == "concat" and any(each.WhichOneof("node") == "param_ref" for each in node.args):
             raise WhereError(f"{_at(node)}a parameter of concat has no type.", fix="Cast it to text.")
-        self.may_fail = True  # of long texts one that is too long
+        self.may_fail = True  # the result may be too long
         return function(name, [self.visit(each, depth) for each in node.args], _at(node))
 
     def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
@@ -375,7 +378,7 @@ class TreeCompiler:
 
     def _binary(self, name: str, left: Expression, right: Expression, location: str) -> Expression:
         if name in operators.COMPARISONS:
-            self.may_fail = self.may_fail or "enum" in (left.type.name, right.type.name)  # a label that came later
+            self.may_fail = self.may_fail or "enum" in (left.type.name, right.type.name)  # a label that was added later
             return operators.compare(name, left, right, location)
         if name in numeric_functions.BIT_OPERATORS:
             return numeric_functions.bits(name, left, right, location)
@@ -391,14 +394,15 @@ class TreeCompiler:
         if name in array_comparison.SET_OPERATORS:
             return array_comparison.set_operator(name, left, right, location)
         if name == "||":
-            self.may_fail = True  # of two long texts one that is too long
+            self.may_fail = True  # the result may be too long
             if left.type.array or right.type.array:
                 return array_functions.joined(left, right, location)
             return strings.concat(left, right, location)
         raise WhereError(f"{location}operator {name} is not supported in a where clause.")
 
     def _compared(self, left: Expression, right: Expression) -> None:
-        """PostgreSQL casts a numeric beside a float to one, and not each of them fits."""
+        """Note that comparing may fail: PostgreSQL casts a numeric compared with a float to float, which may
+        overflow."""
         types = {left.type.name, right.type.name}
         self.may_fail = self.may_fail or ("numeric" in types and bool(types & {"float4", "float8"}))
 
@@ -452,7 +456,7 @@ def _at(node: Any) -> str:
 
 
 def _operator(node: Any, location: str) -> str:
-    """The operator's name. One of another schema may do anything at all, and is refused (W1)."""
+    """Return the operator's name; reject operators of other schemas, which could do anything."""
     names = _strings(node.name)
     if names and names[:-1] not in _OWN:
         raise WhereError(f"{location}operator {'.'.join(names)} is not supported in a where clause.")
@@ -460,14 +464,14 @@ def _operator(node: Any, location: str) -> str:
 
 
 _OWN: tuple[list[str], ...] = ([], ["pg_catalog"])
-"""Qualifiers that mean PostgreSQL's own: the snapshot query runs with nothing else in its search path."""
+"""Qualifiers of PostgreSQL's own names: the snapshot query runs with only pg_catalog in its search path."""
 
 
 def _type_of(node: Any) -> Type:
     names = _strings(node.names)
     if node.typmods or node.setof or node.pct_type or names[:-1] not in _OWN:
         raise WhereError(f"cast to {'.'.join(names)} in this form is not supported in a where clause.")
-    if names[-1] in CUT:  # of longer text it makes another
+    if names[-1] in CUT:  # these types truncate longer text
         raise WhereError(f"cast to {names[-1]} is not supported in a where clause.", fix="Cast to text.")
     if len(node.array_bounds) > 1:
         raise WhereError("casts to arrays of several dimensions are not supported in a where clause.")

@@ -1,4 +1,4 @@
-"""Expressions that are one of several: COALESCE, CASE, NULLIF, GREATEST and LEAST."""
+"""Expressions that select one of several values: COALESCE, CASE, NULLIF, GREATEST and LEAST."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def coalesce(parts: Sequence[Expression], location: str) -> Expression:
 def case(
     conditions: Sequence[Evaluate], results: Sequence[Expression], default: Expression, location: str
 ) -> Expression:
-    """The first result whose condition is true; the default counts first for their type."""
+    """Compile CASE: the first result whose condition is true. The default comes first in the resolution of the common
+    type."""
     type_, (last, *same) = alike([default, *results], "CASE", location)
     branches = list(zip(conditions, (result.evaluate for result in same), strict=True))
     otherwise = last.evaluate
@@ -48,7 +49,7 @@ def nullif(left: Expression, right: Expression, location: str) -> Expression:
     equal = operators.compare("=", left, right, location).evaluate
     left = resolve(left, TEXT if right.type == UNKNOWN else right.type, location)
     left = coerce(left, _compared_as(left.type, right.type), location)
-    type_ = msgspec.structs.replace(left.type, varying=False)  # varchar has no operators of its own
+    type_ = msgspec.structs.replace(left.type, varying=False)  # varchar has no operators, and uses those of text
     value_of = left.evaluate
 
     def evaluate(row: Row) -> Value:
@@ -58,22 +59,22 @@ def nullif(left: Expression, right: Expression, location: str) -> Expression:
 
 
 def _compared_as(left: Type, right: Type) -> Type:
-    """What the left side of `left = right` is cast to."""
+    """Return the type to which the left side of `left = right` is cast."""
     a, b = left.name, right.name
     if a in NUMBERS and b in NUMBERS and not a.startswith("float") and not {a, b} <= INTEGERS.keys():
         return Type("float8") if b.startswith("float") else Type("numeric")
     if a == "bpchar" and b == "text" and not right.varying:
         return left.like("text")
-    if left.most_bytes == CHAR_BYTES and right.most_bytes != CHAR_BYTES and {a, b} <= TEXTS:  # name = text there is
+    if left.most_bytes == CHAR_BYTES and right.most_bytes != CHAR_BYTES and {a, b} <= TEXTS:  # name = text exists
         return msgspec.structs.replace(left, most_bytes=0)
     return left.like("bpchar") if left.varying and b == "bpchar" else left
 
 
 def extreme(greatest: bool, parts: Sequence[Expression], location: str) -> Expression:
-    """The first of the greatest (least) values; NULLs do not count. Raises WhereError."""
+    """Compile GREATEST or LEAST: the first of the greatest (least) values, ignoring NULLs. Raises WhereError."""
     type_, same = alike(parts, "GREATEST" if greatest else "LEAST", location)
     if type_.array or (type_.name == "enum" and not type_.labels):
-        raise WhereError(f"{location}values of type {type_} are not ordered here.")
+        raise WhereError(f"{location}values of type {type_} cannot be ordered in a where clause.")
     collated = any(part.collated for part in parts)
     probe = Expression(type_, lambda row: None, constant=all(part.constant for part in parts), collated=collated)
     before = operators.comparator(">" if greatest else "<", probe, probe, location)

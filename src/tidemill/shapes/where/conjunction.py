@@ -1,8 +1,11 @@
-"""One clause within another: rows that match both, and nothing of the inner one told of rows that the outer leaves out.
+"""Combines two clauses, outer and inner: rows must match both, and the inner one reveals nothing of rows that the outer
+one excludes.
 
-J1  The inner clause is asked of rows that match the outer one only, here and in the database: whether it failed on
-    another row would tell of that row. PostgreSQL is free to ask the clauses of an AND in any order.
-J2  Two trees are joined, never two texts: no parenthesis within one can end it.
+- Invariant (no leak by errors): the inner clause is evaluated only on rows that match the outer one, here and in the
+  database. A failure on another row would reveal something of that row. PostgreSQL may evaluate the clauses of an AND
+  in any order.
+- Invariant (trees, not texts): the combination is built from two trees, so that no parenthesis in one clause can close
+  the other.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from tidemill.shapes.where.types import Value
 
 
 def both(outer: Where, inner: Where) -> Where:
-    """`inner` was compiled with `first_param` behind the values of `outer`."""
+    """Combine two clauses. `inner` was compiled with a `first_param` that follows the values of `outer`."""
 
     def evaluate(row: Row) -> Value:
         return inner.evaluate(row) if outer.matches(row) else False
@@ -30,14 +33,15 @@ def both(outer: Where, inner: Where) -> Where:
 
 
 def both_sql(outer: Where, inner: Where) -> str:
-    """The outer clause is said twice where the inner may fail: alone it finds its index."""
+    """Return the SQL of both. If the inner clause may fail, the outer one appears twice: alone, so that it can use an
+    index."""
     if inner.may_fail:
         return f"({outer.sql}) AND CASE WHEN ({outer.sql}) THEN ({inner.sql}) ELSE false END"
     return f"({outer.sql}) AND ({inner.sql})"
 
 
 def params_of(text: str) -> set[int]:
-    """The numbers n of every `$n` of a clause. Raises WhereError for text that is none."""
+    """Return the numbers n of all `$n` in a clause. Raises WhereError for an invalid clause."""
     numbers: set[int] = set()
     nodes = [parse_clause(PREFIX, text, "where clause", "where_clause")]
     while nodes:

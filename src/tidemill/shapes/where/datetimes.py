@@ -1,7 +1,8 @@
 """Arithmetic on dates, times, timestamps and intervals, as PostgreSQL does it in the zone UTC.
 
-A month is added by the calendar, and its last day stands for a day that it lacks; days and microseconds follow.
-PostgreSQL's versions differ about infinite values, so evaluating them fails here and PostgreSQL is asked.
+Months are added by the calendar; a day that the resulting month lacks becomes its last day. Days and microseconds are
+added after that. PostgreSQL's versions differ about infinite values, so evaluating them fails here and PostgreSQL
+evaluates the row.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ def takes(name: str, left: Expression, right: Expression) -> bool:
 
 
 def arithmetic(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    """`left + right` or `left - right`, one of which is of KINDS; an interval times a number, or divided by one. Raises
-    WhereError."""
+    """Compile `left + right` or `left - right`, one of which is of KINDS; or an interval times or divided by a number.
+
+    Raises WhereError.
+    """
     if name in ("*", "/"):
         return _scaling(name, left, right, location)
     left, right = _known(name, left, right, location), _known(name, right, left, location)
@@ -51,7 +54,7 @@ def arithmetic(name: str, left: Expression, right: Expression, location: str) ->
 
 
 def _scaling(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    """The number is a double precision, whatever it comes as."""
+    """Compile an interval times or divided by a number, which is always converted to double precision."""
     if name == "*" and right.type == Type("interval"):
         left, right = right, left
     number = resolve(right, Type("float8"), location)
@@ -63,7 +66,7 @@ def _scaling(name: str, left: Expression, right: Expression, location: str) -> E
 
 
 def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
-    """One of FUNCTIONS. Raises WhereError."""
+    """Compile one of FUNCTIONS. Raises WhereError."""
     kinds = ", ".join(str(operand.type) for operand in operands)
     known = [resolve(operand, Type("interval"), location) for operand in operands]
     if [each.type for each in known] != [Type("interval")]:
@@ -72,7 +75,8 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
 
 
 def _known(name: str, side: Expression, other: Expression, location: str) -> Expression:
-    """An unknown literal takes the other side's type if there is such an operator, else the only one that fits."""
+    """Resolve an unknown literal to the other side's type if there is such an operator, else to the only type that
+    fits."""
     if side.type != UNKNOWN:
         return side
     kind = other.type.name
@@ -100,7 +104,7 @@ def negate(value: Interval) -> Interval:
 def _finite(value: Value) -> Value:
     days = value.days if isinstance(value, Interval) else value
     if isinstance(days, float):
-        raise EvaluationError("arithmetic with infinite dates and intervals is PostgreSQL's own")
+        raise EvaluationError("arithmetic with infinite dates and intervals is not supported")
     return value
 
 
@@ -174,9 +178,9 @@ def _divided(value: Interval, divisor: float) -> Interval:
 
 
 def _cascaded(months: float, days: float, micros: float) -> Interval:
-    """Fractions of months become days, 30 to a month, and fractions of days microseconds; both are rounded to a
-    millionth first."""
-    if not (abs(months) <= _INT4_MAX and abs(days) <= _INT4_MAX and abs(micros) <= _INT8_MAX):  # NaN is not either
+    """Build an interval from fractional parts: fractions of months become days, 30 per month, and fractions of days
+    microseconds. Both are first rounded to a millionth."""
+    if not (abs(months) <= _INT4_MAX and abs(days) <= _INT4_MAX and abs(micros) <= _INT8_MAX):  # false for NaN too
         raise EvaluationError("interval out of range")
     whole_months, whole_days = int(months), int(days)
     month_days = _to_micro((months - whole_months) * MONTH_DAYS)
@@ -195,13 +199,13 @@ def _towards_zero(amount: int, unit: int) -> int:
 
 
 def _carried(amount: int, unit: int, above: int) -> tuple[int, int]:
-    """`above` and what is left of `amount`, where whole units of it went; what they then have is of one sign."""
+    """Move whole units from `amount` to `above`; return (above, remainder)."""
     whole = _towards_zero(amount, unit)
     return above + whole, amount - whole * unit
 
 
 def _one_sign(above: int, amount: int, unit: int, sign: int) -> tuple[int, int]:
-    """`sign` is that of what lies below `above`."""
+    """Give both parts the same sign. `sign`: the sign of the parts below `above`."""
     if above > 0 and sign < 0:
         return above - 1, amount + unit
     return (above + 1, amount - unit) if above < 0 and sign > 0 else (above, amount)
@@ -241,7 +245,7 @@ _JUSTIFIED = {
 }
 FUNCTIONS = tuple(_JUSTIFIED)
 _DAY_S = 86_400
-_INT4_MAX, _INT8_MAX = (1 << 31) - 1, (1 << 63) - 1025  # the greatest double below 2^63
+_INT4_MAX, _INT8_MAX = (1 << 31) - 1, (1 << 63) - 1025  # the largest double below 2^63
 _FUNCTIONS: dict[tuple[str, str, str], tuple[str, Callable[..., Value]]] = {
     ("+", "date", "int"): ("date", _date_plus),
     ("-", "date", "int"): ("date", lambda a, b: _date_plus(a, -b)),

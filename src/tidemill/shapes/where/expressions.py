@@ -1,8 +1,8 @@
-"""Typed expressions: what a filter's parts compile to, and how literals take a type (PostgreSQL's unknown rule).
+"""Typed expressions, which filters compile to, and how literals take a type (PostgreSQL's rule for unknown).
 
-An expression is a type and a function from a row (column → text) to a value; None is SQL's NULL.
-A literal or parameter has type `unknown` until the other side of an operator, a cast or a context gives
-it one, and is then read once, when the filter is compiled.
+An expression is a type and a function from a row (column → text) to a value; None is SQL's NULL. A literal or parameter
+has type `unknown` until the other side of an operator, a cast or a context determines its type. It is then parsed once,
+when the filter is compiled.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TEXT = Type("text")
 
 
 class Equality(msgspec.Struct, frozen=True):
-    """A condition without which the expression is never true: the column's value, read as `kind`, is one of `values`.
+    """A necessary condition for the expression to be true: the column's value, read as `kind`, is one of `values`.
 
-    An index may offer a row only to filters that have its value here. The rest of the filter is still to be evaluated.
+    An index may offer a row only to filters that have its value here. The rest of the filter must still be evaluated.
     """
 
     column: str
@@ -35,12 +35,13 @@ class Equality(msgspec.Struct, frozen=True):
 
 
 class Expression(msgspec.Struct, frozen=True):
-    """
+    """A type and a function from a row to a value.
+
     literal    text of an unresolved literal, for type unknown
     constant   evaluate does not depend on the row
-    column     name, when this is a bare column reference
-    collated   an explicit COLLATE "C"
-    equality   for conditions: what a row must have, if one column's values say so
+    column     name, if this is a bare column reference
+    collated   has an explicit COLLATE "C"
+    equality   for conditions: a necessary condition on one column, if there is one
     """
 
     type: Type
@@ -53,7 +54,7 @@ class Expression(msgspec.Struct, frozen=True):
 
 
 def narrowest(parts: Sequence[Expression]) -> Equality | None:
-    """Of conditions that must all hold: the one with the fewest values."""
+    """Return the equality with the fewest values, for conditions that must all be true."""
     return narrower(*(part.equality for part in parts))
 
 
@@ -63,7 +64,8 @@ def narrower(*parts: Equality | None) -> Equality | None:
 
 
 def either(parts: Sequence[Expression]) -> Equality | None:
-    """Of conditions of which one must hold: their values together, where all are about one column."""
+    """Return the union of the equalities if all parts have one, on the same column; for conditions of which one must be
+    true."""
     found = [part.equality for part in parts if part.equality is not None]
     if not found or len(found) != len(parts) or len({(each.column, each.kind) for each in found}) != 1:
         return None
@@ -76,12 +78,12 @@ def constant(type_: Type, value: Value) -> Expression:
 
 
 def unknown(text: str | None) -> Expression:
-    """A quoted literal, a parameter, or NULL (None)."""
+    """Return the expression of a quoted literal, a parameter, or NULL (None)."""
     return Expression(UNKNOWN, lambda row: text, literal=text, constant=True)
 
 
 def column(name: str, type_: Type) -> Expression:
-    """Raises WhereError at once when the column's type cannot be evaluated."""
+    """Return the expression of a column. Raises WhereError if the column's type cannot be evaluated."""
     if type_.name == "text" and not type_.array:
         return Expression(type_, lambda row: row[name], column=name)
     read = reader(type_)
@@ -94,7 +96,7 @@ def column(name: str, type_: Type) -> Expression:
 
 
 def resolve(expression: Expression, type_: Type, location: str = "") -> Expression:
-    """Give an unknown literal its type; anything else is returned as it is. Raises WhereError on bad text."""
+    """Give an unknown literal its type; return any other expression unchanged. Raises WhereError on invalid text."""
     if expression.type != UNKNOWN:
         return expression
     if expression.literal is None:
@@ -106,7 +108,8 @@ def resolve(expression: Expression, type_: Type, location: str = "") -> Expressi
 
 
 def strict(function: Callable[..., Value], *arguments: Expression) -> Evaluate:
-    """Call `function` on the arguments' values; NULL in gives NULL out. One of two fails also beside a NULL."""
+    """Call `function` on the values of one or two arguments; NULL if one is NULL. Both arguments are evaluated, so
+    either may fail."""
     if len(arguments) == 1:
         only = arguments[0].evaluate
 

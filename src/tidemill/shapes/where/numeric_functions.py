@@ -1,4 +1,4 @@
-"""Functions of numbers, and the operators on their bits. Types are resolved as PostgreSQL does."""
+"""Functions of numbers, and bit operators. Types are resolved as PostgreSQL does."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tidemill.shapes.where.types import NUMBERS, ROUNDING, EvaluationError, Type
 
 FUNCTIONS = ("abs", "round")
 PREFIXES = {"@": "abs", "|/": "sqrt"}
-"""Operators that are called like a function; sqrt itself, which takes a numeric too, is not served."""
+"""Prefix operators that are compiled like functions; sqrt itself, which also accepts a numeric, is not supported."""
 BIT_OPERATORS = ("&", "|", "#", "<<", ">>")
 MOST_ROUNDED_DIGITS = 2_000
-"""PostgreSQL takes more, to the same value."""
+"""PostgreSQL accepts more digits, with the same result."""
 
 
 def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
-    """One of FUNCTIONS. Raises WhereError."""
+    """Compile one of FUNCTIONS, or of the functions behind PREFIXES. Raises WhereError."""
     kinds = ", ".join(str(operand.type) for operand in operands)
     refused = WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast.")
     if not 1 <= len(operands) <= (2 if name == "round" else 1):
@@ -54,7 +54,7 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
 
 
 def _rounded(value: Decimal, digits: int) -> Decimal:
-    """Half away from zero."""
+    """Round half away from zero."""
     if not value.is_finite():
         return value
     scale = max(-MOST_ROUNDED_DIGITS, min(MOST_ROUNDED_DIGITS, digits))
@@ -76,7 +76,7 @@ def _to_even(value: float) -> float:
 
 
 def bits(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    """One of BIT_OPERATORS. Raises WhereError."""
+    """Compile one of BIT_OPERATORS. Raises WhereError."""
     constant = left.constant and right.constant
     if left.type == UNKNOWN and right.type == UNKNOWN:
         raise WhereError(f"{location}operator is not unique: unknown {name} unknown", fix="Cast one side.")
@@ -103,7 +103,8 @@ def inverted(operand: Expression, location: str) -> Expression:
 
 
 def _shift(name: str, kind: str) -> Callable[[int, int], int]:
-    """By the places that the machine's instruction takes, in the width of its registers; what goes beyond is cut."""
+    """Return the shift function. As in the machine's instruction, the distance is taken modulo the register width, and
+    higher bits are dropped."""
     places, bound = (63 if kind == "int8" else 31), INTEGERS[kind]
 
     def call(value: int, by: int) -> int:

@@ -1,7 +1,7 @@
-"""Comparison, logic, IN, ANY and ALL on typed expressions. Each checks types as PostgreSQL does.
+"""Comparison, logic, IN, ANY and ALL on typed expressions. All functions check types as PostgreSQL does.
 
-Ordering text depends on a collation we do not have, so `<` and friends on text need code-point order:
-a column whose collation is C, or an explicit COLLATE "C".
+The order of text depends on a collation that is not available here. So `<` and the like on text require code-point
+order: a column whose collation is C, or an explicit COLLATE "C".
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def no_operator(name: str, left: Type | None, right: Type, location: str) -> Whe
 
 
 def unify(name: str, left: Expression, right: Expression, location: str) -> tuple[Expression, Expression]:
-    """Both sides with one comparable representation. Raises WhereError."""
+    """Convert both sides to one comparable representation. Raises WhereError."""
     if left.type == UNKNOWN and right.type == UNKNOWN:
         return resolve(left, TEXT, location), resolve(right, TEXT, location)
     left, right = resolve(left, right.type, location), resolve(right, left.type, location)
@@ -128,7 +128,7 @@ def compare(name: str, left: Expression, right: Expression, location: str) -> Ex
 
 
 def _equality(left: Expression, right: Expression) -> Equality | None:
-    """For a bare column and a constant that are compared as one hashable kind."""
+    """Return the condition of a bare column that is compared with a constant of the same hashable kind."""
     kind = left.type.name
     if not left.column or not right.constant or not _hash_alike(kind, right.type.name):
         return None
@@ -139,7 +139,7 @@ def _equality(left: Expression, right: Expression) -> Equality | None:
 
 
 def comparator(name: str, left: Expression, right: Expression, location: str) -> Callable[[Value, Value], bool]:
-    """The function for two non-NULL values of unified sides."""
+    """Return the function that compares two non-NULL values of unified sides."""
     function = COMPARISONS[name]
     kind = left.type.name
     if left.type.array:
@@ -169,7 +169,8 @@ def _by_label(function: Callable[[Value, Value], bool], labels: tuple[str, ...])
 
 
 def _check_order(name: str, left: Expression, right: Expression, location: str) -> None:
-    """Constants are ordered as the column beside them is; two of them as the database's collation says."""
+    """Check that text can be ordered. A constant takes the order of the column that it is compared with; two constants
+    have the database's collation."""
     if left.collated or right.collated:
         return
     sides = [side for side in (left, right) if not side.constant]
@@ -181,7 +182,7 @@ def _check_order(name: str, left: Expression, right: Expression, location: str) 
 
 
 def _with_nan(function: Callable[[Value, Value], bool]) -> Callable[[Value, Value], bool]:
-    """NaN equals itself and is above every other number, as in PostgreSQL."""
+    """Compare numbers so that NaN equals itself and is above every other number, as in PostgreSQL."""
 
     def call(a: Value, b: Value) -> bool:
         if a == a and b == b:
@@ -192,7 +193,7 @@ def _with_nan(function: Callable[[Value, Value], bool]) -> Callable[[Value, Valu
 
 
 def distinct(left: Expression, right: Expression, negated: bool, location: str) -> Expression:
-    """IS [NOT] DISTINCT FROM; `negated` = NOT DISTINCT. Never NULL."""
+    """Compile IS [NOT] DISTINCT FROM; `negated` = NOT DISTINCT. Never NULL."""
     left, right = unify("=", left, right, location)
     equal = comparator("=", left, right, location)
     first, second = left.evaluate, right.evaluate
@@ -206,7 +207,7 @@ def distinct(left: Expression, right: Expression, negated: bool, location: str) 
 
 
 def quantified(name: str, left: Expression, right: Expression, every: bool, location: str) -> Expression:
-    """`left op ANY(array)`, or ALL when `every`; NULL elements count as unknown."""
+    """Compile `left op ANY(array)`, or ALL if `every`; NULL elements count as unknown."""
     if left.type == UNKNOWN:
         left = resolve(left, right.type.element if right.type.array else TEXT, location)
     right = resolve(right, left.type.like(left.type.name, array=True), location)
@@ -245,7 +246,7 @@ def quantified(name: str, left: Expression, right: Expression, every: bool, loca
 
 
 def _lookup_any(left: Expression, values: list[Value]) -> Expression:
-    """`left = ANY(constant array)`; an empty array is false also for NULL."""
+    """Compile `left = ANY(constant array)`; an empty array is false even for NULL."""
     return _lookup_expression(left, values) if values else constant(BOOL, False)
 
 
@@ -255,7 +256,7 @@ def any_true(tests: list[Evaluate]) -> Evaluate:
 
 
 def all_true(tests: list[Evaluate]) -> Evaluate:
-    """AND with three values."""
+    """AND with three values: false if any is false, else NULL if any is NULL, else true."""
     return _decided(tests, False)
 
 
@@ -274,11 +275,11 @@ def _decided(tests: list[Evaluate], by: bool) -> Evaluate:
 
 
 HASHABLE = frozenset({"int2", "int4", "int8", "text", "enum", "uuid", "bool", "date", "timestamp", "timestamptz"})
-"""Kinds whose values are equal exactly where Python's are, and hash so. Not numbers with NaN, nor padded text."""
+"""Kinds whose values are equal, and hash, as in Python. Excludes numbers with NaN, and padded text."""
 
 
 def _hash_alike(kind: str, other: str) -> bool:
-    """Whether values of the two kinds have one representation, with equal hashes where they are equal."""
+    """Return whether values of the two kinds have one representation, with equal hashes if they are equal."""
     return kind in HASHABLE and (kind == other or (kind in INTEGERS and other in INTEGERS))
 
 
@@ -304,8 +305,11 @@ def _lookup_expression(left: Expression, values: list[Value]) -> Expression:
 
 
 def member(left: Expression, items: Sequence[Expression], fixed: Sequence[bool], location: str) -> Expression:
-    """IN over expressions; `fixed`: which of them read no column. Two or more of these take one type together with the
-    left side, as in PostgreSQL. Constants of a hashable kind become one set lookup."""
+    """Compile IN over a list of expressions; `fixed`: which of them read no column.
+
+    Two or more of these take one common type together with the left side, as in PostgreSQL. Constants of a hashable
+    kind become one set lookup.
+    """
     together = [item for item, reads_none in zip(items, fixed, strict=True) if reads_none]
     common = common_type([left, *together]) if len(together) > 1 else None
     pairs: list[tuple[Expression, Expression]] = []

@@ -1,7 +1,7 @@
-"""From the text of an ORDER BY list to the same list, printed from its checked tree.
+"""Compiles the text of an ORDER BY list to the same list, printed from its checked tree.
 
 `SELECT 1 ORDER BY <text>` is parsed by PostgreSQL's own parser. Each item is a column, or an expression that a where
-clause may have too and that reads a column; a bare number would be a place in the select list, and is refused.
+clause may have too and that reads a column. A bare number would be a position in the select list, and is rejected.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ DESCENDING, NULLS_FIRST, NULLS_LAST = 3, 2, 3
 
 
 class SortKey:
-    """One item of the list, evaluated here. NULLs come last where the order ascends, unless it says otherwise."""
+    """One item of the list, evaluated locally. NULLs come last in ascending order, unless the item states otherwise."""
 
     def __init__(self, expression: Expression, sort: Any) -> None:
-        """Raises WhereError for a type that is not ordered here."""
+        """Create a key. Raises WhereError for a type that cannot be ordered locally."""
         if expression.type.array or expression.type.name in ("enum", "unknown"):
-            raise WhereError("values of this type are not ordered here.")
+            raise WhereError("values of this type cannot be ordered.")
         self._less = comparator("<", expression, expression, "")
         self._evaluate = expression.evaluate
         self._descending = sort.sortby_dir == DESCENDING
         self._nulls_first = sort.sortby_nulls == NULLS_FIRST or (self._descending and sort.sortby_nulls != NULLS_LAST)
 
     def evaluate(self, row: Row) -> Value:
-        """Raises EvaluationError, as a where clause does."""
+        """Return the key's value. Raises EvaluationError, as a where clause does."""
         return evaluated(self._evaluate, row)
 
     def compare(self, a: Value, b: Value) -> int:
-        """Below 0: a comes before b; 0: neither before the other."""
+        """Return a number below 0 if a comes before b, 0 if they are equal, above 0 otherwise."""
         if a is None or b is None:
             if a is None and b is None:
                 return 0
@@ -54,12 +54,12 @@ class SortKey:
 
 
 class Ordering:
-    """
+    """A compiled list.
+
     sql       the list as SQL; safe to embed in a query
-    columns   names of the columns it reads
-    plain     those that are an item by themselves
-    keys      the list as it is evaluated here; None where an item is of a type, or a collation, that only a database
-              can order
+    columns   names of the columns that it reads
+    plain     columns that are items without an expression
+    keys      the list for local evaluation; None if an item has a type or collation that only a database can order
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Ordering:
 
 
 def compile_order_by(text: str, columns: Mapping[str, Type], *, table: str = "", schema: str = "") -> Ordering:
-    """Raises WhereError with the exact reason."""
+    """Compile an ORDER BY list. Raises WhereError with the exact reason."""
     return guarded(lambda: _compile(text, columns, schema, table))
 
 
@@ -122,7 +122,8 @@ def _key(expression: Expression, sort: Any) -> SortKey | None:
 
 
 def _column(node: Any, columns: Mapping[str, Type], schema: str, table: str) -> str | None:
-    """The column that the item is. Of any type: the database orders, whether or not a where clause could read it."""
+    """Return the column if the item is a plain one, of any type: the database orders it, even if a where clause cannot
+    read it."""
     if node.WhichOneof("node") != "column_ref":
         return None
     fields = node.column_ref.fields

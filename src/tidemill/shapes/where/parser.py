@@ -1,6 +1,6 @@
-"""Text to the tree of PostgreSQL's own parser, for one clause of a SELECT; whatever compiling it raises, in one type.
+"""Parses one clause of a SELECT with PostgreSQL's own parser, and converts all errors of compiling to one type.
 
-Places in messages are counted as PostgreSQL does, from the start of the statement that the clause is put into.
+Locations in messages are counted as PostgreSQL does, from the start of the statement that contains the clause.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MAX_WHERE_BYTES = 64 << 10
 
 
 def guarded(compiling: Callable[[], T]) -> T:
-    """Whatever compiling raises is a WhereError (W2)."""
+    """Call `compiling`; raise any exception of it as WhereError (invariant of compiler.py: one error type)."""
     try:
         return compiling()
     except WhereError:
         raise
-    except InvalidTextError as error:  # a constant part of it fails whatever the row
+    except InvalidTextError as error:  # a constant part fails for every row
         raise WhereError(f"the clause can never be evaluated: {error}.") from error
     except RecursionError as error:
         raise WhereError("where clause is nested too deeply.") from error
@@ -34,7 +34,7 @@ def guarded(compiling: Callable[[], T]) -> T:
 
 
 def parse_clause(prefix: str, text: str, what: str, field: str) -> Any:
-    """The one SELECT that `prefix` and `text` make, which has only `field` beside its target. Raises WhereError."""
+    """Return the SELECT that `prefix` and `text` form; it must have only `field` and its target. Raises WhereError."""
     import postgast
     from google.protobuf.message import DecodeError
 

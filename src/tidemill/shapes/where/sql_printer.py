@@ -1,7 +1,7 @@
-"""A checked tree as SQL again: every operand in parentheses, every operator, function and type named with its schema.
+"""Prints a checked tree as SQL: every operand in parentheses, every operator, function and type with its schema.
 
-Written here, since libpg_query's own printer leaves parentheses out where they matter (`(a IS NULL) = b`). Only trees
-that `compiler` accepted come here, so a node of another kind is a defect.
+libpg_query's own printer is not used, as it omits parentheses that matter (`(a IS NULL) = b`). Only trees that
+`compiler` accepted are printed, so a node of another kind is a defect.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BOOLEAN_TESTS = {
 
 @cache
 def _names() -> Any:
-    """The numbers of the tree's enumerations; loaded with the parser."""
+    """Return the module with the enumerations of the tree; loaded with the parser."""
     return importlib.import_module("postgast.pg_query_pb2")
 
 
 def sql_of(node: Any) -> str:
-    """Raises NotImplementedError for what `compiler` should have refused."""
+    """Print a node. Raises NotImplementedError for nodes that `compiler` should have rejected."""
     kind = node.WhichOneof("node")
     printer = _PRINTERS.get(kind)
     if printer is None:
@@ -40,7 +40,7 @@ def identifier(name: str) -> str:
 
 
 def literal(text: str) -> str:
-    """Right under both settings of standard_conforming_strings."""
+    """Quote a literal so that it is correct under both settings of standard_conforming_strings."""
     quoted = "'" + text.replace("'", "''") + "'"
     return " E" + quoted.replace("\\", "\\\\") if "\\" in text else quoted
 
@@ -83,14 +83,14 @@ def _bool(node: Any) -> str:
 
 
 def _untyped(node: Any) -> bool:
-    """Whether nothing in it gives a type to a parameter that it is."""
+    """Return whether the node is a parameter whose type follows only from its context."""
     while node.WhichOneof("node") == "collate_clause":
         node = node.collate_clause.arg
     return bool(node.WhichOneof("node") == "param_ref")
 
 
 def _known(node: Any) -> str:
-    """With a type, where what stands beside it gives none: PostgreSQL refuses a parameter that has none."""
+    """Print a node with a type if its context gives none: PostgreSQL rejects a parameter without a type."""
     return f'CAST({sql_of(node)} AS pg_catalog."text")' if _untyped(node) else sql_of(node)
 
 
@@ -137,7 +137,7 @@ def _operation(node: Any) -> str:
         low, high = node.rexpr.list.items
         return f"({left} {_between()[kind]} {sql_of(low)} AND {sql_of(high)})"
     if kind in (pb.AEXPR_DISTINCT, pb.AEXPR_NOT_DISTINCT):
-        if "NULL" in (left, right):  # a test for NULL, to PostgreSQL
+        if "NULL" in (left, right):  # PostgreSQL treats this as a test for NULL
             left, right = _known(node.lexpr), _known(node.rexpr)
         return f"({left} IS {'' if kind == pb.AEXPR_DISTINCT else 'NOT '}DISTINCT FROM {right})"
     if kind == pb.AEXPR_NULLIF:

@@ -1,4 +1,4 @@
-"""Operators and functions on text: joining, LIKE with its patterns, and the few functions that are known."""
+"""Operators and functions on text: concatenation, LIKE, and the supported functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
 def concat(left: Expression, right: Expression, location: str) -> Expression:
     left, right = resolve(left, TEXT, location), resolve(right, TEXT, location)
     if left.type.array or right.type.array or left.type.name != "text" or right.type.name != "text":
-        raise WhereError(f"{location}only text can be joined: {left.type} || {right.type}", fix="Cast both to text.")
+        raise WhereError(
+            f"{location}only text can be concatenated: {left.type} || {right.type}", fix="Cast both to text."
+        )
     type_ = Type("text", False, left.type.ordered and right.type.ordered, folding_of(left, right))
     return Expression(
         type_, strict(operator.add, left, right), constant=left.constant and right.constant,
@@ -29,12 +31,12 @@ def concat(left: Expression, right: Expression, location: str) -> Expression:
 class LikePattern:
     """A LIKE pattern (escape character backslash), ready to match texts.
 
-    What lies between two % may as well match at its first place, for all that follows could only have less room. So
-    those pieces are searched one after the other and never tried again: else a pattern of a few % takes years on a
-    row of a hundred bytes. Pieces without _ are searched in linear time.
+    A piece between two % may be matched at its first position, as a later one would only leave less room for the rest.
+    So pieces are searched one after the other without backtracking; with it, a pattern with a few % could take years on
+    a row of a hundred bytes. Pieces without _ are searched in linear time.
 
-    A pattern may end with the escape character. PostgreSQL raises an error once the comparison gets there, and finds
-    no match where it ends before.
+    A pattern may end with the escape character. PostgreSQL raises an error if the comparison reaches it, and reports no
+    match if the comparison ends before.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -44,8 +46,11 @@ class LikePattern:
         self._rest = rest
 
     def matches(self, text: str) -> bool:
-        """Raises EvaluationError when pattern and text together are too long to be compared in a moment, and when the
-        comparison reaches an escape character at the pattern's end."""
+        """Return whether the text matches.
+
+        Raises EvaluationError if pattern and text together are too long to compare quickly, or if the comparison
+        reaches an escape character at the pattern's end.
+        """
         if self.unfinished:
             if self._reaches_end(text):
                 raise EvaluationError("LIKE pattern must not end with escape character")
@@ -64,8 +69,8 @@ class LikePattern:
         return place <= end and last.at(text, end)
 
     def _reaches_end(self, text: str) -> bool:
-        """Whether PostgreSQL's comparison gets to what follows the last piece, which it does with text left over, or
-        from a run of wildcards. A run is entered with text left over only."""
+        """Return whether PostgreSQL's comparison reaches the pattern's end: after the last piece with text remaining,
+        or within a run of wildcards. A run is only entered with text remaining."""
         place, end, in_run = self._first.length, len(text), False
         if not self._first.at(text, 0):
             return False
@@ -102,24 +107,24 @@ class _Piece:
         return self._pattern.match(text, place) is not None
 
     def search(self, text: str, start: int, end: int) -> int:
-        """Where its first place between `start` and `end` ends; -1 = none."""
+        """Return the end of the first match between `start` and `end`; -1 = none."""
         if self._literal is not None:
             found = text.find(self._literal, start, max(start, end))
             return -1 if found < 0 else found + self.length
         if (end - start) * self.length > LIKE_STEPS:
-            raise EvaluationError(f"LIKE with _ is too dear on this row: text={len(text)} piece={self.length}")
+            raise EvaluationError(f"LIKE with _ is too expensive on this row: text={len(text)} piece={self.length}")
         match = self._pattern.search(text, start, max(start, end))
         return -1 if match is None else match.end()
 
 
 LIKE_STEPS = 1_000_000
-"""Places times length of a piece with wildcards: 20 ms at worst."""
+"""Limit of positions times length for a piece with wildcards: 20 ms at worst."""
 
 CACHED_PATTERN = 1_000
-"""Of patterns that come from rows, longer ones are made anew each time, so that those of many rows do not stay."""
+"""Longest pattern from a row that is cached, so that patterns of many rows do not use up memory."""
 
 ROW_PATTERN = 10_000
-"""Of patterns that come from rows, longer ones are refused: making one takes milliseconds."""
+"""Longest pattern from a row; longer ones are rejected, as preparing one takes milliseconds."""
 
 
 @lru_cache(maxsize=1024)
@@ -128,14 +133,14 @@ def _cached(pattern: str) -> LikePattern:
 
 
 def like_pattern(pattern: str) -> LikePattern:
-    """Raises EvaluationError."""
+    """Return the prepared pattern. Raises EvaluationError."""
     if len(pattern) > ROW_PATTERN:
         raise EvaluationError(f"a LIKE pattern of more than {ROW_PATTERN} characters is not supported on rows")
     return _cached(pattern) if len(pattern) <= CACHED_PATTERN else LikePattern(pattern)
 
 
 def _pieces(pattern: str) -> tuple[list[list[str | None]], bool]:
-    """What lies before, between and behind the %, and whether an escape character with nothing behind it follows."""
+    """Split a pattern at each %; also return whether it ends with an escape character."""
     pieces: list[list[str | None]] = [[]]
     at = 0
     while at < len(pattern):
@@ -154,13 +159,14 @@ def _pieces(pattern: str) -> tuple[list[list[str | None]], bool]:
 
 
 def unfinished(pattern: Expression) -> bool:
-    """Whether a constant pattern ends with an escape character, so that comparing with it may fail."""
+    """Return whether a constant pattern ends with an escape character, so that matching may fail."""
     text = _as_text(pattern).evaluate({})
     return text is not None and LikePattern(str(text)).unfinished
 
 
 def like(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    """`name` is ~~, !~~, ~~* or !~~*. Padded text is matched with its padding, and is a pattern without it."""
+    """Compile LIKE; `name` is ~~, !~~, ~~* or !~~*. Padded text keeps its padding as a value, and loses it as a
+    pattern."""
     left, right = resolve(left, TEXT, location), resolve(right, TEXT, location)
     for side in (left, right):
         if side.type.array or side.type.name not in ("text", "bpchar"):
@@ -190,7 +196,7 @@ FUNCTIONS = ("lower", "upper", "length", "concat", *_TRIMS, *_ENDS, *_LIKES)
 
 
 def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
-    """One of FUNCTIONS. Of texts alone: how PostgreSQL writes other types is its own business. Raises WhereError."""
+    """Compile one of FUNCTIONS, on text only: the text of other types is specific to PostgreSQL. Raises WhereError."""
     if name in _ENDS and len(operands) == 2:
         operands = [resolve(operands[0], TEXT, location), resolve(operands[1], Type("int4"), location)]
     else:
@@ -239,7 +245,7 @@ def _fits(name: str, types: Sequence[str]) -> bool:
 
 
 def _as_text(operand: Expression) -> Expression:
-    """Padded text as text, which has no padding."""
+    """Return padded text as text, without its padding."""
     if operand.type.name != "bpchar" or operand.type.array:
         return operand
     text = strict(lambda padded: padded.rstrip(" "), operand)
@@ -251,6 +257,6 @@ def _left(text: str, count: int) -> str:
 
 
 def _right(text: str, count: int) -> str:
-    if count == -(1 << 31):  # PostgreSQL negates it, which is no int4
+    if count == -(1 << 31):  # PostgreSQL negates it, which is not an int4
         return text
     return text[len(text) - count :] if 0 <= count <= len(text) else text if count > 0 else text[-count:]

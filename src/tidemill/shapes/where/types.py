@@ -1,9 +1,9 @@
-"""PostgreSQL types as the where evaluator knows them. Their values are what `base/pgtypes/text` makes of text:
+"""PostgreSQL types as the where evaluator knows them. Values are those that `base/pgtypes/text` reads from text:
 
     text bpchar enum  str (bpchar keeps its padding; comparison strips it)
-    anything else     as `base/pgtypes/text` says
+    all others        see `base/pgtypes/text`
 
-Text is what sessions of `SESSION_SETTINGS` print (ISO dates, UTC).
+Text is in the format that sessions with `SESSION_SETTINGS` print (ISO dates, UTC).
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ TEXTS = frozenset({"text", "bpchar", "enum"})
 MOMENTS = {"date": 0, "timestamp": 1, "timestamptz": 2}
 
 WIDE = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Inexact, Overflow])
-"""+, -, * and % are exact on numbers of NUMERIC_DIGITS, or raise; a result is held to the same size again."""
+"""Context for +, -, * and %, which are exact on numbers of NUMERIC_DIGITS, or raise; the result is then checked for the
+same size."""
 
 Folding = Literal["simple", "ascii", "full", "undecided"]
 
 ROUNDING = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Overflow])
-"""For what rounds on purpose: quotients, casts."""
+"""Context for intended rounding: quotients, casts."""
 
 
 class WhereError(InvalidError):
-    """The filter cannot be used; the message is what the client reads in `errors.where`."""
+    """The filter cannot be used; the client gets the message in `errors.where`."""
 
 
 class EvaluationError(InvalidTextError):
@@ -45,13 +46,14 @@ class EvaluationError(InvalidTextError):
 
 
 class Type(msgspec.Struct, frozen=True):
-    """`name` as above, or `unknown` for literals and parameters not yet resolved, or another pg type's name.
+    """A PostgreSQL type. `name`: one of the above, `unknown` for unresolved literals and parameters, or another type's
+    name.
 
-    ordered   text only: comparing by code points equals the collation's order
-    folding   text only: what the collation takes for one letter in two cases (case_folding.py)
-    labels    enum only: its labels in their order, where they are known
-    varying   text only: it is varchar, which is padded like character beside it
-    most_bytes  text only: it is name or "char", and longer text that is read as it is cut
+    ordered     text only: the collation orders by code points
+    folding     text only: how the collation converts case (case_folding.py)
+    labels      enum only: its labels in order, if known
+    varying     text only: the type is varchar, which ignores padding when compared with character
+    most_bytes  text only: the type is name or "char", and longer text is truncated when read
     """
 
     name: str
@@ -71,30 +73,30 @@ class Type(msgspec.Struct, frozen=True):
 
     @property
     def plain(self) -> Type:
-        """Under the name of the type that compares exactly like it."""
+        """The type under the name of the type that compares exactly like it."""
         name = ALIASES.get(self.name, self.name)
         most_bytes = CUT.get(self.name, self.most_bytes)
         varying = self.varying or self.name == "varchar"
         return msgspec.structs.replace(self, name=name, varying=varying, most_bytes=most_bytes)
 
     def like(self, name: str, *, array: bool = False) -> Type:
-        """Another type, whose text is of the same collation."""
+        """Return another type, whose text has the same collation."""
         varying, most_bytes = (self.varying, self.most_bytes) if name == self.name else (False, 0)
         return msgspec.structs.replace(self, name=name, array=array, varying=varying, most_bytes=most_bytes)
 
 
 ALIASES = {"varchar": "text", "name": "text", "char": "text"}
-"""Types that compare like another."""
+"""Types that compare like another type."""
 
 NAME_BYTES = 63
 CHAR_BYTES = 1
 CUT = {"name": NAME_BYTES, "char": CHAR_BYTES}
-"""Bytes of the types that cut longer text."""
+"""Length in bytes of the types that truncate longer text."""
 
 
 def to_float8(value: int | Decimal | float) -> float:
-    """Raises EvaluationError where a finite number has no double."""
-    result = float(value)  # of a Decimal beyond any double it is infinite without a word
+    """Convert a number to a double. Raises EvaluationError if a finite number has none."""
+    result = float(value)  # float() of a too large Decimal is infinite
     if math.isinf(result) and value != result:
         raise EvaluationError("value out of range: overflow")
     if result == 0 and value != 0:
@@ -103,7 +105,8 @@ def to_float8(value: int | Decimal | float) -> float:
 
 
 def canonical(kind: str) -> Callable[[Value], Value] | None:
-    """The form in which values of this kind are equal exactly where Python's are, and hash so. None: as they are."""
+    """Return a function to a form that is equal, and hashes, exactly if the values are equal in PostgreSQL. None if no
+    conversion is needed."""
     if kind in ("float4", "float8", "numeric"):
         return _number
     if kind == "bpchar":
@@ -130,7 +133,8 @@ def readable(name: str) -> bool:
 
 
 def reader(type_: Type) -> Callable[[str], Value]:
-    """The function that reads text of this type. Raises WhereError for types the evaluator does not know."""
+    """Return the function that parses text of this type. Raises WhereError for types that the evaluator does not
+    know."""
     read = _READERS.get(type_.name)
     if read is None:
         raise WhereError(f"type {type_} is not supported in a where clause.", fix="Cast the column to text.")
@@ -140,7 +144,7 @@ def reader(type_: Type) -> Callable[[str], Value]:
 
 
 def cut(most_bytes: int, text: str) -> str:
-    """As name and "char" cut it. Raises EvaluationError for the bytes and escapes that "char" has beyond ASCII."""
+    """Truncate text as name and "char" do. Raises EvaluationError for bytes and escapes beyond ASCII in a "char"."""
     if most_bytes == CHAR_BYTES and (not text[:1].isascii() or (text[:1] == "\\" and len(text) > 1)):
-        raise EvaluationError(f'the text is not read as "char" in a where clause: "{text}"')
+        raise EvaluationError(f'this text is not supported as "char" in a where clause: "{text}"')
     return text if len(text) * 4 <= most_bytes else text.encode()[:most_bytes].decode(errors="ignore")
