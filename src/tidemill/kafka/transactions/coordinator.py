@@ -302,9 +302,8 @@ class Transactions:
             if not self._coordinates(transactional_id):
                 continue
             if transaction.started_ms < 0 and transaction.updated_ms < forgotten_ms:
-                with contextlib.suppress(
-                    ConflictError, UnknownOutcomeError
-                ):  # used again in the meantime, or deleted the next time
+                # A failure means that the id is used again, or is deleted the next time.
+                with contextlib.suppress(ConflictError, UnknownOutcomeError):
                     await self._consensus.drop(key_of(transactional_id), seq)
                 continue
             self._look_after(transactional_id, transaction)
