@@ -182,7 +182,7 @@ def _verify(table: Table, part: Part) -> None:
 
 
 def _check_names(names: list[str], table: str) -> None:
-    """Raises InvalidError if two names differ only in case, which DuckDB ignores."""
+    """Raise InvalidError if two names differ only in case, which DuckDB ignores."""
     seen: dict[str, str] = {}
     for name in names:
         other = seen.setdefault(name.casefold(), name)

@@ -36,7 +36,7 @@ class RowDecoder(Protocol):
 
 
 def check_nesting(data: bytes) -> None:
-    """Raises ValueError for JSON that is nested deeper than NESTED_MAX."""
+    """Raise ValueError for JSON that is nested deeper than NESTED_MAX."""
     if data.count(b"[") + data.count(b"{") <= NESTED_MAX:
         return
     text = np.frombuffer(_STRINGS.sub(b"", data), dtype=np.uint8) | 0x20  # [ and {, ] and } differ in this bit

@@ -315,7 +315,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, ShardSchema]) -> None:
-    """Raises InvalidError if a column that groups the table is missing, or its type differs from the result's."""
+    """Raise InvalidError if a column that groups the table is missing, or its type differs from the result's."""
     kinds = {c.name: c.type for c in output.columns}
     for name, by in table.by.items():
         have = {c.name: c.type for c in inputs[name].columns}

@@ -40,7 +40,7 @@ class Input:
         self.changed = True
         """True if the contents at upper - 1 may differ from those that the output was last computed from."""
         self._portal = portal
-        # A retaining hold: much may be written, merged and collected while Spark reads the chosen parts.
+        # kept: the hold outlasts its lease, because much may be written, merged and collected while Spark reads.
         self._hold = MovingHold(shard, shard.reader_name("derived"), clock, kept=True)
 
     def settle(self) -> None:

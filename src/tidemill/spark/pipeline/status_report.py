@@ -129,7 +129,7 @@ class Reporter:
                 self._tracker.adopt(msgspec.structs.replace(report, marks=marks))
                 self._dead_before = {mark.name: mark.error for mark in marks if mark.error.startswith(DEAD)}
 
-    # marks ------------------------------------------------------------------------------------------
+    # stage statuses --------------------------------------------------------------------------------
     def _mark(self) -> None:
         runner = self._runner
         self._each("objects", partial(self._works, "objects", runner.stores.objects))
@@ -223,7 +223,7 @@ class Reporter:
 
     def _unit(self, unit: TableUnit, seen: FeedProgress) -> Place:
         if unit.writer is None or unit.reason:
-            # The capture's status, which `why` follows, says whether a first snapshot is stuck.
+            # The capture's status, which `why` follows, reports whether a first snapshot is stuck.
             work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0
             return self._opening(unit.name, unit.waits_for, unit.reason, unit.waits, unit.upstream, work_ms)
         upper, progress = unit.writer.upper, unit.writer.progress

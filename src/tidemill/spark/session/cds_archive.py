@@ -2,11 +2,10 @@
 
     python -m tidemill.spark.session.cds_archive        create it now (about one slow start; 60 to 170 MB on disk)
 
-Measured up to the first Python job on a slow, shared two-core machine: 23 s without, 11 s with it.
-Spark loads some fifteen thousand classes before its first batch. A dynamic archive (JDK 13 and later) maps them
-instead. It matches one Java, one pyspark and one class path, which its name identifies, and a JVM ignores an archive
-that does not match. Sessions use an existing archive and never create one: dumping takes time at exit that a driver
-does not have.
+Measured up to the first Python job on a slow, shared two-core machine: 23 s without, 11 s with it. Spark loads some
+fifteen thousand classes before its first batch. A dynamic archive (JDK 13 and later) maps them instead. It matches one
+Java, one pyspark and one class path, which its name identifies, and a JVM ignores an archive that does not match.
+Sessions use an existing archive and never create one: dumping takes time at exit that a driver does not have.
 """
 
 from __future__ import annotations

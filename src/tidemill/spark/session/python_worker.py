@@ -40,7 +40,7 @@ def data_source_found() -> Iterator[None]:
 
 
 def check_python(spark: SparkSession) -> None:
-    """Raises InvalidError if the session's Python cannot import the data source.
+    """Raise InvalidError if the session's Python cannot import the data source.
 
     Under Spark Connect it is the server's Python, which cannot be checked here. In a session of `build_session` the JVM
     makes any Python find our package, so it is not checked.

@@ -10,9 +10,8 @@
     write      option shard=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, beside
     all        which cluster: see `spark.session.cluster_lookup`
 
-An option that is unknown, or has no effect on the operation, is rejected.
-Spark pickles instances of these classes by reference and calls them in separate processes: planners and
-executors. State is in `stores.shared` of each process.
+An option that is unknown, or has no effect on the operation, is rejected. Spark pickles instances of these classes by
+reference and calls them in separate processes: planners and executors. State is in `stores.shared` of each process.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def readable_at(portal: BlockingPortal, shard: LogShard, given: int | None) -> i
 
 
 def check_columns(wanted: StructType, columns: Sequence[Column], name: str) -> None:
-    """Raises InvalidError if a schema given by the user, or stored by a catalogue, has a column that the shard has
+    """Raise InvalidError if a schema given by the user, or stored by a catalogue, has a column that the shard has
     not."""
     have = {field.name: field.dataType for field in spark_schema(columns).fields}
     for field in wanted.fields:

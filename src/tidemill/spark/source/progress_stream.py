@@ -129,7 +129,8 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         ends = await asyncio.gather(*(self._end(stores, one, self._at(start, one), most) for one in self._sources))
         end = {one.source: end for one, end in zip(self._sources, ends, strict=True)}
         if self._target is None and end == start:
-            # Spark calls again immediately. If a binding exists but cannot be read, the next call does not wait.
+            # Spark calls again immediately, and that call does not wait if a binding exists but cannot be read: pause
+            # here.
             await asyncio.sleep(pace_ms / 1000)
         return end
 

@@ -68,7 +68,7 @@ class Upsert:
         complete.
 
         Commands that were added before are among them, so a step that could not be appended and is read again is held
-        once. It may be read again up to a lower time: `advance` then says up to which time the source is complete.
+        once. It may be read again up to a lower time: `advance` then sets the time up to which the source is complete.
         """
         self.source_frontier = self.mirror.upper
         self._stash = self._without_below(commands)
