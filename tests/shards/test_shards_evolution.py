@@ -202,9 +202,7 @@ def test_evolvers_that_race_end_in_one_schema() -> None:
             assert [v.version for v in told] == list(range(2, schema.version + 1))
         with pytest.raises(InvalidError, match="another default: column=n default='7' wanted='8'"):
             await handles[0].evolve(Changes((Column("n", "int16", "8"),)))
-        with pytest.raises(
-            InvalidError, match="some values would change: column=v type=string wanted=bool"
-        ):
+        with pytest.raises(InvalidError, match="some values would change: column=v type=string wanted=bool"):
             await handles[0].evolve(Changes(widen=(Column("v", "bool"),)))
 
     run(main())
