@@ -8,7 +8,7 @@ from tidemill.consensus.api import Consensus, LogHead, changes
 
 
 class ChangedLogs:
-    """Tracks changed logs until they are `done`, so that a log whose processing failed is returned again.
+    """Tracker of changed logs until they are `done`, so that a log whose processing failed is returned again.
 
     Names are given without the prefix. Initially every existing log is due.
     """

@@ -34,7 +34,7 @@ from tidemill.consensus.rollback_detection import RollbackDetector
 
 
 class Owner(Protocol):
-    """Decides whether this process may still acknowledge writes."""
+    """Check that decides whether this process may still acknowledge writes."""
 
     @property
     def stale(self) -> bool:
@@ -42,12 +42,12 @@ class Owner(Protocol):
         ...
 
     async def assure(self) -> None:
-        """Raises the error that ends this process if it may not acknowledge writes."""
+        """Raise the error that ends this process if it may not acknowledge writes."""
         ...
 
 
 class ConsensusClientBase(abc.ABC):
-    """Implements `api.Consensus` over one method. `_submit` raises the outcome or returns the operation's result.
+    """Base of clients: `api.Consensus` over one method. `_submit` raises the outcome or returns the operation's result.
 
     Invariant: once an answer showed that the engine returned to an earlier state, every method raises
     StoreRolledBackError (`rollback_detection`).

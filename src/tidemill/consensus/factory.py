@@ -1,4 +1,4 @@
-"""Opens the consensus backend that a URL names."""
+"""Open the consensus backend that a URL names."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def part_key(shard_id: str, writer: str, written_at_ms: int, nonce: str) -> str:
 
 
 STAGED = "staged"
-"""Replaces the shard id in the keys of objects staged for a write. No shard ever refers to such a key."""
+"""Replacement of the shard id in the keys of objects staged for a write. No shard ever refers to such a key."""
 
 
 def staged_key(writer: str, written_at_ms: int, nonce: str) -> str:

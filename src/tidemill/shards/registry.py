@@ -1,4 +1,4 @@
-"""Opens shards by name. The register `shard/<name>` decides a shard's id and first schema, once; its log has the rest.
+"""Open shards by name. The register `shard/<name>` decides a shard's id and first schema, once; its log has the rest.
 
 register shard/<name>     the encoded Create command (codec): the first writer wins. Drop after it frees the name
 log      shard/<shard id> commands; the first is the same Create, written by the first process that opens the shard

@@ -17,7 +17,7 @@ CLOSE_S = 5.0
 
 
 class BlockingPortal:
-    """Runs coroutines on its loop: `call(coroutine)` returns the result or raises the error.
+    """Runner of coroutines on one event loop: `call(coroutine)` returns the result or raises the error.
 
     No caller outlives the loop: `close` cancels all work, and a thread that waits in `call` gets CancelledError.
     """

@@ -1,4 +1,4 @@
-"""Yields to the event loop inside long synchronous work: time bounds each stretch of work, not a guess of its cost.
+"""Yield to the event loop inside long synchronous work: time bounds each stretch of work, not a guess of its cost.
 
 One `CoopBudget` is shared by all work of one kind, since a hundred tasks with a stretch each would be one long stretch.
 In one turn of the loop they have one stretch together, and waiting tasks get it in the order of their arrival.

@@ -28,7 +28,7 @@ _DEAREST = Gauge("tidemill_loop_stall_cpu_seconds", "Most processor time that th
 
 
 class LoopWatch:
-    """Watches the loop: `run` until cancelled; call `facts` at any time, also from other threads."""
+    """Monitor of the loop: `run` until cancelled; call `facts` at any time, also from other threads."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

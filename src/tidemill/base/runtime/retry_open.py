@@ -1,4 +1,4 @@
-"""Opens stores that may be away when a process starts: retries, and reports which store it is waiting for.
+"""Open stores that may be away when a process starts: retry, and report which store it is waiting for.
 
 A node that ended because its bucket or consensus does not answer would be restarted forever without any message:
 nothing is published before consensus is open, and nothing is served before the bucket is.

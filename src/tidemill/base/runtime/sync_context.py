@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class SyncContext(Generic[T]):
-    """Enters `context` in a separate task, which stays in it until `leave`; `value` is the result of entering it.
+    """A `context` entered in a separate task, which stays in it until `leave`; `value` is the result of entering it.
 
     Without `leave`, it is left when the last reference is dropped, or when the portal closes. Raises as
     `BlockingPortal.call`.

@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 class Tasks:
-    """Owns background tasks for the lifetime of a component.
+    """Owner of background tasks for the lifetime of a component.
 
     Unlike asyncio.TaskGroup, a failing task does not cancel its siblings: the failure goes to `on_failure(name,
     error)`, and `aclose` cancels and awaits all running tasks.

@@ -1,4 +1,4 @@
-"""Detects which logs changed, in the client: the server has no journal of its logs.
+"""Detect which logs changed, in the client: the server has no journal of its logs.
 
     sums of the heads, by part of the logs ─► heads of the parts whose sum changed ─► changed heads go to the journal
 

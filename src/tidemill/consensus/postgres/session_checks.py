@@ -22,7 +22,7 @@ from tidemill.consensus.rollback_detection import RollbackDetector
 
 
 class Admission:
-    """Admits the sessions of one client.
+    """Admission of one client's sessions.
 
     `adopted(life)` is called when the server has a new life that was proved to continue the old one: anything else
     cached about the server is invalid.

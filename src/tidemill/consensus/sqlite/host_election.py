@@ -1,4 +1,4 @@
-"""Elects the process that hosts the sequencer of a database: the one whose open file holds an flock next to it.
+"""Election of the process that hosts a database's sequencer: the one whose open file holds an flock next to it.
 
 The clients of a process share one `Seat` per database. A client that finds no listening sequencer asks its seat to try:
 the process that gets the lock starts the sequencer thread. SIGKILL closes the file, which frees the lock.

@@ -1,4 +1,4 @@
-"""Finds the processes that lock a file, for the error text that an operator reads when a lock is not released.
+"""Find the processes that lock a file, for the error text that an operator reads when a lock is not released.
 
     /proc/locks      lines `n: POSIX|FLOCK|OFDLCK … READ|WRITE pid major:minor:inode start end`; a blocked waiter
                      has `->` after the number. A pid of another pid namespace is 0 or −1.

@@ -61,7 +61,7 @@ class Hello(Op, frozen=True, tag=20):
 
 
 class Forget(Op, frozen=True, tag=21):
-    """Cancels the wait with this request id."""
+    """Cancel the wait with this request id."""
 
     request: int
 
@@ -176,7 +176,7 @@ def decode_error(op: Op, answer: Answer) -> TidemillError:
 
 
 class Splitter:
-    """Splits a byte stream into frame bodies."""
+    """Splitter of a byte stream into frame bodies."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

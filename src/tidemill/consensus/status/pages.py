@@ -1,4 +1,4 @@
-"""Splits a report into pages that fit a register, for any number of statuses and facts. Pure.
+"""Split a report into pages that fit a register, for any number of statuses and facts. Pure.
 
 A status or a fact stays on its page for as long as it exists, so a page changes only when one of its entries does.
 Pages that lost entries accept new ones. A growing report therefore adds pages; no value grows.
@@ -42,7 +42,7 @@ _decode_head = msgspec.msgpack.Decoder(Head).decode
 
 
 class Pager:
-    """Assigns each entry of one process's reports to a page, and caches the encoding of unchanged statuses."""
+    """Assignment of one process's report entries to pages; caches the encoding of unchanged statuses."""
 
     def __init__(self) -> None:
         self._page_of: dict[str, int] = {}

@@ -43,7 +43,7 @@ def checksums_of(data: Any) -> tuple[int, int]:
 
 
 def check_whole(part: Part, data: Any) -> None:
-    """Raises CorruptError unless these are the bytes that were written. A part without checksums passes."""
+    """Raise CorruptError unless these are the bytes that were written. A part without checksums passes."""
     if part.crc >= 0 and (found := checksum(data)) != part.crc:
         raise _damaged(part, part.crc, found)
 

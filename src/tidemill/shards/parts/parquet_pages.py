@@ -1,4 +1,4 @@
-"""Verifies pages of a Parquet column chunk without decoding, for engines that read parts and do not verify checksums.
+"""Verify pages of a Parquet column chunk without decoding, for engines that read parts and do not verify checksums.
 
     chunk   { page header (Thrift compact) | compressed bytes of the page }*     the dictionary page first
 
@@ -17,7 +17,7 @@ _SIZE_FIELD, _CRC_FIELD = 3, 4
 
 
 def check_pages(chunk: memoryview, where: str) -> None:
-    """Raises CorruptError unless every page of this whole column chunk matches the checksum in its header."""
+    """Raise CorruptError unless every page of this whole column chunk matches the checksum in its header."""
     at = 0
     try:
         while at < len(chunk):

@@ -101,7 +101,7 @@ def checked(schema: ShardSchema) -> ShardSchema:
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidError if no column of a shard may have this name."""
+    """Raise InvalidError if no column of a shard may have this name."""
     if not name or name in _RESERVED:
         raise InvalidError(f"reserved column name: column={name!r}.", fix="Rename the column.")
 

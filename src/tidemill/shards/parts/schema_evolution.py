@@ -164,7 +164,7 @@ def default_value(column: Column) -> Any:
 
 
 def check_known(schema: ShardSchema, batch: Batch) -> None:
-    """Raises SchemaEvolvedError if rows of the batch may have columns that `schema` does not know."""
+    """Raise SchemaEvolvedError if rows of the batch may have columns that `schema` does not know."""
     if batch.schema_version > schema.version:
         raise SchemaEvolvedError(
             f"rows of a newer schema: version={batch.schema_version} known={schema.version}.",

@@ -37,7 +37,7 @@ RANGES_MAX = 1024
 HASH_MAX = (1 << 64) - 1
 
 Fetch = Callable[[Part], Any]
-"""Returns the encoded bytes of a part, or a binary file of them, which may be read in pieces.
+"""Function that returns the encoded bytes of a part, or a binary file of them, which may be read in pieces.
 
 Raises MissingError or UnavailableError.
 """

@@ -1,4 +1,4 @@
-"""Reads parts: bounded parallel fetches, and a cache of decoded parts, bounded in bytes.
+"""Read parts: bounded parallel fetches, and a cache of decoded parts, bounded in bytes.
 
 Parts never change and keys are never reused, so a cached part is never stale.
 """

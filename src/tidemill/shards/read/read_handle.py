@@ -266,7 +266,7 @@ class ShardReads:
         return list(state.batches[at:])
 
     def _check_history(self, state: ShardState, frontier: int) -> None:
-        """Raises HistoryLostError unless updates from `frontier` on are still distinguishable from those before it."""
+        """Raise HistoryLostError unless updates from `frontier` on are still distinguishable from those before it."""
         if state.since > 0 and state.since >= frontier:
             raise self._history_lost(state, frontier)
 

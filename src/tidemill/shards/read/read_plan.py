@@ -70,8 +70,8 @@ def plan_parts(
     """Plan a read of the shard at time `at`.
 
     If `again`, the handle plans repeatedly, so decoded parts are cached, and a small shard is read here whole.
-    `no_files` is the reason why the engine cannot read the parts itself, or "". Raises PlanNotPossibleError, CorruptError,
-    SchemaEvolvedError, HistoryLostError, MissingError, UnavailableError.
+    `no_files` is the reason why the engine cannot read the parts itself, or "". Raises PlanNotPossibleError,
+    CorruptError, SchemaEvolvedError, HistoryLostError, MissingError, UnavailableError.
     """
     chosen = portal.call(shard.batches_until(at))
     for batch in chosen:

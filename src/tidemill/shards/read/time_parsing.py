@@ -1,4 +1,4 @@
-"""Parses times as people write them."""
+"""Parse times as people write them."""
 
 from __future__ import annotations
 

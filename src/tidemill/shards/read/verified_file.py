@@ -21,7 +21,7 @@ from tidemill.shards.parts.parquet_pages import check_pages
 
 
 class VerifiedFile(io.RawIOBase):
-    """Reads `part` through `file`, for one reader at a time. Raises CorruptError, and the errors of `file`."""
+    """Reader of `part` through `file`, for one reader at a time. Raises CorruptError, and the errors of `file`."""
 
     def __init__(self, part: Part, file: ObjectFile) -> None:
         self._part = part

@@ -51,7 +51,7 @@ class ShardGroup(NamedTuple):
 
 
 class ShardFollower:
-    """Follows one shard's log. `header` and `batches` (lower → upper, bytes) are the contents of its rows."""
+    """Follower of one shard's log. `header` and `batches` (lower → upper, bytes) are the contents of its rows."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class StoredBinding(NamedTuple):
 
 
 class BindingFollower:
-    """Follows the bindings of one source from `last` = (time, position) on, the newest one in a row.
+    """Follower of the bindings of one source from `last` = (time, position) on, the newest one in a row.
 
     After a `gather`, rows of times below `forgotten_ms` belong to bindings that the log has truncated since.
     """

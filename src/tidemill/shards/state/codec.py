@@ -1,6 +1,6 @@
 """Bytes of a shard's log records and rollups: msgpack arrays, positional, with append-only tags.
 
-    record   = [tag, field…]                 one command; unknown tags are Corrupt, extra fields are ignored
+    record   = [tag, field…]                 one command; unknown tags raise CorruptError, extra fields are ignored
       1 create      [1, name, shard_id, schema]
       2 append      [2, batch]
       3 hold        [3, reader, since, expires_ms, now_ms]
@@ -25,10 +25,10 @@
                 [[version, at_ms, size_bytes, [object_key…]]…], swept_ms, dropped,
                 [[version, upper, at_ms, [added…], [[widened, type]…], [retired…]]…]]
 
-The leading number of a rollup is its format: a reader that meets a newer one stops (Corrupt). Format 1 lacks a hold's
-version and everything after the batches; it is still read. A shard whose schema never changed is written as before
-there were versions, in format 2, which lacks the last field; one that lost no column in format 3, which lacks what is
-retired; any other in format 4.
+The leading number of a rollup is its format: a reader that meets a newer one raises CorruptError. Format 1, which is
+still read, lacks a hold's version and everything after the batches. A shard whose schema never changed is written in
+format 2, which lacks the last field; one without retired columns in format 3, which lacks the lists of retired columns;
+any other in format 4.
 Integers are non-negative; min_hash and max_hash are full unsigned 64 bits.
 """
 

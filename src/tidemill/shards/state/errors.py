@@ -1,4 +1,4 @@
-"""Translates a shard's rejection of a command into the error for its proposer."""
+"""Translate a shard's rejection of a command into the error for its proposer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes shards and bindings back into empty consensus (RFC 0002 §6). The same attempt may repeat every step.
+"""Write shards and bindings back into empty consensus (RFC 0002 §6). The same attempt may repeat every step.
 
     shard/<new id>        [creation, rollup…], truncated to the rollup
     shard/<name>          the register: the creation with the new id

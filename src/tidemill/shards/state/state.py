@@ -31,8 +31,9 @@ GARBAGE_OBJECTS = 20_000
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Keeps since at or below `since`. `expires_ms` 0 = critical: never expires, and `epoch` fences its owners.
+    """A read hold, which keeps the shard's since at or below `since`.
 
+    `expires_ms` 0 = critical: the hold never expires, and `epoch` fences its owners.
     A leased hold also protects every object that the state contained at `version` or later: its reader chose from
     there.
     """
@@ -172,7 +173,7 @@ def broken_whole(state: ShardState) -> str:
 
 
 def check_whole(state: ShardState) -> None:
-    """Raises CorruptError if an invariant is broken. For tests, the simulation and `doctor`."""
+    """Raise CorruptError if an invariant is broken. For tests, the simulation and `doctor`."""
     broken = broken_whole(state)
     if broken:
         raise CorruptError(f"a shard's state breaks its invariants: shard={state.name} {broken}.")

@@ -22,7 +22,7 @@ ROLLUP_AFTER_RECORDS = 512
 
 
 class _Refused(InvalidError):
-    """Carries a rejection through the log's proposer back to `propose`."""
+    """Carrier of a rejection through the log's proposer back to `propose`."""
 
     def __init__(self, rejected: Rejected) -> None:
         super().__init__(f"rejected: {rejected.reason}")
