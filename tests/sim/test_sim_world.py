@@ -40,9 +40,9 @@ def test_each_kind_of_fault_does_what_it_says_to_objects() -> None:
     assert outcome.ok, outcome.error
     assert seen == {
         ("ok", "ok"),
-        ("refused", "Unavailable"),
-        ("lost-answer", "Unknown"),
-        ("lost-call", "Unknown"),
+        ("refused", "UnavailableError"),
+        ("lost-answer", "UnknownOutcomeError"),
+        ("lost-call", "UnknownOutcomeError"),
         ("again", "ok"),
     }
     assert any("delivered again → Conflict" in line for line in outcome.trace)
@@ -249,7 +249,7 @@ def failing(error: BaseException) -> Outcome:
 
 
 def test_every_way_to_fail_is_an_outcome() -> None:
-    assert failing(ConflictError("x")).error == "Conflict: x"
+    assert failing(ConflictError("x")).error == "ConflictError: x"
     assert failing(ExceptionGroup("g", [ValueError("inner")])).error == "ValueError: inner"
 
     async def endless(world: World) -> None:
