@@ -126,6 +126,25 @@ def test_in_doubt_there_is_no_next_version(found: Attributes | None, words: str)
     assert isinstance(why, str) and words in why
 
 
+@pytest.mark.parametrize(("wider", "fits"), [(numeric(16, 3), True), (numeric(16, 4), False), (numeric(9, 3), False)])
+def test_a_column_that_was_added_and_altered_is_known_when_the_stream_comes_to_its_first_type(
+    wider: tuple[int, int], fits: bool
+) -> None:
+    """The catalogue is ahead of a stream that was behind (oracle, seed 6003)."""
+    first = replace(X, type_name="numeric(12,3)", type_oid=NUMERIC, type_mod=numeric(12, 3)[1])
+    precision, scale = divmod(wider[1] - 4, 1 << 16)
+    now = replace(first, type_name=f"numeric({precision},{scale})", type_mod=wider[1])
+    found = seen(*ROW.columns, now, missing={"x": "1.500"})
+    step = next_version(ROW, targets_of(seen(*ROW.columns, first)), found)
+    if not fits:
+        assert isinstance(step, str) and "another type" in step
+        return
+    assert isinstance(step, Step)
+    assert (step.columns[-1].type_mod, step.columns[-1].default) == (first.type_mod, "1.500")
+    row = replace(ROW, columns=step.columns, evolved=(9,), attributes=step.attributes, storage=step.storage)
+    assert grown(row, found, 12).columns[-1].was[0].type_mod == first.type_mod
+
+
 def test_what_an_older_tidemill_described_has_no_next_version_before_it_is_completed() -> None:
     old = replace(ROW, columns=tuple(replace(c, attnum=0) for c in ROW.columns))
     assert "older tidemill" in str(next_version(old, targets_of(seen(*ROW.columns, X)), seen(*ROW.columns, X)))
