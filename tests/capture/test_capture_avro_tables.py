@@ -161,7 +161,7 @@ def test_a_schema_that_the_registry_refuses_parks_its_table_alone_until_it_is_al
             await registry.set_level(subject, "FORWARD")
             await world.transaction("ALTER TABLE a ALTER n TYPE bigint", "INSERT INTO a VALUES (2, 1)")
             await world.sql("ALTER TABLE b ALTER n TYPE bigint", "INSERT INTO b VALUES (2, 1)")
-            parked = await world.parked("a", f"refuses the schema of a topic: subject={subject}")
+            parked = await world.parked("a", f"rejected the schema of a topic: subject={subject}")
             assert "Give the subject" in parked.reason and len(parked.schemas) == 1
             # It is copied again: refused before what it has is gone, and told.
             await ask(world.catalogue, world.name, "public.a")
@@ -217,7 +217,7 @@ def test_without_a_registry_the_tables_are_refused_with_what_to_do(postgres_dsn:
     async def scenario(world: World, _: Registered) -> None:
         await world.sql("CREATE TABLE t (id int PRIMARY KEY)")
         async with world.capture(envelope="debezium-avro", wait=False):
-            row = await world.parked("t", "the registry is off")
+            row = await world.parked("t", "the registry is disabled")
             assert row.state == "refused" and "registry.enabled = true" in row.fix
 
     in_world(postgres_dsn, scenario)

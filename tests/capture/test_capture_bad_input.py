@@ -89,7 +89,7 @@ def test_a_role_without_rights(postgres_dsn: str) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", f"CREATE ROLE {role} LOGIN")
         try:
             world.dsn = dsn.replace("postgres@", f"{role}@")
-            await refused(world, InvalidError, "may not replicate")
+            await refused(world, InvalidError, "lacks the REPLICATION attribute")
             await world.sql(f"ALTER ROLE {role} REPLICATION")
             await refused(world, InvalidError, "publication cannot be created")
             await world.sql(f'GRANT CREATE ON DATABASE "{world.name}" TO {role}')

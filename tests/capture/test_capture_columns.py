@@ -439,7 +439,7 @@ def test_l2_a_tail_that_the_rows_do_not_lead_to_is_found(monkeypatch: pytest.Mon
     good = write(columnar(frames), 1, {1: 31}, {1: ChangePosition(50, 60)})
     assert good[2] == [] and good[1]["public.narrow"] == [60]
     (_, _, faults) = write(columnar(frames), 1, {1: 31}, {1: ChangePosition(50, 58)})
-    assert "does not lead to the topic's tail" in faults[0][2]
+    assert "does not match the topic's tail" in faults[0][2]
 
 
 def test_rows_whose_encoding_by_columns_fails_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_statemen
             await world.sql(*[statement.format(name) for statement in statements])
         async with world.capture(**AS_IS):
             for name in REFUSED:
-                row = await world.parked(name, "does not say the primary key")
+                row = await world.parked(name, "does not include the primary key")
                 assert row.state == "refused"
                 # Nothing that the application does fails meanwhile, and nothing was altered.
                 await world.sql(f"INSERT INTO {name} VALUES (1, 1)", f"UPDATE {name} SET id = 2", f"DELETE FROM {name}")

@@ -367,7 +367,7 @@ def test_a_copy_on_a_slot_that_the_capture_made_anew_goes_on_after_its_session_b
         row = await world.table("public.a")
         assert await world.topic_id("a") == topic, "what was copied is kept"
         assert row is not None and row.snapshot is not None and row.snapshot.lsn == begun.lsn
-        assert "the publication is gone" in (await world.row()).recopied
+        assert "the publication is missing" in (await world.row()).recopied
         assert await world.folded("a") == await as_folded(world)
 
     in_world(postgres_dsn, scenario)

@@ -427,7 +427,7 @@ def test_f486_rows_that_exchange_keys_before_their_table_is_dropped_are_in_its_t
         await world.catalogue.put(PipelineRow("p", {"d": f"capture:{world.name}:public.d"}))  # else its topic goes
         await world.sql("DROP TABLE d", "INSERT INTO good VALUES (1)")
         async with world.capture():
-            await world.parked("d", "the table is gone")
+            await world.parked("d", "was dropped from the database")
             await as_selected(world, "good")
             held = list((await world.folded("d")).values())
         assert sorted(map(str, held)) == sorted(map(str, rows))

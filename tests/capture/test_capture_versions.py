@@ -108,8 +108,8 @@ def test_a_new_column_has_what_older_rows_read_as() -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (seen(*ROW.columns, X, storage="others"), "written anew"),
-        (seen(*ROW.columns, X, missing={"x": "5"}, storage="others", partitioned=True), "written anew"),
+        (seen(*ROW.columns, X, storage="others"), "were rewritten"),
+        (seen(*ROW.columns, X, missing={"x": "5"}, storage="others", partitioned=True), "were rewritten"),
         (seen(*ROW.columns, column("x", 5), dropped=4), "added and dropped"),
         (seen(ROW.columns[0], column("v", 4), ROW.columns[2]), ""),
         (seen(*ROW.columns[:2], column("w", 3, INT8)), ""),

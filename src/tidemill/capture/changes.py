@@ -1,9 +1,11 @@
-"""What capture hands on: relations, changes and transaction fragments. Plain frozen data, no I/O.
+"""Data types that capture passes to its consumers: relations, changes and transaction fragments. Plain frozen data, no
+I/O.
 
-P2  Within a transaction ordinals grow; a key-changing UPDATE is one Change with op "update" and
-    `old` holding the previous row, and takes two ordinals (delete@n, insert@n+1 for those who split it).
-P3  A fragment never shares its last position with its successor: the newest change is held back, so
-    the commit fragment always carries a position of its own (electric #3726).
+Invariant (ordinals): within a transaction ordinals grow. A key-changing UPDATE is one Change with op "update" and the
+previous row in `old`, and takes two ordinals (for consumers that split it: delete@n, insert@n+1).
+
+Invariant (distinct ends): a fragment never shares its last position with its successor. The newest change is held back,
+so the commit fragment always has its own last position (electric #3726).
 """
 
 from __future__ import annotations
@@ -20,29 +22,31 @@ NEVER = 1 << 64
 """Above every LSN."""
 
 ORDINAL_STEP = 2
-"""Between two changes of a transaction (P2)."""
+"""Distance between two changes of a transaction."""
 
 Op = Literal["insert", "update", "delete", "truncate"]
 
 OldRows = Literal["whole", "key", "lacking"]
-"""What the stream says of the row before an UPDATE or DELETE of a relation, hence what is demanded of it.
+"""Part of the old row that the stream carries for an UPDATE or DELETE of a relation, hence what is required of it.
 
-whole     every column: REPLICA IDENTITY FULL is demanded, and a row that lacks its old one is an error
-key       the primary key at least (FULL, DEFAULT, an index with all its columns); an UPDATE that keeps it may say
-          nothing
+whole     every column: REPLICA IDENTITY FULL is required, and a change that lacks its old row is an error
+key       at least the primary key (FULL, DEFAULT, an index with all its columns); an UPDATE that keeps it may lack the
+          old row
 lacking   not even that: no UPDATE and no DELETE can be read
 """
 
 
 class Column(msgspec.Struct, frozen=True):
-    """`type_name` is format_type's text, e.g. bigint, numeric(12,2), timestamp with time zone."""
+    """One column of a relation. `type_name` is format_type's text, e.g. bigint, numeric(12,2), timestamp with time
+    zone.
+    """
 
     name: str
     type_oid: int
     type_mod: int
     type_name: str
     key_index: int
-    """Place in the primary key, 0-based; -1 when not part of it."""
+    """Place in the primary key, 0-based; -1 if it is not part of it."""
     not_null: bool = False
 
 
@@ -52,10 +56,10 @@ class Relation(msgspec.Struct, frozen=True):
     table: str
     columns: tuple[Column, ...]
     version: int = 1
-    """Of its description (CaptureTableRow): what its records were written under."""
+    """Version of its description (CaptureTableRow), under which its records are written."""
     old_rows: OldRows = "whole"
     deferrable: bool = False
-    """Two rows may hold one primary key at once, inside a transaction (deferrable_keys.py)."""
+    """True if two rows may share a primary key inside a transaction (deferrable_keys.py)."""
 
     @property
     def name(self) -> str:
@@ -71,11 +75,12 @@ Row = dict[str, str | None]
 
 
 class Change(msgspec.Struct, frozen=True):
-    """`old` has every column, or those of the primary key alone; an update that keeps its key may have none.
+    """One change of a row. `old` has every column, or only those of the primary key; an update that keeps its key may
+    have none.
 
-    `unchanged`: columns that `new` lacks. They hold what they held before, which is TOASTed and which nobody said.
-    `stays`: the row that holds the old key although this one has left it. `over`: the row that holds the new key still,
-    and leaves it later; `replaced`: this is that row, as its successor said (deferrable_keys.py).
+    `unchanged`: columns that `new` lacks. They are TOASTed and unchanged, and their values are not in the stream.
+    `stays`: the row that has the old key although this one has left it. `over`: the row that still has the new key, and
+    leaves it later. `replaced`: this change is of the row that its successor names in `over` (deferrable_keys.py).
     """
 
     relation: Relation
@@ -90,7 +95,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A transactional logical message with prefix `tidemill`: asks for a binding exactly at this commit."""
+    """A transactional logical message with prefix `tidemill`, which requests a binding exactly at this commit."""
 
     content: str
 
@@ -98,7 +103,7 @@ class Marker(msgspec.Struct, frozen=True):
 class Fragment(msgspec.Struct, frozen=True):
     """Part of one transaction, in order. A whole transaction in one fragment has both `begins` and `commits`.
 
-    `last` is the position of the last change in it (of the commit when it has none).
+    `last` is the position of its last change (of the commit if it has none).
     """
 
     xid: int
@@ -107,8 +112,8 @@ class Fragment(msgspec.Struct, frozen=True):
     begins: bool
     commits: bool
     changes: Sequence[Change]
-    """A tuple, or `row_blocks.Changes`, whose changes are decoded for those who look at them."""
+    """A tuple, or `row_blocks.Changes`, whose changes are decoded on access."""
     last: ChangePosition
     markers: tuple[Marker, ...] = ()
     size_bytes: int = 0
-    """Bytes of the messages it was made of, for those who bound what they keep."""
+    """Size of the messages that it contains, for consumers that bound their memory."""

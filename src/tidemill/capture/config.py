@@ -13,35 +13,39 @@ Envelope = Literal["row", "debezium", "debezium-avro"]
 Cleanup = Literal["delete", "compact"]
 
 NAME_LENGTH = 41
-"""`tidemill_<name>` must fit PostgreSQL's 63 bytes for slots and publications, with room to spare."""
+"""Length limit of a name: `tidemill_<name>` must fit PostgreSQL's 63 bytes for slots and publications, with some
+reserve.
+"""
 _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_")
 
 
 class CaptureConfig(msgspec.Struct, frozen=True):
-    """
+    """Settings of one capture.
+
     name                 a-z 0-9 _; slot and publication are `tidemill_<name>`, topics as in naming.py
-    dsn                  anything libpq accepts (URI or key=value), TLS and authentication included
+    dsn                  anything that libpq accepts (URI or key=value), TLS and authentication included
     tables               `schema.table`, `table` (schema public), with * and ?; `!pattern` excludes
     partitions           of each new topic
-    binding_interval_ms  at most one binding per this time while changes arrive (a marker is not delayed)
-    idle_binding_ms      while only the idle LSN moves: at most one binding per this time
-    heartbeat_s          a message is written to the database when no commit was seen for this long
-    budget_ms            freshness budget of its marks; None: that of the process
-    envelope             what records are: rows, or events as Debezium has them, in JSON or in Avro; of tables that are
-                         copied from now on
-    cleanup              of the topics: `compact` keeps the newest record of each key, `delete` every one
-    identity             full: tables are given REPLICA IDENTITY FULL; as-is: each is captured with the one it has
-    manual               nothing in the database is altered: what is missing is told as statements
-    failover             the slot is one that standbys may keep in step with, PostgreSQL 17 or newer
-    table_poll_s         how often the database is asked for tables that are new, made anew, changed or unpublished
-    copy_again           a parked table whose shard loses nothing by a copy is copied again by itself (auto_recopy.py)
-    copy_again_pause_s   one table not more often than this
-    copy_again_max_mb    a larger one when somebody asks for it
-    copy_connections     that read tables at once while they are copied
-    copy_rows_per_s      at most so many rows are copied, 0 = as fast as it goes
-    copy_chunk_blocks    of a table that are read at once (chunks.py)
-    copy_aside_after_s   a copy beside the stream that takes longer lets WAL go: what changes of its table is set aside
-    copy_aside_max_mb    at most so much of one table; WAL is kept from there on. 0 = nothing is set aside
+    binding_interval_ms  at most one binding per interval while changes arrive (a marker is not delayed)
+    idle_binding_ms      while only the idle LSN moves: at most one binding per interval
+    heartbeat_s          a message is written to the database if no commit was seen for this long
+    budget_ms            freshness budget of its stages; None: that of the process
+    envelope             format of records: rows, or Debezium's events, in JSON or Avro; for tables that are copied from
+                         now on
+    cleanup              of the topics: `compact` retains the newest record of each key, `delete` every one
+    identity             full: tables are set to REPLICA IDENTITY FULL; as-is: each keeps its identity
+    manual               nothing in the database is altered: what is missing is reported as statements
+    failover             the slot is a failover slot for standbys, PostgreSQL 17 or newer
+    table_poll_s         interval of checks for tables that are new, re-created, changed or unpublished
+    copy_again           a paused table whose shard loses nothing by a copy is re-snapshotted automatically
+                         (auto_recopy.py)
+    copy_again_pause_s   minimum interval between automatic re-snapshots of one table
+    copy_again_max_mb    larger tables are re-snapshotted only on request
+    copy_connections     number of connections that read tables concurrently during a copy
+    copy_rows_per_s      maximum rate of a copy, 0 = unlimited
+    copy_chunk_blocks    blocks of a table per chunk (chunks.py)
+    copy_aside_after_s   a concurrent copy that takes longer releases WAL: changes of its table go to a side topic
+    copy_aside_max_mb    maximum size of a side topic; WAL is retained from there on. 0 = no side topics
     """
 
     name: str
@@ -75,12 +79,12 @@ class CaptureConfig(msgspec.Struct, frozen=True):
                 f"bad capture name: capture={self.name!r}.", fix=f"Use 1 to {NAME_LENGTH} of a-z 0-9 and _."
             )
         if not self.tables:
-            raise InvalidError(f"a capture without tables: capture={self.name}.", fix='Write tables = ["public.*"].')
+            raise InvalidError(f"a capture without tables: capture={self.name}.", fix='Set tables = ["public.*"].')
         if self.envelope != "row" and not self.whole:
             raise InvalidError(
-                f"events tell the row before, which the stream says with REPLICA IDENTITY FULL only:"
+                f"events contain the old row, which the stream carries only with REPLICA IDENTITY FULL:"
                 f" capture={self.name} envelope={self.envelope} identity={self.identity}.",
-                fix='Write identity = "full", or envelope = "row".',
+                fix='Set identity = "full", or envelope = "row".',
             )
 
     @property
@@ -89,7 +93,7 @@ class CaptureConfig(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> bool:
-        """Every UPDATE and DELETE is to say its whole old row."""
+        """True if every UPDATE and DELETE must carry its whole old row."""
         return self.identity == "full"
 
     @property

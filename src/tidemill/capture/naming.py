@@ -1,15 +1,15 @@
 """Names of captured tables, and of their topics. Pure.
 
-    table    schema.table; a part that holds a dot or a quote is written as SQL writes it: "a.b".t
-    topic    capture.schema.table; a byte that no topic may have is _xHH (hexadecimal), and so is the _ of a name that
-             looks like one already. What is longer than a topic's name may be keeps its beginning and ends in _xh and
-             the hash of the whole; the catalogue says which table that is.
-    aside    the topic's name and _xhaside: no table's, since what follows _xh there are hexadecimal digits
+    table    schema.table; a part with a dot or a quote is written as in SQL: "a.b".t
+    topic    capture.schema.table; a byte that is invalid in a topic name is _xHH (hexadecimal), and so is the _ of a
+             name that already looks like one. A name that is too long for a topic keeps its beginning and ends in _xh
+             and the hash of the whole; the catalogue has the table's name.
+    aside    the topic's name and _xhaside: no table's name, since in those only hexadecimal digits follow _xh
 
-A name that is not UTF-8 (a database with the encoding SQL_ASCII takes any bytes) is a text with a surrogate for each
-odd byte, so that SQL finds it; for people that byte is \\xHH. A table with such a name in it is not captured.
+A name that is not UTF-8 (a database with the encoding SQL_ASCII accepts any bytes) is a text with a surrogate for each
+invalid byte, so that SQL finds it. For people that byte is \\xHH. A table with such a name in it is not captured.
 
-Both are one to one, so no table's name is refused, and two tables never share a topic.
+Both mappings are one to one, so no table's name is rejected, and two tables never share a topic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def table_name(schema: str, table: str) -> str:
 
 
 def odd(text: str) -> bool:
-    """It stands for bytes that are not UTF-8."""
+    """Return whether the text contains bytes that are not UTF-8."""
     return not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
 
 
@@ -41,7 +41,7 @@ def readable(text: str) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """(schema, table) of what `table_name` gave; the schema public where there is none. Raises InvalidError."""
+    """Return (schema, table) of a name from `table_name`; the default schema is public. Raises InvalidError."""
     parts: list[str] = []
     at = 0
     while at <= len(name):
@@ -67,7 +67,7 @@ def topic_name(capture: str, schema: str, table: str) -> str:
 
 
 def aside_name(topic: str) -> str:
-    """Of the topic in which changes are set aside that go into this one later."""
+    """Return the name of the side topic whose changes go into this topic later."""
     return _shortened(f"{topic}{ASIDE}")
 
 

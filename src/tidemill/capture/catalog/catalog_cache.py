@@ -1,12 +1,15 @@
-"""What the database's catalogue says, asked for ever, and read only where it may say something else by now.
+"""Caches the results of polled queries to the database's catalogue, and repeats a query only if its result may have
+changed.
 
-V1  An answer is kept while PostgreSQL shows the same snapshot. Whatever changes a catalogue is a transaction with an
-    id; the snapshot names those that have ended, so it is another one as soon as one more is visible, and never again
-    an earlier one. It is asked for before the catalogue is read: what becomes visible in between is read once more.
-    (What PostgreSQL writes over in place, such as the sizes it reckons with, is in no answer.)
-V2  Where others write, the snapshot is always another one. Then the server says of the tables only their hash, if that
-    is the one that was seen last; hash and rows are of one statement, so what was changed and changed back is no gap.
-V3  The same answer is the very same object: who has dealt with it is done.
+Invariant (cache by snapshot): a result is cached while PostgreSQL shows the same snapshot. Every change of a catalogue
+is a transaction with an id. The snapshot lists those that have ended, so it changes as soon as another one is visible,
+and never returns to an earlier value. The snapshot is read before the catalogue, so a change that becomes visible in
+between is read again. (Values that PostgreSQL overwrites in place, such as size estimates, are in no result.)
+
+On a server with other writers the snapshot changes all the time. Then the server sends only the hash of the tables if
+it matches the last one. Hash and rows are from one statement, so a change that was reverted is not missed.
+
+An unchanged result is the identical object, so callers can compare it with `is`.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ T = TypeVar("T")
 
 
 async def visible(wire: Wire) -> str:
-    """Which transactions a statement sees. Of a primary: in recovery the snapshot does not name all of them."""
+    """Return which transactions a statement sees. For a primary only: in recovery the snapshot does not list all of
+    them.
+    """
     return await wire.value("SELECT pg_current_snapshot()") or ""
 
 
 class CachedQuery(Generic[T]):
-    """The answer to one question about the catalogue (V1). Nobody may change it."""
+    """Cached result of one query to the catalogue. The result must not be changed."""
 
     def __init__(self, control: Control, question: Callable[[Wire], Awaitable[T]]) -> None:
         self._control = control
@@ -35,7 +40,9 @@ class CachedQuery(Generic[T]):
         self._kept: tuple[str, T] | None = None
 
     async def now(self) -> T:
-        """As of a moment after the call. Raises what the question raises, and is none the wiser then."""
+        """Return a result that is at least as recent as the call. Raises the query's errors, and then leaves the cache
+        unchanged.
+        """
         return await self._control.ask(self._looked)
 
     async def _looked(self, wire: Wire) -> T:
@@ -46,7 +53,7 @@ class CachedQuery(Generic[T]):
 
 
 class Tables:
-    """All that there are, in name order, as `list_tables` (V2, V3)."""
+    """All existing tables, in name order, as from `list_tables`."""
 
     def __init__(self, control: Control) -> None:
         self._hash = ""

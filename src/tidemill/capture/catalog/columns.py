@@ -1,12 +1,12 @@
-"""What the database's catalogue says of a table's columns beyond what the stream tells: their numbers, what older rows
-read as where they lack one, and which files hold the rows.
+"""Properties of a table's columns in the database's catalogue that the stream does not carry: their numbers, the value
+of older rows that lack one, and the files of the rows.
 
-    number     a rename keeps it; a column that was dropped and made anew has another
-    missing    ADD COLUMN with a constant default writes nothing: rows of before are read with this value, for ever
-    storage    another one: every row was written anew (a volatile default, an ALTER TYPE, VACUUM FULL, TRUNCATE)
-    types      what the columns' types are made of: an ALTER TYPE of one writes no row, and old ones read otherwise
-    written    the transaction that wrote a column's row in pg_attribute last, as a rename or an ALTER TYPE does
-    leaves     the tables that hold the rows: of a partitioned one its partitions, and what attached them
+    number     a rename preserves it; a column that was dropped and re-created has another one
+    missing    ADD COLUMN with a constant default writes nothing: older rows are always read with this value
+    storage    a different one: every row was rewritten (a volatile default, an ALTER TYPE, VACUUM FULL, TRUNCATE)
+    types      component types of the columns: altering one writes no row, and old values read differently
+    written    the transaction that last wrote a column's row in pg_attribute, as a rename or an ALTER TYPE does
+    leaves     the tables that contain the rows: for a partitioned one its partitions, and what attached them
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ SELECT c.oid, c.relkind, c.relnatts,
 
 
 class Attribute(msgspec.Struct, frozen=True):
-    """`missing`: what rows that lack it are read as, in PostgreSQL's text; None = NULL. `mixed`: its table's partitions
-    do not agree about that."""
+    """One column. `missing`: the value with which rows that lack it are read, in PostgreSQL's text; None = NULL.
+    `mixed`: the partitions of its table differ in that.
+    """
 
     name: str
     attnum: int
@@ -64,7 +65,9 @@ class Attribute(msgspec.Struct, frozen=True):
 
 
 class Attributes(msgspec.Struct, frozen=True):
-    """Of one table. `count`: the highest number there is, of dropped columns too; `dropped`: the highest of these."""
+    """Columns of one table. `count`: the highest column number, including dropped columns. `dropped`: the highest
+    number of a dropped column.
+    """
 
     columns: tuple[Attribute, ...]
     count: int
@@ -72,12 +75,12 @@ class Attributes(msgspec.Struct, frozen=True):
     storage: str
     partitioned: bool = False
     types: dict[int, dict[int, list[str]]] = {}
-    """Of the columns (type_dependencies.py)."""
+    """Component types of the columns (type_dependencies.py)."""
     leaves: str = ""
 
     @property
     def copied_as(self) -> str:
-        """What a copy that goes on has to find as it was when it began."""
+        """State that must be the same as at the start of a copy for the copy to be resumed."""
         types = sorted(f"{oid} {written(members)}" for oid, members in self.types.items())
         return " ".join([self.storage, *types])
 
@@ -91,7 +94,7 @@ class Attributes(msgspec.Struct, frozen=True):
 
 
 async def attributes_of(wire: Wire, oids: Sequence[int]) -> dict[int, Attributes]:
-    """By oid; a table that is gone is absent."""
+    """Return the columns of tables by oid; a dropped table is absent."""
     if not oids:
         return {}
     kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
@@ -125,7 +128,7 @@ async def attributes_of(wire: Wire, oids: Sequence[int]) -> dict[int, Attributes
 
 
 async def type_names(wire: Wire, types: Iterable[tuple[int, int]]) -> dict[tuple[int, int], str]:
-    """format_type's text of (type oid, type modifier)."""
+    """Return format_type's text for each (type oid, type modifier)."""
     wanted = sorted(set(types))
     if not wanted:
         return {}

@@ -1,18 +1,19 @@
-"""What the publications of a database, ours and everybody else's, demand of a table's REPLICA IDENTITY. Only reads.
+"""Determines the demands of all publications of a database, ours and others, on a table's REPLICA IDENTITY. Only reads.
 
-PostgreSQL refuses each UPDATE and DELETE of a table that a publication holds (by name, by schema, FOR ALL TABLES, or
+PostgreSQL rejects each UPDATE and DELETE of a table that a publication contains (by name, by schema, FOR ALL TABLES, or
 through a partitioned table above it) if the table's identity does not fit that publication:
 
-    FULL                  not with a column list, whatever is in it (15 and newer), nor with generated columns that the
-                          publication leaves out (18 and newer)
+    FULL                  not with a column list of any content (15 and newer), nor with generated columns that the
+                          publication omits (18 and newer)
     a key, or an index    its columns must be in the column list, and those of the row filter among them; none of them
-                          may be a generated column that the publication leaves out (18 and newer)
+                          may be a generated column that the publication omits (18 and newer)
     NOTHING               never
 
-    O1  An identity is looked at in this way before it is set, once more under the table's lock, and for as long as it
-        is one that the capture has set (identity_withdrawal.py): publications are altered without that lock.
-    O2  What the capture's own publication leaves out of a table (a row filter, a column list) is in no stream, so the
-        table is not captured while it does.
+Invariant (repeated check): an identity is checked in this way before it is set, again under the table's lock, and while
+the capture's own one is in force (identity_withdrawal.py), because publications are altered without that lock.
+
+Invariant (complete stream): what the capture's own publication omits of a table (a row filter, a column list) is in no
+stream, so the table is not captured while that is the case.
 
 https://www.postgresql.org/docs/current/logical-replication-col-lists.html, …/logical-replication-row-filter.html;
 CheckCmdReplicaIdentity and RelationBuildPublicationDesc in PostgreSQL's source.
@@ -29,9 +30,9 @@ from tidemill.capture.naming import table_name
 from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
 
 LISTS = 150_000
-"""From this version on publications have column lists, row filters and schemas."""
+"""First version in which publications have column lists, row filters and schemas."""
 GENERATED = 180_000
-"""From this version on a generated column that is not published makes statements fail."""
+"""First version in which a generated column that is not published makes statements fail."""
 
 _FAILING = """
 WITH RECURSIVE asked(root, oid, identity) AS ({asked}),
@@ -88,7 +89,9 @@ _WHOLE = """
           JOIN pg_inherits i ON i.inhparent = t.oid)
     SELECT t.root, t.oid, 'FULL'::text FROM tree t JOIN pg_class m USING (oid) WHERE m.relkind = 'r' AND ({some})
 """
-"""Tables, of partitioned ones their partitions, as if FULL were their identity; only such as may be objected to."""
+"""Tables, and the partitions of partitioned ones, as if their identity were FULL; only those to which a publication may
+object.
+"""
 _SOME_LIST = """EXISTS (SELECT FROM pg_publication_rel WHERE prattrs IS NOT NULL)
        AND (m.relispartition OR m.oid IN (SELECT prrelid FROM pg_publication_rel WHERE prattrs IS NOT NULL))"""
 _SOME_GENERATED = """EXISTS (SELECT FROM pg_publication p WHERE (p.pubupdate OR p.pubdelete) AND p.pubname <> {own})
@@ -102,12 +105,14 @@ SELECT r.prrelid, p.pubname = {own} AND (r.prqual IS NOT NULL OR r.prattrs IS NO
    AND (r.prattrs IS NOT NULL OR r.prqual IS NOT NULL AND p.pubname = {own})
  WHERE (p.pubupdate OR p.pubdelete) AND ({others} OR r.oid IS NOT NULL)
 """
-"""Whether anybody may object to anything, which mostly nobody does: the long question is asked only then."""
+"""Quick query for possible objections, which are rare. The expensive query runs only if there may be some."""
 
 
 class Failing(msgspec.Struct, frozen=True):
-    """UPDATE or DELETE of relation `oid`, which is `root` or a partition of it, fails with an identity that was asked
-    for, because this publication holds it; `cause`: what of the publication or the identity does not fit."""
+    """An UPDATE or DELETE of relation `oid`, which is `root` or a partition of it, fails with an identity that was
+    passed in, because this publication contains it. `cause`: the part of the publication or the identity that does not
+    fit.
+    """
 
     root: int
     oid: int
@@ -117,8 +122,9 @@ class Failing(msgspec.Struct, frozen=True):
 
 
 class Objection(msgspec.Struct, frozen=True):
-    """`relations`: which must not have FULL. `refuses`: the table cannot be captured as its capture is configured, for
-    this `reason`."""
+    """Objection of a publication to a table. `relations`: those that must not have FULL. `refuses`: the table cannot be
+    captured in its capture's configuration, for this `reason`.
+    """
 
     reason: str
     fix: str
@@ -127,18 +133,19 @@ class Objection(msgspec.Struct, frozen=True):
 
 
 Objections = Mapping[int, Objection]
-"""By oid of the table; of a partitioned one, its root."""
+"""Objections by oid of the table; for a partitioned one, of its root."""
 
 
 async def failing(wire: Wire, asked: Sequence[tuple[int, str]]) -> list[Failing]:
-    """Of tables and partitions, each with an identity as SQL writes it: with whose publications an UPDATE or DELETE
-    would fail if it had that one. [] = none would."""
+    """Return the publications with which an UPDATE or DELETE would fail, for tables and partitions with a given
+    identity, in SQL form. [] = none.
+    """
     rows = ", ".join(f"({int(oid)}::oid, {int(oid)}::oid, {literal(identity)}::text)" for oid, identity in asked)
     return await _failing(wire, f"VALUES {rows}") if asked else []
 
 
 async def objections(wire: Wire, config: CaptureConfig) -> Objections:
-    """Of all tables that there are (O1, O2)."""
+    """Return the objections to all existing tables."""
     if wire.server_version < LISTS:
         return {}
     own, generated = literal(config.publication), wire.server_version >= GENERATED
@@ -169,7 +176,7 @@ def _of_ours(
 ) -> Objection:
     publication, name = identifier(config.publication), ("" if kind == "p" else "ONLY ") + qualified(schema, table)
     return Objection(
-        f"the capture's publication holds the table with a {what}, so its stream lacks what that leaves out:"
+        f"the capture's publication has a {what} for the table, so the stream is not complete:"
         f" table={table_name(schema, table)} publication={config.publication}.",
         f"Run ALTER PUBLICATION {publication} DROP TABLE {name}; ALTER PUBLICATION {publication} ADD TABLE {name};",
         relations,
@@ -179,12 +186,12 @@ def _of_ours(
 def _of_others(config: CaptureConfig, name: str, one: Failing, relations: frozenset[int]) -> Objection:
     publication = identifier(one.publication)
     if one.cause == "column list":
-        remedy = f"Let publication {publication} hold the table without a column list"
+        remedy = f"Remove the column list of the table from publication {publication}"
     else:
         remedy = f"Run ALTER PUBLICATION {publication} SET (publish_generated_columns = stored)"
     return Objection(
-        f"REPLICA IDENTITY FULL would make the table's UPDATE and DELETE fail, since another publication holds it"
-        f" and does not fit: table={name} publication={one.publication} cause={one.cause!r}.",
+        f"REPLICA IDENTITY FULL would make the table's UPDATE and DELETE fail, because another publication"
+        f" contains it and does not permit that: table={name} publication={one.publication} cause={one.cause!r}.",
         f'{remedy}, or capture the table with the identity that it has: capture.{config.name}.identity = "as-is".',
         relations,
         config.whole,

@@ -1,4 +1,4 @@
-"""The rows that a table has now under some primary keys, in the text of the stream."""
+"""Looks up the present rows of a table by primary key, in the text of the stream."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ LOCK_TIMEOUT_MS = 1_000
 
 
 async def rows_now(control: Control, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
-    """One for each of `rows`, by its key; None where the table has none, or is gone. So many at once are one question:
-    each has its own time to be answered in (control_connection.py, Q2), however many rows a transaction moved.
+    """Return one row for each of `rows`, by its key; None if the table has none, or was dropped. ASKED_AT_ONCE rows are
+    one query, and each query has its own deadline (control_connection.py), however many rows a transaction moved.
 
-    Raises SqlError, Invalid or Missing when the table cannot be read as `relation` describes it, or its lock cannot be
-    had just now; Unavailable when no answer comes."""
+    Raises SqlError, InvalidError or MissingError if the table cannot be read as `relation` describes it, or its lock is
+    not available now; UnavailableError if the server does not answer.
+    """
     found: list[Row | None] = []
     for at in range(0, len(rows), ASKED_AT_ONCE):
         asked = rows[at : at + ASKED_AT_ONCE]
@@ -33,14 +34,14 @@ async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row
     await wire.query("BEGIN READ ONLY")
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
-        # The relation may lack the name of a type that the catalogue did not have any more when the stream described
-        # it, and a type may have another name since.
+        # The relation may lack the name of a type that no longer existed in the catalogue when the stream described it,
+        # and a type may have been renamed since.
         typed = ", ".join(f"({at}, {c.type_oid}::oid, {c.type_mod})" for at, c in enumerate(relation.columns))
         described = await wire.query(
             f"SELECT c.relkind, format_type(v.type, v.mod) FROM pg_class c, (VALUES {typed}) AS v(at, type, mod)"
             f" WHERE c.oid = {relation.oid} ORDER BY v.at"
         )
-        if not described:  # it is gone: an answer from the future (deferrable_keys.py, R2), whose end the stream brings
+        if not described:  # dropped: an answer from the future (deferrable_keys.py); the stream brings the drop
             return [None] * len(rows)
         kind, types = described[0][0], {name: type_ for name, (_, type_) in zip(names, described, strict=True)}
         columns = ", ".join(f"t.{identifier(c.name)}::{types[c.name]}" for c in relation.columns)

@@ -1,10 +1,10 @@
-"""Is a table still what its shard was made of? The difference between two descriptions, in one sentence. Pure.
+"""Describes the difference between two descriptions of a table in one sentence. Pure.
 
-    stored      as of the table's snapshot: what its records and its shard have
-    stream      a Relation message: what the next rows have (names and types only)
-    catalogue   as PostgreSQL describes it now: type names and key, too; it may be ahead of the stream
+    stored      as of the table's snapshot: the description of its records and its shard
+    stream      a Relation message: the description of the next rows (names and types only)
+    catalogue   PostgreSQL's present description: type names and key, too; it may be ahead of the stream
 
-What of it is carried, and what parks the table, is decided in schema_versions.py.
+schema_versions.py decides which difference is carried, and which one pauses the table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tidemill.metastore.catalogue import CapturedColumn
 
 
 def against_catalogue(stored: Sequence[CapturedColumn], now: Relation) -> str:
-    """What the database has that the stored description has not; "" = nothing."""
+    """Return the differences of the database from the stored description; "" = none."""
     said = _columns([(c.name, c.type_name) for c in stored], [(c.name, c.type_name) for c in now.columns])
     key = [c.name for c in sorted((c for c in stored if c.key_index >= 0), key=lambda c: c.key_index)]
     key_now = [c.name for c in now.key_columns]
@@ -27,9 +27,9 @@ def against_catalogue(stored: Sequence[CapturedColumn], now: Relation) -> str:
 
 
 def against_stream(stored: Sequence[CapturedColumn], message: RelationMessage, now: Relation | None) -> str:
-    """What the next rows of the stream have that the stored description has not; "" = nothing.
+    """Return the differences of the stream's next rows from the stored description; "" = none.
 
-    `now` only lends its words: the stream knows types by number.
+    `now` only supplies type names, because the stream has types by number.
     """
     if any(not c.type_oid for c in stored):
         return _names([c.name for c in stored], [c.name for c in message.columns])

@@ -1,19 +1,24 @@
-"""What a captured table may become while it flows: which version of its description a message of the stream has, and
-whether a new one can be carried on. Pure.
+"""Decides how the description of a captured table may change while it flows: which version a message of the stream has,
+and whether a new description can be carried. Pure.
 
-    a column at the end that rows of before read as NULL or a constant      the next version
+    a column at the end that older rows read as NULL or a constant          the next version
     smallint → integer → bigint, real → double precision                    the next version
-    numeric(p,s) → numeric(q,s) with q > p, varchar(n) → varchar(m) → text  the next version, if no row was written anew
-    a wider number in the key of a topic whose records are Avro             the table parks (avro_schemas.py, K1)
-    else                                                                    the table parks
+    numeric(p,s) → numeric(q,s) with q > p, varchar(n) → varchar(m) → text  the next version, if no row was rewritten
+    a wider number in the key of a topic whose records are Avro             the table is paused (avro_schemas.py)
+    anything else                                                           the table is paused
 
-V1  The stream tells old transactions again, under the description of then: version n + 2 is in force from the commit
-    LSN evolved[n] on, and at that LSN the one before it as well, for a transaction may hold its DDL and rows of both.
-V2  Names and types are the stream's, numbers and missing values the catalogue's. The catalogue may be ahead of the
-    stream: what it cannot vouch for any more (a column that it has under another number or not at all, one that was
-    added and dropped since) parks the table. A missing value and a number never change, so they may be read late.
-V3  A new column without a missing value is NULL in the rows of before only if these were not written anew since the
-    table was last seen as described: a volatile default, an identity or a stored generated column does that.
+Invariant (versions by LSN): the stream sends old transactions again, under the description of that time. Version n + 2
+is in force from the commit LSN evolved[n] on, and at that LSN the one before it as well, because a transaction may
+contain its DDL and rows of both.
+
+Invariant (catalogue ahead of stream): names and types come from the stream, numbers and missing values from the
+catalogue, which may be ahead. If the catalogue no longer confirms a column (it has another number or does not exist, or
+a column was added and dropped since), the table is paused. A missing value and a number never change, so they may be
+read late.
+
+Invariant (NULL in old rows): a new column without a missing value is NULL in older rows only if these were not
+rewritten since the table last matched its description. A volatile default, an identity or a stored generated column
+rewrites them.
 """
 
 from __future__ import annotations
@@ -40,14 +45,14 @@ TEXT, VARCHAR, NUMERIC = 25, 1043, 1700
 _WIDER = {(21, 23), (21, 20), (23, 20), (700, 701)}
 """int2 → int4 → int8, float4 → float8"""
 _MOD_HEADER = 4
-"""What a type modifier of numeric and varchar counts besides."""
+"""Header size that is included in a type modifier of numeric and varchar."""
 
 Type = tuple[int, int]
 """(type oid, type modifier)"""
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One column as it is to be."""
+    """One column of the description to reach."""
 
     name: str
     type_oid: int
@@ -56,7 +61,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """The next version of a description, made of `of`. `attributes` and `storage` as CaptureTableRow has them."""
+    """The next version of a description, derived from `of`. `attributes` and `storage`: as in CaptureTableRow."""
 
     of: tuple[CapturedColumn, ...]
     columns: tuple[CapturedColumn, ...]
@@ -75,7 +80,9 @@ class Step(msgspec.Struct, frozen=True):
 
 
 def version_of(row: CaptureTableRow, message: RelationMessage, lsn: int) -> int:
-    """The version that the message describes in a transaction that commits at `lsn`; 0 = none that may be (V1)."""
+    """Return the version that the message describes in a transaction that commits at `lsn`; 0 = none that is possible
+    there.
+    """
     theirs = [(c.name, c.type_oid, c.type_mod) for c in message.columns]
     if any(not c.type_oid or not c.attnum for c in row.columns):  # of an older tidemill: one version, in any order
         known = all(c.type_oid for c in row.columns)
@@ -90,7 +97,7 @@ def version_of(row: CaptureTableRow, message: RelationMessage, lsn: int) -> int:
 
 
 def described(columns: Sequence[CapturedColumn], version: int) -> list[CapturedColumn]:
-    """The columns as of a version of their description."""
+    """Return the columns as of a version of their description."""
     out = []
     for column in columns:
         if column.version <= version:
@@ -115,19 +122,21 @@ def targets_of(found: Attributes) -> list[Target]:
 
 
 def anew(row: CaptureTableRow, found: Attributes | None) -> str:
-    """The columns that the database has under the name of a stored one, and that are others; "" = none."""
+    """Return the columns that the database has re-created under the name of a stored one; "" = none."""
     now = found.by_name if found is not None else {}
     other = [c.name for c in row.columns if c.attnum and c.name in now and now[c.name].attnum != c.attnum]
-    return "; ".join(f"column {name!r} is another one of this name" for name in other)
+    return "; ".join(f"column {name!r} is now a different column" for name in other)
 
 
 def types_as(found: Attributes) -> dict[int, str]:
-    """As CaptureTableRow has them."""
+    """Return the component types in the form of CaptureTableRow."""
     return {oid: written(members) for oid, members in found.types.items()}
 
 
 def reads_otherwise(row: CaptureTableRow, found: Attributes) -> str:
-    """The columns whose values of before read otherwise, for a type that they are made of was altered; "" = none."""
+    """Return the columns whose older values now read differently, because a type of which they consist was altered; ""
+    = none.
+    """
     altered = [
         c.name
         for c in row.columns
@@ -135,15 +144,19 @@ def reads_otherwise(row: CaptureTableRow, found: Attributes) -> str:
         and c.type_oid in found.types
         and not reads_alike(row.types[c.type_oid], found.types[c.type_oid])
     ]
-    return "; ".join(f"a type of column {name!r} was altered, and its old values read otherwise" for name in altered)
+    return "; ".join(
+        f"a type of column {name!r} was altered, and its old values now read differently" for name in altered
+    )
 
 
 def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attributes | None) -> Step | str:
-    """The step from the newest version to `target`, or why there is none ("" where the difference itself says it)."""
+    """Return the step from the newest version to `target`, or the reason why it is impossible ("" if the difference
+    itself explains it).
+    """
     if not row.attributes or not row.storage or any(not c.attnum or not c.type_oid for c in row.columns):
-        return "it was described by an older tidemill, which did not keep what tells a new column from a renamed one"
+        return "it was described by an older tidemill, which cannot distinguish a new column from a renamed one"
     if found is None:
-        return "and the table is gone meanwhile"
+        return "and the table was dropped in the meantime"
     if any(map(odd, [text for t in target for text in (t.name, t.type_name)])):
         return "and a name of them is not UTF-8"
     if [t.name for t in target[: len(row.columns)]] != [c.name for c in row.columns]:
@@ -159,7 +172,7 @@ def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attribut
         return added
     columns = (*widened, *added)
     if row.envelope == AVRO and key_kinds(columns) != key_kinds(row.columns):
-        return "its key has another schema from there on, so its records would be those of other keys"
+        return "its key has another schema from there on, so its records would have other keys"
     try:
         have = schema_of(row.columns)
         evolved(have, changes_to(have, schema_of(columns)))
@@ -171,7 +184,7 @@ def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attribut
 
 
 def schema_of(columns: Sequence[CapturedColumn]) -> ShardSchema:
-    """What a shard of these columns is made of, with the defaults of those that were added. Raises InvalidError."""
+    """Return the schema of a shard of these columns, with the defaults of added ones. Raises InvalidError."""
     plain = [column_for(c.name, c.type_name) for c in columns]
     key = sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index)
     schema = checked(ShardSchema(tuple(plain), tuple(c.name for c in key)))
@@ -180,7 +193,7 @@ def schema_of(columns: Sequence[CapturedColumn]) -> ShardSchema:
 
 
 def widens(old: Type, new: Type) -> tuple[bool, bool]:
-    """(does every value stay exactly what it is, are the rows written anew for it)."""
+    """Return (whether every value remains exactly the same, whether the rows are rewritten for it)."""
     (kind, mod), (kind_now, mod_now) = old, new
     if (kind, kind_now) in _WIDER:
         return True, True
@@ -208,7 +221,7 @@ def _widened(
         if not exact:
             return ""
         if rewritten and not anew_:
-            return "the rows were written anew as well, with values of which the stream says nothing"
+            return "the rows were rewritten as well, with values that are not in the stream"
         former = FormerType(row.version, column.type_name, *old)
         out.append(
             replace(
@@ -221,11 +234,11 @@ def _widened(
 def _added(
     row: CaptureTableRow, target: Sequence[Target], found: Attributes, rewritten: bool
 ) -> list[CapturedColumn] | str:
-    """V2, V3."""
+    """Return the added columns, or why they cannot be carried."""
     out = []
     now = found.by_name
     if target and found.dropped > row.attributes:
-        return "a column was added and dropped meanwhile, and which one rows of before lack cannot be told"
+        return "a column was added and dropped in the meantime, so it is unknown which one older rows lack"
     for wanted in target:
         seen = now.get(wanted.name)
         if seen is None:
@@ -235,11 +248,11 @@ def _added(
         if old != new and not widens(old, new)[0]:
             return f"and column {wanted.name!r} has another type in the database by now"
         if seen.attnum <= row.attributes:
-            return f"column {wanted.name!r} was there before under another name"
+            return f"column {wanted.name!r} existed before under another name"
         if seen.mixed or (rewritten and (seen.missing is None or found.partitioned)):
             return (
-                "the rows were written anew meanwhile (a volatile default, an identity, a generated column does that),"
-                " with values of which the stream says nothing"
+                "the rows were rewritten (by a volatile default, an identity or a generated column),"
+                " with values that are not in the stream"
             )
         kind = column_for(wanted.name, wanted.type_name).type
         if odd(seen.missing or ""):

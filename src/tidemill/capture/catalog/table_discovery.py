@@ -1,12 +1,12 @@
-"""What the database's catalogue says about tables: which exist, which can be captured, their columns, keys and types.
+"""Reads tables from the database's catalogue: which exist, which can be captured, their columns, keys and types.
 
-    refused    named, and cannot be captured as it is: no primary key; unlogged or foreign; on PostgreSQL 18 with a
-               virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail; where
-               identities are taken as they are, with one that does not say the primary key of an old row
-    left       the same kinds where only a pattern meets them: nobody asked for this very table
+    refused    named, and cannot be captured in its present form: no primary key; unlogged or foreign; on PostgreSQL 18
+               with a virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail;
+               if identities are used unchanged, with one that does not include the primary key of an old row
+    left       the same kinds if only a pattern matches them, and no operator named this very table
 
 Nothing is altered before this is known. Stored generated columns are carried from PostgreSQL 18 on
-(`publish_generated_columns`); the stream of older ones lacks them. Partitions are represented by their root
+(`publish_generated_columns`); the stream of older versions lacks them. Partitions are represented by their root
 (`publish_via_partition_root`).
 """
 
@@ -27,11 +27,13 @@ from tidemill.capture.postgres.connection import Wire, identifier, literal, qual
 from tidemill.capture.postgres.pg_snapshot import since
 
 GENERATED_PUBLISHED = 180_000
-"""From this version on stored generated columns can be published, and unpublished ones break REPLICA IDENTITY FULL."""
+"""First version in which stored generated columns can be published, and unpublished ones break REPLICA
+IDENTITY FULL.
+"""
 
 VISIBLE_POLL_S = 0.01
 LOOK_TIMEOUT_MS = 100
-"""For the lock that a look into a new partition takes."""
+"""Timeout of the lock for a check of a new partition."""
 
 _LACKS_KEY = """
 CASE m.relreplident
@@ -44,18 +46,18 @@ CASE m.relreplident
                                AND p.indkey::int2[] <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
   ELSE true END
 """
-"""Whether the WAL of relation m does not say whose row an UPDATE or DELETE of it was: with NOTHING; with DEFAULT where
-the primary key may be deferred, which then is no identity, or includes columns that are none of it; with an index that
-lacks a column of the key (an UPDATE of that column alone would say nothing of the key before). Where the primary key
-may be deferred two rows hold it at once, and only a whole old row says which one of them left it
-(deferrable_keys.py)."""
+"""Condition that the WAL of relation m does not identify the row of an UPDATE or DELETE. This is the case with NOTHING;
+with DEFAULT if the primary key is deferrable, and therefore no identity, or includes additional columns; with an index
+that lacks a column of the key (an UPDATE of that column alone would not show the old key). Two rows may share a
+deferrable primary key, and only a whole old row shows which one of them left it (deferrable_keys.py).
+"""
 
 _IDENTITY = """
 CASE m.relreplident WHEN 'f' THEN 'FULL' WHEN 'd' THEN 'DEFAULT' WHEN 'i' THEN coalesce((
     SELECT 'USING INDEX ' || quote_ident(x.relname) FROM pg_index i JOIN pg_class x ON x.oid = i.indexrelid
      WHERE i.indrelid = m.oid AND i.indisreplident), 'NOTHING') ELSE 'NOTHING' END
 """
-"""The identity of relation m as SQL writes it; an index that is gone leaves the table with what NOTHING says."""
+"""The identity of relation m in SQL form. A dropped index leaves the table with the effect of NOTHING."""
 
 _GIVES_KEY = """
 format('ALTER TABLE %I.%I REPLICA IDENTITY %s', (SELECT nspname FROM pg_namespace WHERE oid = m.relnamespace),
@@ -64,9 +66,9 @@ format('ALTER TABLE %I.%I REPLICA IDENTITY %s', (SELECT nspname FROM pg_namespac
                             AND i.indnkeyatts = i.indnatts) THEN 'DEFAULT' ELSE 'FULL' END)
 """
 STATEMENTS = 5
-"""So many of one table are told at once."""
+"""Maximum number of statements per table in one message."""
 _LACKING = f"coalesce(array_to_string((array_agg({_GIVES_KEY}) FILTER (WHERE {_LACKS_KEY}))[1:{STATEMENTS}], '; '), '')"
-"""Of a group of relations m."""
+"""Aggregate over a group of relations m."""
 
 _TABLES = f"""
 SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
@@ -151,15 +153,15 @@ SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
 
 
 class TableInfo(msgspec.Struct, frozen=True):
-    """`kind`: r table, p partitioned, f foreign.
+    """A table of the database. `kind`: r table, p partitioned, f foreign.
 
-    identity        its REPLICA IDENTITY as SQL writes it; of it and its partitions, where they are of several kinds
-    lacking         the statements that give it and its partitions an identity that says the primary key, "" = it is so
-    odd             what of its names is not UTF-8, "" = none
+    identity        its REPLICA IDENTITY in SQL form; all of them, if its partitions have different ones
+    lacking         the statements that set an identity with the primary key for it and its partitions, "" = not needed
+    odd             the first of its names that is not UTF-8, "" = none
     generated       kinds of its generated columns: s stored, v virtual
-    odd_partition   a partition that has no WAL, "" = none
+    odd_partition   a partition without WAL, "" = none
     digest          of its columns, their types, its key, partitions, their attachments and the files of its rows:
-                    another one means to look closely
+                    a different one requires a closer check
     """
 
     oid: int
@@ -181,8 +183,9 @@ class TableInfo(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a table is not captured. `state`: refused or left (CaptureTableRow). `held_by`: who is in the way, if not
-    the operator. `again`: of a table that was captured, once the reason is gone a copy makes it good."""
+    """Reason why a table is not captured. `state`: refused or left (CaptureTableRow). `held_by`: the blocker, if it is
+    not the operator. `again`: for a table that was captured, a copy resolves it once the reason is gone.
+    """
 
     state: str
     reason: str
@@ -193,11 +196,12 @@ class Refusal(msgspec.Struct, frozen=True):
 
 class Hazard(msgspec.Struct, frozen=True):
     """A published table with a part whose changes lack old rows, or whose statements fail because it is published.
-    `lacking`: as in TableInfo."""
+    `lacking`: as in TableInfo.
+    """
 
     table: TableInfo
     name: str
-    """as ALTER PUBLICATION wants it"""
+    """name in the form of ALTER PUBLICATION"""
     virtual: bool
     breaks: bool
     lacking: str
@@ -208,20 +212,21 @@ class Hazard(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What the patterns of a capture come to: tables in name order, and by name those that cannot be taken."""
+    """Result of a capture's patterns: tables in name order, and those that cannot be captured by name."""
 
     tables: tuple[TableInfo, ...]
     refused: dict[str, Refusal]
 
 
 async def list_tables(wire: Wire) -> list[TableInfo]:
-    """Every ordinary, partitioned and foreign table, in name order, outside the system's schemas and our own: consensus
-    may live in the same database, and capturing it would feed on itself."""
+    """Return every ordinary, partitioned and foreign table, in name order, outside the schemas of the system and of
+    tidemill: consensus may be in the same database, and capturing it would feed on itself.
+    """
     return (await list_tables_unless(wire, "", []))[1]
 
 
 async def list_tables_unless(wire: Wire, known: str, tables: list[TableInfo]) -> tuple[str, list[TableInfo]]:
-    """The hash of what there is now, and that: these very `tables` where the hash is the `known` one."""
+    """Return the hash of the existing tables, and the tables; the very object `tables` if the hash equals `known`."""
     rows = await wire.query(_TABLES_UNLESS.format(known=literal(known)))
     found = rows[0][0] or ""
     if found == known:
@@ -235,12 +240,12 @@ async def list_tables_unless(wire: Wire, known: str, tables: list[TableInfo]) ->
             or odd_names.get(int(r[1] or 0), ""),
         )
         for r in rows
-        if r[1] is not None  # there is none
+        if r[1] is not None  # there are no tables
     ]  # fmt: skip
 
 
 async def _odd_names(wire: Wire) -> dict[int, str]:
-    """By table: the name of a column, of its type or of a partition that is not UTF-8."""
+    """Return, by table, the name of a column, of its type or of a partition that is not UTF-8."""
     rows = await wire.query(
         "SELECT a.attrelid, a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a"
         " JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace"
@@ -253,7 +258,9 @@ async def _odd_names(wire: Wire) -> dict[int, str]:
 
 
 async def hazards(wire: Wire, publication: str, whole: bool) -> list[Hazard]:
-    """`whole`: FULL is demanded; else an identity that says the key will do."""
+    """Return the published tables with hazards. `whole`: FULL is required; otherwise an identity that includes the key
+    suffices.
+    """
     wanting = "m.relreplident <> 'f'" if whole else _LACKS_KEY
     rows = await wire.query(_HAZARDS.format(publication=literal(publication), lacking=_LACKING, wanting=wanting))
     return [
@@ -269,8 +276,9 @@ async def hazards(wire: Wire, publication: str, whole: bool) -> list[Hazard]:
 
 
 async def keyless(wire: Wire, oids: Sequence[int]) -> dict[int, list[str]]:
-    """By table: the statements that give it and its partitions an identity that says the primary key. A table that
-    needs none is absent."""
+    """Return, by table, the statements that set an identity with the primary key for it and its partitions. A table
+    that needs none is absent.
+    """
     if not oids:
         return {}
     rows = await wire.query(_KEYLESS.format(oids=", ".join(str(int(oid)) for oid in oids)))
@@ -281,7 +289,7 @@ async def keyless(wire: Wire, oids: Sequence[int]) -> dict[int, list[str]]:
 
 
 class NoTablesError(MissingError):
-    """There is nothing that the capture could take in: a table may be made any moment."""
+    """The capture matches no table at present; a table may be created at any moment."""
 
 
 def resolve(
@@ -292,9 +300,10 @@ def resolve(
     whole: bool = True,
     objections: Objections | None = None,
 ) -> Choice:
-    """The tables that the patterns name. `whole`: each is given REPLICA IDENTITY FULL, else it is captured with the
-    one that it has. `objections`: what publications have against that. Raises NoTablesError when the patterns name no
-    table at all."""
+    """Return the tables that match the patterns. `whole`: each is set to REPLICA IDENTITY FULL; otherwise it is
+    captured with its present identity. `objections`: those of publications. Raises NoTablesError if the patterns match
+    no table at all.
+    """
     chosen: dict[str, TableInfo] = {}
     refused: dict[str, Refusal] = {}
     excluded = [p[1:] for p in patterns if p.startswith("!")]
@@ -318,18 +327,20 @@ def resolve(
                 refused[table.name] = why
     if not chosen and all(r.reason.startswith("no such table") for r in refused.values()):
         raise NoTablesError(
-            f"the capture's patterns name no table: table={','.join(patterns)}.",
+            f"the capture's patterns match no table: table={','.join(patterns)}.",
             fix="Create it, or correct `tables` of this capture.",
         )
     return Choice(tuple(chosen[name] for name in sorted(chosen)), refused)
 
 
 def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool = True) -> Refusal | None:
-    """Why a table cannot be captured as it is, None = it can. Pure, and asked before anything is altered."""
+    """Return why a table cannot be captured in its present form, None = it can. Pure, and called before anything is
+    altered.
+    """
     other_kind = "refused" if named else "left"
     if table.kind == "f":
         return Refusal(
-            other_kind, f"a foreign table has no WAL here: table={table.name}.", "Capture it where it lives."
+            other_kind, f"a foreign table has no WAL here: table={table.name}.", "Capture it in its own database."
         )
     if table.odd:
         return Refusal(
@@ -357,14 +368,14 @@ def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool =
     if version >= GENERATED_PUBLISHED and "v" in table.generated:
         return Refusal(
             "refused",
-            "a virtual generated column is in no stream, and capturing the table would make its UPDATE and DELETE"
+            "a virtual generated column is in no stream, and capturing the table would make UPDATE and DELETE"
             f" fail: table={table.name}.",
             f'Make the column STORED, or exclude the table with "!{table.name}".',
         )
     if not whole and table.lacking:
         return Refusal(
             "refused",
-            "its replica identity does not say the primary key of a row that is changed or deleted:"
+            "its replica identity does not include the primary key of a changed or deleted row:"
             f" table={table.name} identity={table.identity!r}.",
             f"Run {readable(table.lacking)};",
         )
@@ -372,9 +383,10 @@ def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool =
 
 
 async def list_partitions(wire: Wire, oid: int) -> dict[int, int]:
-    """Of a partitioned table, at all levels, each with the transaction that attached it, in the order of their oids;
-    none of any other. One that is being detached (CONCURRENTLY) is none any more: what changes in it is no change of
-    the table."""
+    """Return the partitions of a partitioned table, at all levels, each with the transaction that attached it, ordered
+    by oid; empty for any other table. A partition that is being detached (CONCURRENTLY) is excluded, because its
+    changes are no longer changes of the table.
+    """
     rows = await wire.query(
         f"WITH RECURSIVE tree(oid, attached) AS (SELECT {oid}::oid, NULL::xid UNION ALL SELECT i.inhrelid, i.xmin"
         " FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'"
@@ -385,7 +397,9 @@ async def list_partitions(wire: Wire, oid: int) -> dict[int, int]:
 
 
 async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
-    """The partitioned tables that this is a partition of, at all levels; none where it is none, or gone."""
+    """Return the partitioned tables of which this is a partition, at all levels; empty if it is no partition, or was
+    dropped.
+    """
     rows = await wire.query(
         f"WITH RECURSIVE up(oid) AS (SELECT inhparent FROM pg_inherits WHERE inhrelid = {oid} UNION"
         " SELECT i.inhparent FROM up u JOIN pg_inherits i ON i.inhrelid = u.oid)"
@@ -395,11 +409,13 @@ async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
 
 
 async def came_with_rows(wire: Wire, partition: int) -> str:
-    """The name of a partition that holds a row at least as old as its attachment, else "". Such rows were in no change
-    of the root. Raises SqlError when its lock cannot be had just now or it takes too long, and InvalidError when the
-    role may not read it: a right to the root is none to the partition alone. Whether it is empty is seen without one.
+    """Return the name of a partition that has a row at least as old as its attachment, otherwise "". Such rows were in
+    no change of the root. Raises SqlError if its lock is not available now or the query takes too long, and
+    InvalidError if the role may not read it, because a privilege on the root does not cover the partition itself.
+    Checking whether it is empty needs no privilege.
 
-    A row of more than 2^31 transactions ago has a negative age (setup.since): only what has one in between is younger.
+    A row of more than 2^31 transactions ago has a negative age (pg_snapshot.since), so only rows with an age in between
+    are younger.
     """
     names = await wire.query(
         "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
@@ -434,14 +450,16 @@ async def came_with_rows(wire: Wire, partition: int) -> str:
 
 
 async def describe_after(wire: Wire, xid: int, oid: int, *, whole: bool) -> Relation | None:
-    """A table as PostgreSQL describes it once transaction `xid` of the stream is visible; None when it is gone.
+    """Return a table as PostgreSQL describes it once transaction `xid` of the stream is visible; None if it was
+    dropped.
 
-    `whole`: the stream says whole old rows, so its key counts as deferrable where it may have been one that was: it was
-    made by this transaction or a later one, and nothing says what was before. That costs time alone
-    (deferrable_keys.py). Where old rows are less, rivals cannot be told apart, and it counts as what it is now.
+    `whole`: the stream carries whole old rows, so a key that may have been deferrable counts as deferrable: it was
+    created by this transaction or a later one, and its former state is unknown. That only costs time
+    (deferrable_keys.py). Without whole old rows, rows that share a key cannot be distinguished, and the key's present
+    state counts.
 
-    A commit is decoded as soon as it is flushed, before new snapshots see it: the catalogue asked too early is still
-    that from before its DDL. A transaction gives its lock on its own id up only after it has become visible.
+    A commit is decoded right after its flush, before new snapshots see it, so an early query would still see the
+    catalogue from before its DDL. A transaction releases the lock on its own id only after it has become visible.
     """
     running = (
         "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'transactionid' AND granted"
@@ -454,8 +472,9 @@ async def describe_after(wire: Wire, xid: int, oid: int, *, whole: bool) -> Rela
 
 
 async def describe(wire: Wire, oids: Sequence[int], *, made_since: str = "false") -> dict[int, Relation]:
-    """Columns and keys of tables by oid, as the stream carries them; a table that is gone is absent. `made_since`: the
-    condition on a primary key's row i of pg_index that has it count as deferrable, whatever it is."""
+    """Return columns and keys of tables by oid, as the stream carries them; a dropped table is absent. `made_since`:
+    the condition on a primary key's row i of pg_index under which it counts as deferrable in any case.
+    """
     if not oids:
         return {}
     kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
@@ -491,7 +510,9 @@ def _is_pattern(text: str) -> bool:
 
 
 def _names(table: TableInfo) -> tuple[str, ...]:
-    """The ways an operator may write it: as we do, as plain text, and without its schema where that is public."""
+    """Return the names by which an operator may refer to the table: ours, plain text, and without its schema if that is
+    public.
+    """
     plain = f"{table.schema}.{table.table}"
     return (table.name, plain, *((table.table,) if table.schema == "public" else ()))
 

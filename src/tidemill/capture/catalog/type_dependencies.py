@@ -1,16 +1,16 @@
-"""The types that a table's columns are made of, and whether values of before read otherwise by now. Pure, but for one
-question.
+"""Finds the types of which a table's columns consist, and whether earlier values now read differently. Pure, except for
+one query.
 
-    composite   ADD or DROP ATTRIBUTE, of a table's row type its columns     every old value reads otherwise
-    enum        RENAME VALUE                                                 values of that label do
-                ADD VALUE                                                    nothing: labels are compared as far as
-                                                                             they were there
-    array, domain, range, multirange                                         as what they are over, at any depth
+    composite   ADD or DROP ATTRIBUTE, for a table's row type its columns     every old value reads differently
+    enum        RENAME VALUE                                                  values of that label do
+                ADD VALUE                                                     none: only the labels that existed
+                                                                              before are compared
+    array, domain, range, multirange                                          like their element types, at any depth
 
-PostgreSQL stores numbers of attributes and labels, and no message of the stream says that they were altered: a copy of
-the table alone reads all rows as SELECT does.
+PostgreSQL stores numbers of attributes and labels, and no message of the stream reports that they were altered. Only a
+copy of the table reads all rows as SELECT does.
 
-A type is written down as `structure|enum:labels:hash|…`, by the oid of the column's type.
+A type is stored as `structure|enum:labels:hash|…`, by the oid of the column's type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from tidemill.capture.postgres.connection import Wire
 
 FIRST_OWN = 16_384
-"""Oids below are those of PostgreSQL's own types, which nobody alters."""
+"""Oids below are those of PostgreSQL's own types, which are never altered."""
 _DIGITS = 16
 
 _MEMBERS = """
@@ -31,7 +31,7 @@ UNION ALL SELECT r.rngsubtype FROM pg_range r WHERE m.oid IN (r.rngtypid, r.rngm
 UNION ALL SELECT d.atttypid FROM pg_attribute d WHERE m.typrelid <> 0 AND d.attrelid = m.typrelid AND d.attnum > 0
    AND NOT d.attisdropped
 """
-"""Of the row m of pg_type."""
+"""Member types of the row m of pg_type."""
 
 _ITEMS = """
 SELECT concat_ws(' ', 'a', d.attnum, d.atttypid, d.atttypmod) AS item, d.attnum::bigint AS place FROM pg_attribute d
@@ -56,11 +56,13 @@ HASH = f"""
  SELECT coalesce(md5(string_agg(concat_ws(' ', m.oid, i.item), E'\\t' ORDER BY m.oid, i.place)), '')
    FROM used u JOIN pg_type m ON m.oid = u.oid CROSS JOIN LATERAL ({_ITEMS}) i)
 """
-"""Of all types that columns of tables are made of: another one means to look closely."""
+"""Hash of all types of which columns of tables consist. A different one requires a closer check."""
 
 
 async def types_of(wire: Wire, oids: Sequence[int]) -> dict[int, dict[int, list[str]]]:
-    """By the type of a column of these tables: the types that it is made of, with their attributes and labels."""
+    """Return, by the type of a column of these tables, the types of which it consists, with their attributes and
+    labels.
+    """
     rows = await wire.query(_OF_TABLES.format(oids=", ".join(str(int(oid)) for oid in oids)))
     found: dict[int, dict[int, list[str]]] = {}
     for root, member, item in rows:
@@ -69,7 +71,7 @@ async def types_of(wire: Wire, oids: Sequence[int]) -> dict[int, dict[int, list[
 
 
 def written(members: Mapping[int, Sequence[str]], labels: Mapping[int, int] | None = None) -> str:
-    """`labels`: of an enum count only so many."""
+    """Return the stored form of a type. `labels`: number of labels of each enum to include."""
     parts, structure = [], hashlib.sha256()
     for oid, items in sorted(members.items()):
         if items[0].startswith("a "):
@@ -82,7 +84,7 @@ def written(members: Mapping[int, Sequence[str]], labels: Mapping[int, int] | No
 
 
 def reads_alike(stored: str, members: Mapping[int, Sequence[str]]) -> bool:
-    """Whether values of a type that was written down so read as they did."""
+    """Return whether values of a type with this stored form read as they did."""
     counts: dict[int, int] = {}
     for part in stored.split("|")[1:]:
         oid, count, _ = part.split(":")

@@ -1,14 +1,15 @@
-"""Tuples by columns: where every value of many rows lies, found with one step a column. Pure.
+"""Tuples by columns: finds every value of many rows with one step per column. Pure.
 
     message   'I' oid 'N' new      'D' oid 'O' old      'U' oid 'O' old 'N' new
-                                   'D' oid 'K' old      'U' oid 'N' new          where keys suffice (row_tuples.py)
+                                   'D' oid 'K' old      'U' oid 'N' new          if keys suffice (row_tuples.py)
     tuple     int16 n   n × ('n' null | 'u' unchanged TOAST | 't' int32 length, text)
 
-A tuple has C columns, so C vectorised steps over all rows read the kind and the length of column c and move every
-row's cursor behind it. A cursor never leaves the buffer: whatever the bytes say, nothing is read outside of them.
+A tuple has C columns, so C vectorised steps over all rows read the kind and the length of column c and move every row's
+cursor past it. A cursor never leaves the buffer: no input makes it read outside.
 
-V1  `whole` is True only where the per-row functions (row_tuples.py) read the row without an error, and its key did not
-    change. In doubt a row is not whole: it goes the per-row way, which says what is wrong with it.
+Invariant (whole rows): `whole` is True only if the per-row functions (row_tuples.py) can read the row without an error,
+and its key did not change. In doubt a row is not whole: it is decoded by the per-row functions, which report what is
+wrong with it.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 
 PAD_BYTES = 8
-"""Behind the last message, so that a kind and a length can be read at its end."""
+"""Padding behind the last message, so that a kind and a length can be read at its end."""
 KIND_AT, OID_AT, MARK_AT, TUPLE_AT = 0, 1, 5, 6
-"""In a message of a change."""
+"""Offsets in the message of a change."""
 INSERT, UPDATE, DELETE = b"IUD"
 _NEW, _OLD, _KEY = b"NOK"
 _TEXT, _NULL, _UNCHANGED = b"tnu"
 
 
 class Values(NamedTuple):
-    """Of one tuple of every row, [column, row]: where a value lies, and how many bytes it has; −1 is NULL."""
+    """Values of one tuple of every row, [column, row]: the start of a value, and its number of bytes; −1 is NULL."""
 
     starts: Int64s
     sizes: Int64s
 
 
 class Old(NamedTuple):
-    """What the rows of UPDATEs, by their places `rows`, ascending, were before."""
+    """Old values of the rows of UPDATEs, whose numbers `rows` are ascending."""
 
     rows: Int64s
     values: Values
 
     def of(self, whole: Bools) -> Old:
-        """Among the rows that are whole alone."""
+        """Return the old values restricted to, and numbered by, the rows that are whole."""
         kept = whole[self.rows]
         places = np.cumsum(whole) - 1
         values = Values(self.values.starts[:, kept], self.values.sizes[:, kept])
@@ -54,7 +55,9 @@ class Old(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """`rows`: the row that each message leaves in the table, or the one that it takes out; `kinds`: of the messages."""
+    """Result of a walk. `rows`: the row that each message leaves in the table, or the one that it deletes. `kinds`:
+    kinds of the messages.
+    """
 
     rows: Values
     kinds: Bytes
@@ -63,7 +66,7 @@ class Walked(NamedTuple):
 
 
 class Walker:
-    """One buffer of messages, PAD_BYTES behind the last."""
+    """One buffer of messages, with PAD_BYTES behind the last."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
@@ -74,14 +77,15 @@ class Walker:
         self._high: npt.NDArray[np.int32] | None = None
 
     def oids(self, starts: Int64s) -> Int64s:
-        """Of the relation of each message."""
+        """Return the relation oid of each message."""
         return self._words[starts + OID_AT].astype(np.int64)
 
     def walk(
         self, starts: Int64s, ends: Int64s, columns: int, keys: list[int], *, keys_suffice: bool = False
     ) -> Walked:
-        """The changes that lie at [start, end), of a relation with so many columns, `keys` those of its key.
-        `keys_suffice`: a DELETE need not say more of its old row, an UPDATE that keeps its key nothing."""
+        """Read the changes at [start, end), of a relation with this number of columns; `keys` are those of its key.
+        `keys_suffice`: a DELETE need not carry more of its old row, and an UPDATE that keeps its key nothing.
+        """
         kinds = self.bytes[starts]
         marks = self.bytes[starts + MARK_AT]
         whole = marks == np.where(kinds == INSERT, _NEW, _OLD)
@@ -90,7 +94,7 @@ class Walker:
             alone = (kinds == UPDATE) & (marks == _NEW)
             whole |= alone | ((kinds == DELETE) & (marks == _KEY))
         rows, unchanged, at = self._tuples(starts + TUPLE_AT, columns, whole)
-        # Only an UPDATE has what an unchanged value may be taken from, and only in its second tuple.
+        # Only an UPDATE can fill an unchanged value from its old tuple, and only in its second tuple.
         whole &= ~unchanged.any(axis=0)
         if keys_suffice:
             whole &= (kinds != DELETE) | (rows.sizes[keys] >= 0).all(axis=0)
@@ -111,8 +115,9 @@ class Walker:
         return Walked(rows, kinds, whole, Old(updates, old))
 
     def _tuples(self, at: Int64s, columns: int, fine: Bools) -> tuple[Values, Bools, Int64s]:
-        """The values of a tuple that begins at `at` in every row, which of them are unchanged, and where it ends.
-        `fine` becomes False where it has another number of columns or a kind of value that nobody knows."""
+        """Return the values of the tuple that begins at `at` in every row, which of them are unchanged, and the end of
+        the tuple. `fine` becomes False for a wrong number of columns or an unknown kind of value.
+        """
         fine &= self._halves[at] == columns
         at = np.minimum(at + 2, self._last)
         starts = np.empty((columns, len(at)), np.int64)
@@ -138,7 +143,9 @@ class Walker:
         return Values(starts, sizes), unchanged, at
 
     def _differ(self, old: Values, new: Values, keys: list[int], whole: Bools) -> Bools:
-        """Rows of which any column of `keys` is another one in `new`. Of rows that are not whole it says anything."""
+        """Return the rows in which any column of `keys` differs in `new`. The result for rows that are not whole is
+        undefined.
+        """
         differ = np.zeros(len(whole), np.bool_)
         for key in keys:
             other = old.sizes[key] != new.sizes[key]
@@ -156,7 +163,7 @@ class Walker:
         return differ
 
     def _unreadable(self, values: Values, whole: Bools) -> Int64s:
-        """Whole rows with a value that is no UTF-8. Looks only at values with a byte above 0x7F."""
+        """Return the whole rows with a value that is not UTF-8. Checks only values with a byte above 0x7F."""
         if self._high is None:
             self._high = np.zeros(len(self.bytes) + 1, np.int32)
             np.cumsum(self.bytes >> 7, out=self._high[1:])
@@ -192,11 +199,11 @@ def _reads(text: bytes) -> bool:
 
 
 MANY_BYTES = 24
-"""Values longer than that, on average, are sliced one by one: a copy of a slice is cheaper than a step a byte."""
+"""Values with a higher average length are sliced one by one: copying a slice is cheaper than one step per byte."""
 
 
 def gather(body: bytes, values: Bytes, starts: Int64s, sizes: Int64s) -> tuple[bytes | Bytes, npt.NDArray[np.int32]]:
-    """The bytes at [start, start + size) back to back, and the offsets between them; no size is below 0."""
+    """Return the bytes at [start, start + size) back to back, and the offsets between them; no size is below 0."""
     offsets = np.zeros(len(sizes) + 1, np.int32)
     np.cumsum(sizes, out=offsets[1:])
     total = int(offsets[-1])
@@ -209,7 +216,7 @@ def gather(body: bytes, values: Bytes, starts: Int64s, sizes: Int64s) -> tuple[b
 
 
 def strings(data: bytes | Bytes, offsets: npt.NDArray[np.int32], valid: Bools | None) -> pa.Array:
-    """A column of texts; `valid` False is NULL, None is none."""
+    """Return a column of texts. A False in `valid` is NULL; `valid` None: no NULL."""
     bitmap = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
     buffers = [bitmap, pa.py_buffer(np.ascontiguousarray(offsets)), pa.py_buffer(data)]
     return pa.StringArray.from_buffers(len(offsets) - 1, buffers[1], buffers[2], buffers[0])

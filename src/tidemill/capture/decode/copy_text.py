@@ -1,12 +1,13 @@
-"""Rows as COPY prints them in its text format: one by one, and by columns. Pure.
+"""Rows in COPY's text format, decoded one by one and by columns. Pure.
 
     line     value TAB value … NEWLINE       \\N is NULL; a tab, newline or backslash within a value is escaped
 
-So a raw tab or newline always ends a value, and one look over many lines finds all values. The few that have an escape
-are written anew behind the lines. What is made of a block is what the stream's rows become (row_blocks.py,
+So a raw tab or newline always ends a value, and one pass over many lines finds all values. The few values with an
+escape are written in unescaped form behind the lines. The block becomes the same as rows of the stream (row_blocks.py,
 columnar_encoder.py).
 
-Y1  A block says of every value what `rows_of` says, or there is none: what that might refuse is left to it.
+Invariant (equal results): a block has the same values as `rows_of`, or there is no block. Input that `rows_of` might
+reject is left to it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from tidemill.capture.decode.row_blocks import MOST_COLUMNS, Block
 from tidemill.capture.postgres.pgoutput import not_utf8
 
 LEAST_LINES = 48
-"""Fewer are read and written faster one by one."""
+"""Fewer lines are decoded and encoded faster one by one."""
 MOST_BYTES = 16 << 20
-"""Of a block: larger lines cost more to be joined than their rows cost to be read."""
+"""Maximum size of a block: joining larger lines costs more than decoding their rows."""
 _TAB, _NEWLINE, _BACKSLASH, _N = b"\t\n\\N"
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
@@ -34,13 +35,15 @@ _ESCAPES_BYTES = {name.encode(): byte.encode() for name, byte in _ESCAPES.items(
 
 
 def rows_of(relation: Relation, lines: Sequence[bytes]) -> list[Row]:
-    """One by one. Raises ValueError for a line with another number of values, Invalid for one that is not UTF-8."""
+    """Decode the lines one by one. Raises ValueError for a line with a wrong number of values, InvalidError for one
+    that is not UTF-8.
+    """
     names = [column.name for column in relation.columns]
     return [dict(zip(names, parse_copy_row(line), strict=True)) for line in lines]
 
 
 def parse_copy_row(line: bytes) -> list[str | None]:
-    """One row of COPY's text format: tabs between values, \\N for NULL, backslash escapes."""
+    """Decode one row of COPY's text format: tabs between values, \\N for NULL, backslash escapes."""
     try:
         text = line.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -56,7 +59,7 @@ def _unescape(value: str) -> str:
 
 
 def block_of(relation: Relation, lines: Sequence[bytes]) -> Block | None:
-    """The rows of these lines by columns, as inserts; None: see Y1."""
+    """Return the rows of these lines by columns, as inserts; None if `rows_of` has to decode them."""
     columns, count = len(relation.columns), len(lines)
     if not 0 < columns <= MOST_COLUMNS or count < LEAST_LINES:
         return None
@@ -85,8 +88,9 @@ def block_of(relation: Relation, lines: Sequence[bytes]) -> Block | None:
 
 
 def _written_anew(body: bytes, data: Any, starts: Any, ends: Any, sizes: Any) -> bytes:
-    """The values with escapes as they are meant, one after the other: where they lie behind the body is noted in
-    `starts` and `sizes`. NULL becomes the size −1."""
+    """Return the unescaped values that had escapes, one after the other. Their places behind the body are stored in
+    `starts` and `sizes`. NULL becomes the size −1.
+    """
     (slashes,) = np.nonzero(data == _BACKSLASH)
     odd = np.unique(np.searchsorted(ends, slashes))
     null = (sizes[odd] == 2) & (data[starts[odd]] == _BACKSLASH) & (data[starts[odd] + 1] == _N)

@@ -1,8 +1,8 @@
-"""What one receive of the stream brought, as steps in order: ranges of rows, and what is taken one by one. Pure.
+"""Splits the frames of one receive into steps, in order: ranges of rows, and single messages. Pure.
 
-A burst is joined into one buffer; its changes of rows are found by columns (row_blocks.py), all transactions together.
-What is no change, is too large to be joined, belongs to a relation with few rows here, or is odd in any way, is a
-step of its own and goes the per-row way. So who follows the steps meets every message once, in order.
+A burst is joined into one buffer, and its row changes are found by columns (row_blocks.py), over all transactions
+together. A message that is no row change, is too large to be joined, belongs to a relation with few rows here, or is
+irregular in any way, is a separate step and is decoded row by row. So the steps contain every message once, in order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tidemill.capture.postgres.replication_stream import Framed, framed
 from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive
 
 LEAST_ROWS = 96
-"""Fewer rows of a relation are read and written faster one by one (`./dev bench capture_rows`)."""
+"""Fewer rows of a relation are decoded and encoded faster one by one (`./dev bench capture_rows`)."""
 LARGE_BYTES = 64 << 10
-"""A frame larger than that costs more to be joined than its row costs to be decoded."""
+"""Joining a larger frame costs more than decoding its row."""
 _HEAD_BYTES = PAYLOAD_START + TUPLE_AT + 2
 _DATA, _RELATION = b"wR"
 
 
 class Run:
-    """Changes of rows at the places [start, end) of a segment, to be fed as they are."""
+    """Row changes at the places [start, end) of a segment, to be fed as a range."""
 
     __slots__ = ("_frames", "end", "segment", "start")
 
@@ -37,7 +37,7 @@ class Run:
         self.end = end
 
     def framed(self, place: int) -> Framed | Keepalive:
-        """To be fed on its own after all."""
+        """Return one frame, to be fed separately after all."""
         return framed(self._frames[place])
 
 
@@ -45,8 +45,9 @@ Step = Framed | Keepalive | Run
 
 
 def steps(frames: Sequence[bytes], converter: TransactionBuilder, least: int = LEAST_ROWS) -> Iterator[Step]:
-    """Every frame once, in order. The caller feeds each step to `converter` before it asks for the next one: what
-    follows a description of a relation is read by it. Raises Corrupt for what is no frame of a stream."""
+    """Yield every frame once, in order. The caller feeds each step to `converter` before it requests the next one,
+    because a description of a relation applies to the messages after it. Raises CorruptError for an unknown frame.
+    """
     if len(frames) < max(least, 1):
         yield from map(framed, frames)
         return
@@ -77,8 +78,9 @@ def _steps(frames: Sequence[bytes], segment: Segment, at: int, end: int) -> Iter
 
 
 def _joined(frames: Sequence[bytes]) -> tuple[Walker, Int64s, Int64s, Bools]:
-    """All frames in one buffer, where the message of each begins and ends, and which are there whole: of a large one
-    only the head is. What has no message has an empty one."""
+    """Return all frames in one buffer, the start and end of each message, and which frames are complete: of a large one
+    only the head is included. A frame without a message has an empty one.
+    """
     sizes = np.fromiter(map(len, frames), np.int64, len(frames))
     whole = sizes <= LARGE_BYTES
     if not whole.all():

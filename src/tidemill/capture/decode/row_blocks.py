@@ -1,9 +1,10 @@
-"""Changes that arrived together, found by columns: what one receive brought between two descriptions of relations.
+"""Changes that arrived together, found by columns: the rows of one receive between two descriptions of relations.
 
-    frames ──► one buffer ──► per relation a Block: where each row's values lie ──► Rows, a range of them in a fragment
+    frames ──► one buffer ──► per relation a Block: each row's values ──► Rows, a range of them in a fragment
 
 A place is the number of a frame in its burst. In a range of Rows every place is a change, so the ordinal of place p is
-`shift` + ORDINAL_STEP · p. Rows of a block are in the order of the stream, so a range of places is a range of its rows.
+`shift` + ORDINAL_STEP · p. The rows of a block are in the order of the stream, so a range of places is a range of its
+rows.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from tidemill.capture.decode.columnar_tuples import Bytes, Int64s, Old, Values, 
 from tidemill.capture.decode.row_tuples import decoded
 
 MOST_COLUMNS = 128
-"""A step a column costs some ten microseconds, however few the rows: what is wider would hold the loop up."""
+"""Maximum number of columns: a step per column costs some ten microseconds, however few the rows, so wider tables would
+block the event loop.
+"""
 
 
 class Block:
-    """The rows of one relation in a segment. `places`: of their frames; `kinds`: of their messages; `old`: what those
-    that were updated were before.
+    """The rows of one relation in a segment. `places`: numbers of their frames. `kinds`: kinds of their messages.
+    `old`: old values of the updated rows.
 
-    `encoded` is what the topic writer made of them, once for all the transactions they belong to.
+    `encoded` is the topic writer's encoding of them, made once for all the transactions to which they belong.
     """
 
     __slots__ = ("encoded", "kinds", "old", "places", "relation", "values", "walker")
@@ -49,7 +52,8 @@ class Block:
 
 
 class Segment:
-    """`starts`, `ends`: of the messages of all frames in the walker's body; `places`: which may be changes of rows.
+    """Row changes of a burst. `starts`, `ends`: of the messages of all frames in the walker's body. `places`: frames
+    that may be row changes.
 
     A relation with fewer than `least` rows here, or that `columnar` does not admit, is left to the per-row functions.
     """
@@ -93,13 +97,13 @@ class Segment:
             ranks[mine] = np.arange(len(mine))
             self.blocks.append(Block(relation, mine, kinds, rows, old, walker))
         self.whole = owners >= 0
-        """By place: which rows are in a block."""
+        """Flag by place: True if the row is in a block."""
         self._owners: list[int] = owners.tolist()
         self._ranks: list[int] = ranks.tolist()
         sums = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(ends - starts, out=sums[1:])
         self.sums: list[int] = sums.tolist()
-        """Bytes of the messages before each place."""
+        """Total size of the messages before each place."""
 
     @property
     def oids(self) -> list[int]:
@@ -112,7 +116,9 @@ class Segment:
         return self.blocks[self._owners[place]].relation
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[Block, int, int]]:
-        """The rows at the places [start, end): ranges of blocks, each block's in the order of the stream."""
+        """Yield the rows at the places [start, end) as ranges of blocks, each block's rows in the order of
+        the stream.
+        """
         if end - start > 4 * len(self.blocks):
             for block in self.blocks:
                 first = bisect_left(block.places, start)
@@ -144,7 +150,7 @@ class Rows:
         return self.end - self.start
 
     def cut(self, place: int) -> tuple[Rows, Rows]:
-        """Those before the place, and those from it on."""
+        """Return the changes before the place, and those from it on."""
         rest = (self.commit_lsn, self.shift)
         return Rows(self.segment, self.start, place, *rest), Rows(self.segment, place, self.end, *rest)
 
@@ -152,11 +158,11 @@ class Rows:
         return ChangePosition(self.commit_lsn, self.shift + ORDINAL_STEP * place)
 
     def change(self, place: int) -> Change:
-        """Decoded now, and anew each time."""
+        """Decode a change; not cached."""
         return decoded(self.segment.relation(place), self.segment.message(place), self.position(place))
 
     def of(self, oids: Collection[int]) -> Iterator[Change]:
-        """In order, and only those of these relations are decoded."""
+        """Yield the changes of these relations in order; only they are decoded."""
         for place in range(self.start, self.end):
             if self.segment.relation(place).oid in oids:
                 yield self.change(place)
@@ -166,7 +172,7 @@ Part = Change | Rows
 
 
 class Changes(Sequence[Change]):
-    """The changes of a fragment, of which some are decoded only when they are looked at."""
+    """The changes of a fragment, some of which are decoded only on access."""
 
     __slots__ = ("_count", "parts")
 
@@ -206,14 +212,14 @@ def parts_of(changes: Sequence[Change]) -> Iterable[Part]:
 
 
 def first_position(changes: Sequence[Change]) -> ChangePosition | None:
-    """Of the first change, without decoding it."""
+    """Return the position of the first change, without decoding it."""
     for part in parts_of(changes):
         return part.position(part.start) if isinstance(part, Rows) else part.position
     return None
 
 
 def counts_of(changes: Sequence[Change]) -> Counter[int]:
-    """The number of changes of each relation, by oid; none is decoded."""
+    """Return the number of changes of each relation, by oid; none is decoded."""
     found: Counter[int] = Counter()
     for part in parts_of(changes):
         if isinstance(part, Rows):
@@ -225,7 +231,7 @@ def counts_of(changes: Sequence[Change]) -> Counter[int]:
 
 
 def only(changes: Sequence[Change], oids: Collection[int]) -> Iterator[Change]:
-    """The changes of these relations, in order; no others are decoded."""
+    """Yield the changes of these relations, in order; no others are decoded."""
     for part in parts_of(changes):
         if isinstance(part, Rows):
             yield from part.of(oids)
@@ -234,7 +240,7 @@ def only(changes: Sequence[Change], oids: Collection[int]) -> Iterator[Change]:
 
 
 def by_relation(changes: Sequence[Change], oids: Collection[int]) -> dict[int, list[Change]]:
-    """The changes of each of these relations, in order; no others are decoded."""
+    """Return the changes of each of these relations, in order; no others are decoded."""
     found: dict[int, list[Change]] = {}
     for change in only(changes, oids):
         found.setdefault(change.relation.oid, []).append(change)

@@ -1,14 +1,15 @@
-"""From one message to one change: the per-row functions. What runs by columns (row_blocks.py) is held to what these
-say.
+"""Decodes one message to one change: the per-row functions, which are the reference for the columnar ones
+(row_blocks.py).
 
     identity of the row's table   old tuple of an UPDATE             of a DELETE
     FULL                          O: every column                    O
-    DEFAULT, USING INDEX          K: the identity's columns, where   K
+    DEFAULT, USING INDEX          K: the identity's columns, if      K
                                   they changed or are TOASTed; or none
 
-An unchanged TOASTed value has none in the new tuple. It is never NULL, so the old tuple has it exactly where it is not
-NULL there: only then it is taken from there, whatever the old tuple calls itself (of a partitioned table pgoutput names
-it after the root's identity, and fills it after the partition's). Else the change says that it has no value.
+The new tuple does not contain an unchanged TOASTed value. Such a value is never NULL, so the old tuple has it exactly
+if it is not NULL there. Only then it is used, independently of the kind of the old tuple (for a partitioned table
+pgoutput names the kind after the root's identity, and fills the tuple by the partition's). Otherwise the change marks
+the column as without a value.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from tidemill.capture.postgres.pgoutput import UNCHANGED, Delete, Insert, Tuple,
 def change_of(
     relation: Relation, names: tuple[str, ...], message: Insert | Update | Delete, position: ChangePosition
 ) -> Change:
-    """The change that a message says, of `relation` with columns `names`. Raises CorruptError when a tuple does not
-    fit, InvalidError when the old row is missing, or less of it is there than `relation.old_rows` demands."""
+    """Return the change of a message, of `relation` with columns `names`. Raises CorruptError if a tuple does not match
+    the columns, InvalidError if the old row is missing, or has less than `relation.old_rows` demands.
+    """
     match message:
         case Insert():
             new, unchanged = _new(names, relation, message.new, None)
@@ -44,7 +46,7 @@ def change_of(
 
 
 def decoded(relation: Relation, payload: bytes, position: ChangePosition) -> Change:
-    """The change of a message that was found to be whole. Raises CorruptError for one that is no change of a row."""
+    """Decode the change of a message that is known to be whole. Raises CorruptError if it is no row change."""
     message = decode(payload)
     if not isinstance(message, Insert | Update | Delete):
         raise CorruptError(f"not a change of a row: kind={payload[:1]!r}.")
@@ -59,7 +61,7 @@ def _named(names: tuple[str, ...], relation: Relation, values: Tuple | None) -> 
 
 
 def _before(names: tuple[str, ...], relation: Relation, kind: str, values: Tuple | None, what: str) -> Row | None:
-    """The old tuple by name, as it is; None where there need not be one."""
+    """Return the old tuple by name, unchanged; None if none is required."""
     if relation.old_rows == "lacking" or (relation.old_rows == "whole" and (kind != "O" or not values)):
         raise no_old_row(relation, what)
     if not kind:
@@ -70,7 +72,7 @@ def _before(names: tuple[str, ...], relation: Relation, kind: str, values: Tuple
 
 
 def _old(relation: Relation, kind: str, before: Row, what: str) -> Row:
-    """What an old tuple is good for: all of it, or the key."""
+    """Return the usable part of an old tuple: all of it, or the key."""
     if relation.old_rows == "whole":
         return before
     key = {column.name: before[column.name] for column in relation.key_columns}
@@ -80,7 +82,7 @@ def _old(relation: Relation, kind: str, before: Row, what: str) -> Row:
 
 
 def _new(names: tuple[str, ...], relation: Relation, values: Tuple, before: Row | None) -> tuple[Row, tuple[str, ...]]:
-    """The new tuple by name, without the columns that are returned besides: nobody said their values."""
+    """Return the new tuple by name, and the columns that it lacks because their values are unknown."""
     if UNCHANGED not in _named(names, relation, values):
         return cast(Row, dict(zip(names, values, strict=True))), ()
     row: Row = {}
@@ -98,7 +100,7 @@ def _new(names: tuple[str, ...], relation: Relation, values: Tuple, before: Row 
 
 
 class OldRowMissingError(InvalidError):
-    """What a change replaces or deletes is not told: only a copy of the table tells what its rows are now."""
+    """The row that a change replaces or deletes is unknown: only a copy of the table shows its present rows."""
 
 
 def no_old_row(relation: Relation, what: str) -> OldRowMissingError:

@@ -1,22 +1,22 @@
-"""pgoutput messages → fragments of transactions. Pure: no I/O, no clock.
+"""Builds fragments of transactions from pgoutput messages. Pure: no I/O, no clock.
 
     message          effect
     Begin            opens a transaction; within one stream commit LSNs grow
     Insert/Update/Delete/Truncate   changes, ordinal + 2 each (a key change may be split into n and n + 1)
     Message          transactional with prefix `tidemill`: a Marker on the fragment that commits; others ignored
-    Relation         `RelationSeen`, at once, even inside a transaction; buffered changes stay where they are
-    Commit           the last fragment, with everything still buffered
+    Relation         `RelationSeen`, immediately, even inside a transaction; buffered changes stay where they are
+    Commit           the last fragment, with everything that is still buffered
 
-A fragment is handed on when `max_changes` (or `max_bytes`) are buffered, always without the newest change:
-so the fragment that commits has a last position of its own, and a transaction whose size is a multiple of
-the limit does not lose its commit to the recognition of replays (electric #3726).
+Invariant (distinct ends): a fragment is emitted when `max_changes` (or `max_bytes`) are buffered, always without the
+newest change. So the fragment that commits has its own last position, and a transaction whose size is a multiple of the
+limit does not lose its commit to the recognition of replays (electric #3726).
 
-The cut depends on the stream alone, so a replay from the same start yields the same fragments: whether its changes
-were fed one by one or as ranges of rows (`feed_rows`), and however they were received.
+Invariant (deterministic cut): the cut depends only on the stream, so a replay from the same start yields the same
+fragments, whether the changes were fed one by one or as ranges of rows (`feed_rows`), and however they were received.
 
-A parked relation's changes are left out from its LSN on, and keep their ordinals: those behind them have the same
-positions whether it was parked then or in an earlier life. The first transaction from there on ends with a
-truncate of the relation, for those who follow it outside the topics: what they built ends here.
+The changes of a paused relation are left out from its LSN on, but keep their ordinals. So later changes have the same
+positions whether it was paused then or before a restart. The first transaction from there on ends with a truncate of
+the relation, for shapes that follow it outside the topics: their content ends here.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ FRAGMENT_CHANGES = 500
 FRAGMENT_BYTES = 1 << 20
 MARKERS_PER_TXN = 64
 MARKER_BYTES = 256
-"""Of the markers of one transaction; each becomes a binding in consensus. More, and longer ones, are left out and
-counted: anybody who may call pg_logical_emit_message can write them."""
+"""Maximum size of a marker. Each marker of a transaction becomes a binding in consensus. Additional or longer ones are
+left out and counted, because any client that may call pg_logical_emit_message can write them.
+"""
 _CHANGES = (b"I", b"U", b"D")
 
 
 class RelationSeen(msgspec.Struct, frozen=True):
-    """The stream describes a relation. `changed`: not as it is known here; the caller looks it up and calls `learn`
-    before it feeds the next message."""
+    """The stream describes a relation. `changed`: the description is new here; the caller looks it up and calls `learn`
+    before it feeds the next message.
+    """
 
     message: RelationMessage
     changed: bool
@@ -75,12 +77,12 @@ class TransactionBuilder:
     ) -> None:
         """`hold_back=False` plants electric #3726 (the newest change is not held back), for tests that must find it."""
         if max_changes < 2:
-            raise InvalidError(f"a fragment holds at least two changes: max_changes={max_changes}.")
+            raise InvalidError(f"a fragment must hold at least two changes: max_changes={max_changes}.")
         self.changes = 0
-        """Of `relations` and of what is parked, ever."""
+        """Version counter of `relations` and of the paused relations."""
         self.relations: dict[int, Relation] = {}
         self.deferrable = False
-        """Of some relation (deferrable_keys.py)."""
+        """True if some relation has a deferrable key (deferrable_keys.py)."""
         self._names: dict[int, tuple[str, ...]] = {}
         for relation in (relations or {}).values():
             self.learn(relation)
@@ -107,22 +109,23 @@ class TransactionBuilder:
 
     @property
     def place(self) -> ChangePosition | None:
-        """The position that the next change gets; None outside a transaction."""
+        """Position that the next change gets; None outside a transaction."""
         return ChangePosition(self._begin.final_lsn, self._ordinal) if self._begin is not None else None
 
     @property
     def commit_lsn(self) -> int:
-        """Of the transaction that is open, or 0."""
+        """Commit LSN of the open transaction, or 0."""
         return self._begin.final_lsn if self._begin is not None else 0
 
     @property
     def xid(self) -> int:
-        """Of the transaction that is open, or 0."""
+        """Transaction id of the open transaction, or 0."""
         return self._begin.xid if self._begin is not None else 0
 
     def pass_over(self, payload: bytes) -> None:
-        """Leave a message out that cannot be read. A change keeps its ordinal, so that those behind it have the same
-        positions whether or not it can be read some day."""
+        """Skip a message that cannot be read. A change keeps its ordinal, so that later changes have the same positions
+        even if it can be read some day.
+        """
         if payload[:1] in _CHANGES:
             self._ordinal += ORDINAL_STEP
 
@@ -133,20 +136,21 @@ class TransactionBuilder:
         self._names[relation.oid] = tuple(column.name for column in relation.columns)
 
     def park(self, oid: int, lsn: int) -> None:
-        """Leave the relation's changes out from the first transaction with a commit LSN of at least `lsn`."""
+        """Leave out the relation's changes from the first transaction with a commit LSN of at least `lsn`."""
         if oid not in self._parked and oid in self.relations:
             self._announce.append(self.relations[oid])
         self.changes += 1
         self._parked[oid] = min(lsn, self._parked.get(oid, lsn))
 
     def follow_on(self, oid: int) -> None:
-        """Hand on the changes of a relation that is parked: somebody follows it outside the topics
-        (unaffected_columns.py)."""
+        """Emit the changes of a paused relation, because shapes follow it outside the topics
+        (unaffected_columns.py).
+        """
         self.changes += 1
         self._followed.add(oid)
 
     def parks(self, oid: int) -> bool:
-        """Some of what is to come of the relation is left out, or is in no topic."""
+        """Return whether some future changes of the relation are left out, or are in no topic."""
         return oid in self._parked or oid in self._followed
 
     def _passes_over(self, oid: int) -> bool:
@@ -157,10 +161,10 @@ class TransactionBuilder:
         return True
 
     def feed(self, message: Message, size_bytes: int = 0) -> Fragment | RelationSeen | None:
-        """Take one message, return what it completes.
+        """Process one message, return what it completes.
 
-        Raises CorruptError when the stream breaks its own grammar, InvalidError when less of an old row is there than
-        the relation's `old_rows` demands.
+        Raises CorruptError if the stream breaks its own grammar, InvalidError if less of an old row is present than the
+        relation's `old_rows` demands.
         """
         match message:
             case Insert() | Update() | Delete():
@@ -171,9 +175,11 @@ class TransactionBuilder:
                 return self._overflow()
             case Begin():
                 if self._begin is not None:
-                    raise CorruptError(f"Begin inside a transaction: open_xid={self._begin.xid} xid={message.xid}.")
+                    raise CorruptError(
+                        f"a Begin message inside a transaction: open_xid={self._begin.xid} xid={message.xid}."
+                    )
                 if message.final_lsn <= self._last_commit_lsn:
-                    # The collector would take it for a replay and drop it.
+                    # The collector would treat it as a replay and drop it.
                     raise CorruptError(
                         f"commits go back: after={self._last_commit_lsn} commit_lsn={message.final_lsn}."
                     )
@@ -194,16 +200,19 @@ class TransactionBuilder:
                 return None
 
     def carries(self, oid: int) -> bool:
-        """Its rows may be fed as ranges: it is not parked, whatever the LSN, and they can be read."""
+        """Return whether the relation's rows may be fed as ranges: it is not paused at any LSN, and they
+        can be read.
+        """
         return oid not in self._parked and self.relations[oid].old_rows != "lacking"
 
     def takes(self, segment: Segment) -> bool:
-        """`feed_rows` may be called for it now; else its messages are fed one by one."""
+        """Return whether `feed_rows` may be called for the segment now; otherwise its messages are fed one by one."""
         return self._begin is not None and (not self._parked or self._parked.keys().isdisjoint(segment.oids))
 
     def feed_rows(self, segment: Segment, start: int, end: int) -> tuple[Fragment | None, int]:
-        """Take changes at the places [start, end) until they complete a fragment; returns it, and the place up to which
-        they are taken. The same as feeding their messages one by one."""
+        """Process changes at the places [start, end) until they complete a fragment; return it, and the place up to
+        which they were processed. Equivalent to feeding their messages one by one.
+        """
         assert self._begin is not None
         sums = segment.sums
         fits = bisect_right(sums, self._max_bytes - self._buffer_bytes + sums[start], start + 1, end + 1) - start
@@ -218,8 +227,9 @@ class TransactionBuilder:
         return self._overflow(), stop
 
     def leave_out(self, payload: bytes) -> None:
-        """A logical message that is too large to be read, of which only the head is here. One of another prefix is the
-        application's own; a marker of that size is none."""
+        """Count a marker that is too large to be read, of which only the head is present. A message with another prefix
+        belongs to the application, and is not counted.
+        """
         if payload[1] & 1 and payload.startswith(f"{MARKER_PREFIX}\0".encode(), PREFIX_AT):
             self.markers_left_out += 1
 
@@ -239,9 +249,9 @@ class TransactionBuilder:
     def _commit(self, message: Commit) -> Fragment:
         begin = self._begin
         if begin is None or begin.final_lsn != message.commit_lsn:
-            raise CorruptError(f"Commit without its Begin: commit_lsn={message.commit_lsn}.")
+            raise CorruptError(f"a Commit message without its Begin: commit_lsn={message.commit_lsn}.")
         for relation in [r for r in self._announce if self._parked[r.oid] <= begin.final_lsn]:
-            # At or above where it is parked, so the topic writer leaves it out.
+            # At or above the position where it is paused, so the topic writer leaves it out.
             self._push(self._truncated(relation), 0)
             self._announce.remove(relation)
         last = _last(self._buffer[-1]) if self._buffer else ChangePosition(begin.final_lsn, 0)
@@ -261,7 +271,7 @@ class TransactionBuilder:
         return fragment
 
     def _overflow(self) -> Fragment | None:
-        """Hand on all but the newest change when the buffer is full."""
+        """Emit all but the newest change if the buffer is full."""
         if self._count < 2 or (self._count <= self._max_changes and self._buffer_bytes <= self._max_bytes):
             return None
         assert self._begin is not None
@@ -288,7 +298,7 @@ class TransactionBuilder:
         return fragment
 
     def _next(self, relation: Relation) -> ChangePosition:
-        """The position of the next change."""
+        """Return the position of the next change."""
         if self._begin is None:
             raise CorruptError(f"change outside a transaction: relation={relation.name}.")
         return ChangePosition(self._begin.final_lsn, self._ordinal)
@@ -304,26 +314,26 @@ class TransactionBuilder:
         self._newest_bytes = size_bytes
 
     def _relation(self, oid: int) -> tuple[Relation, tuple[str, ...]]:
-        """The relation and its column names."""
+        """Return the relation and its column names."""
         relation = self.relations.get(oid)
         if relation is None:
-            raise CorruptError(f"change for a relation the stream has not described: oid={oid}.")
+            raise CorruptError(f"change for a relation that the stream has not described: oid={oid}.")
         return relation, self._names[oid]
 
 
 def key_changed(change: Change) -> bool:
-    """An UPDATE that gave the row another primary key."""
+    """Return whether an UPDATE changed the primary key of the row."""
     if change.op != "update" or change.old is None or change.new is None:
         return False
     return any(change.old[c.name] != change.new[c.name] for c in change.relation.key_columns)
 
 
 def merge_relation(message: RelationMessage, known: Relation | None, *, gone: bool = False) -> Relation:
-    """The relation as the stream describes it, with what only the catalogue knows taken over by column name.
+    """Return the relation as the stream describes it, completed by column name with what only the catalogue knows.
 
-    Columns come from the stream, since that is what its tuples hold. Key, type names and NOT NULL come from
-    `known`; without it every column is part of the key. Of a table that is `gone` the catalogue cannot say whether its
-    key was deferrable: it counts as that wherever whole old rows allow it, which is right for any key.
+    Columns come from the stream, since its tuples contain them. Key, type names and NOT NULL come from `known`; without
+    it every column is part of the key. For a table that is `gone` the catalogue cannot report whether its key was
+    deferrable. It counts as deferrable if whole old rows permit it, which is correct for any key.
     """
     by_name = {column.name: column for column in known.columns} if known else {}
     columns = []
@@ -345,9 +355,10 @@ def merge_relation(message: RelationMessage, known: Relation | None, *, gone: bo
 
 
 def says_key(message: RelationMessage, relation: Relation) -> bool:
-    """Whether the identity that the stream describes has every column of the primary key of `relation`, by name: then
-    each DELETE says whose row it takes, and each UPDATE of another key whose it was. Of a key that two rows may hold
-    at once only a whole row says that."""
+    """Return whether the identity that the stream describes has every column of the primary key of `relation`, by name.
+    Then each DELETE identifies its row, and each UPDATE that changes the key its old row. For a deferrable key, which
+    two rows may share, only a whole row does that.
+    """
     flagged = {column.name for column in message.columns if column.identity}
     keys = {column.name for column in relation.key_columns}
     return message.identity == "f" or (flagged >= keys and not relation.deferrable)

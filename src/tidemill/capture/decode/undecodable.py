@@ -1,5 +1,6 @@
-"""One message of the stream, and what it means that it cannot be read: where it lies, what it is about, and whose
-alone the fault is. Pure."""
+"""Decodes one message of the stream and, if that fails, determines its position, its table, and whether only that table
+is affected. Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from tidemill.capture.postgres.replication_stream import MESSAGE_BYTES, Framed
 
 
 class UndecodableMessageError(CorruptError):
-    """`table`: the one table that the message is about, "" when it is about none or several (a begin, a truncate of
-    two tables, a kind nobody knows), and its `oid`. `position`: the place of its change, None outside a transaction.
-    `no_old_row`: it lacks one, which a copy of the table makes good."""
+    """A message that cannot be read. `table`: the one table that the message is about, "" if it is about none or
+    several (a begin, a truncate of two tables, an unknown kind), and its `oid`. `position`: position of its change,
+    None outside a transaction. `no_old_row`: it lacks an old row, which a copy of the table can replace.
+    """
 
     def __init__(
         self, message: str, *, table: str, oid: int, position: ChangePosition | None, fix: str = "",
@@ -30,7 +32,9 @@ class UndecodableMessageError(CorruptError):
 
 
 def take(item: Framed, converter: TransactionBuilder) -> Fragment | RelationSeen | None:
-    """Decode a message and feed it. Raises UndecodableMessageError, and nothing else, for whatever is wrong with it."""
+    """Decode a message and feed it to the converter. Raises UndecodableMessageError for every error, and no other
+    error.
+    """
     try:
         if item.left_out and item.payload[:1] == LOGICAL_MESSAGE:
             converter.leave_out(item.payload)
@@ -43,7 +47,7 @@ def take(item: Framed, converter: TransactionBuilder) -> Fragment | RelationSeen
 
 
 def poison(item: Framed, converter: TransactionBuilder, error: Exception) -> UndecodableMessageError:
-    """What `error`, raised while `item` was decoded or fed to `converter`, means."""
+    """Return the meaning of `error`, which was raised while `item` was decoded or fed to `converter`."""
     oid = oid_of(item.payload)
     relation = converter.relations.get(oid) if oid is not None else None
     table, position = relation.name if relation is not None else "", converter.place

@@ -1,13 +1,14 @@
-"""The Avro schemas of a table's change events, as Debezium's PostgreSQL connector and Avro's converter name things.
+"""The Avro schemas of a table's change events, named as by Debezium's PostgreSQL connector and Avro's converter.
 
     subject          TOPIC-key                     TOPIC-value
     record           TOPIC.Key                     TOPIC.Envelope, with TOPIC.Value as the type of `before` and `after`
     fields           the primary key's columns     before, after, source, transaction, op, ts_ms
 
-K1  A key's schema is one for as long as its topic has records: its id is in the key's bytes, hence in which partition
-    a key lies and what compaction takes for one key.
-K2  Every column but those of the key may be null, whatever its NOT NULL says: that comes and goes without a
-    description of the table in the stream.
+Invariant (stable key schema): the schema of a key does not change as long as its topic has records. Its id is in the
+key's bytes, so it affects the partition of a key and which keys compaction considers equal.
+
+Invariant (nullable columns): every column except those of the key may be null, regardless of NOT NULL, which can change
+without a description of the table in the stream.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def subjects_of(topic: str) -> tuple[str, str]:
 
 
 def schemas_of(topic: str, columns: Sequence[Described]) -> tuple[str, str]:
-    """The texts of the key's and the value's schema."""
+    """Return the texts of the schemas of key and value."""
     space = ".".join(_fit(part) for part in topic.split("."))
     names = field_names([c.name for c in columns])
     fields = [_field(c, name) for c, name in zip(columns, names, strict=True)]
@@ -72,13 +73,13 @@ def schemas_of(topic: str, columns: Sequence[Described]) -> tuple[str, str]:
 
 
 def key_kinds(columns: Sequence[Described]) -> list[tuple[str, Kind, Any]]:
-    """What the key's schema is made of (K1)."""
+    """Return the parts of the key's schema, which must not change."""
     key = sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index)
     return [(c.name, kind_of(c.type_oid, c.type_mod), _type(c)) for c in key]
 
 
 def field_names(columns: Sequence[str]) -> list[str]:
-    """A name that Avro takes for each; one that another column has already gets a number."""
+    """Return a valid Avro name for each column; a number distinguishes equal names."""
     out: list[str] = []
     taken: set[str] = set()
     for column in columns:

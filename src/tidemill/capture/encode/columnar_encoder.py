@@ -1,11 +1,12 @@
-"""The rows of a block as keys and values of records, by columns: what values.RowEncoder, events.EventEncoder and
-partition_writer.py make row by row.
+"""Encodes the rows of a block as keys and values of records, by columns, with the same bytes as RowEncoder,
+EventEncoder and partition_writer.py row by row.
 
     column   ──► text ──► JSON of each value ──► one element-wise join with the names ──► key, value
     record   key length │ key │ value length │ value       the rest of a record depends on its place (batch_builder.py)
     event    key length │ key │ head                       … and so does the tail of the value (debezium_json.py)
 
-E1  Equal bytes to the per-row functions, or None: what they might refuse, or write otherwise, is left to them.
+Invariant (same bytes): the result has the same bytes as that of the per-row functions, or there is no result. Rows
+that these might reject, or write differently, are left to them.
 """
 
 from __future__ import annotations
@@ -29,23 +30,26 @@ from tidemill.topics.batch.columnar_encode import join, sizes_of, varints
 
 RECORD_OVERHEAD_BYTES = 80
 TAIL_ROOM_BYTES = 4096
-"""Beside what an event says of its row: what comes near the limit with so much is left to the per-row functions."""
+"""Reserve for the parts of an event other than its row: rows that exceed the limit with it are left to the per-row
+functions.
+"""
 TOMBSTONE = ord("X")
-"""The kind of the record behind the event of a row that was deleted."""
+"""Kind of the tombstone record after the event of a deleted row."""
 _EMPTY = pa.scalar("")
 _ESCAPED = (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t"), ("\b", "\\b"), ("\f", "\\f"))
-"""The backslash comes first: the others bring new ones."""
+"""The backslash comes first, because the other replacements add backslashes."""
 _OTHER_CONTROLS = bytes(byte for byte in range(0x20) if chr(byte) not in "\n\r\t\b\f")
 _SPECIAL_FLOATS = pa.array(sorted(NOT_JSON_NUMBERS))
 _ZONED = r"^[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?\+00$"
 
 
 class LaneRows:
-    """The records of one lane, in the order of the stream: `rows` of the block, their `places`, `middles` (key and
-    value with their lengths), and `sums` of their sizes, as a lane counts them, before each.
+    """The records of one partition, in the order of the stream: `rows` of the block, their `places`, `middles` (key and
+    value with their lengths), and `sums` of their sizes, as a partition writer counts them, before each.
 
-    Of events: `heads` of the values, and `middles` are keys; a row that was deleted is there twice, the second time as
-    its tombstone."""
+    For events: `heads` of the values, and `middles` are keys. A deleted row is present twice, the second time as its
+    tombstone.
+    """
 
     __slots__ = ("_keys", "_values", "heads", "kinds", "middles", "places", "rows", "sums", "version")
 
@@ -53,7 +57,7 @@ class LaneRows:
         self, block: Block, keys: Any, values: Any, middles: Any, sizes: Int64s, rows: Int64s | None,
         kinds: Bytes | None = None,
     ) -> None:  # fmt: skip
-        """`kinds`: of events, where they are not those of the block."""
+        """`kinds`: kinds of events, if they differ from those of the block."""
         places = np.asarray(block.places, np.int64)
         if rows is not None:
             taken = pa.array(rows)
@@ -80,14 +84,15 @@ class LaneRows:
         return bytes(self._keys[self.rows[index]].as_py())
 
     def value(self, index: int) -> bytes | None:
-        """None for a row that was deleted. Of an event: its head, None for a tombstone."""
+        """Return the value of a record, None for a deleted row. For an event: its head, None for a tombstone."""
         gone = DELETE if self.heads is None else TOMBSTONE
         return None if self.kinds[index] == gone else bytes(self._values[self.rows[index]].as_py())
 
 
 class Encoded:
-    """The records of a block: the rows of each lane; with several, the lane of each row and its index there, where
-    every row is one record."""
+    """The records of a block: the rows of each partition. With several partitions, also the partition of each row and
+    its index there, if every row is one record.
+    """
 
     __slots__ = ("_index_of", "_lane_of", "lanes")
 
@@ -97,7 +102,7 @@ class Encoded:
         self._index_of = index_of
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, LaneRows, int, int]]:
-        """(lane, its rows, first, last): where the rows [start, end) of the block are."""
+        """Yield (partition, its rows, first, last) for the rows [start, end) of the block."""
         if len(self.lanes) == 1 and isinstance(self.lanes[0].rows, range):
             yield 0, self.lanes[0], start, end
         elif not self._lane_of or end - start > 4 * len(self.lanes):
@@ -113,12 +118,13 @@ class Encoded:
 
 
 ONE_BY_ONE = object()
-"""In place of what a block was encoded as: its rows are for the per-row functions."""
+"""Marks a block that cannot be encoded by columns: its rows are for the per-row functions."""
 
 
 class Events(Protocol):
-    """How events are written: what stands before the row before, before the one after, and in place of one that is
-    not. Of `keys_and_rows` and `rows` None and ArrowInvalid: see E1."""
+    """Format of events: the bytes before the old row, before the new row, and in place of a missing one. If
+    `keys_and_rows` or `rows` return None or raise ArrowInvalid, the per-row functions have to encode the rows.
+    """
 
     @property
     def before(self) -> bytes: ...
@@ -142,8 +148,9 @@ class JsonEvents:
 
 
 def encode(block: Block, lanes: int, limit_bytes: int, events: Events | None = None) -> Encoded | None:
-    """`events` None: records are rows. None when a row needs the per-row functions: one that is larger than
-    `limit_bytes`, or a text no type writes."""
+    """Encode a block. `events` None: records are rows. Returns None if a row needs the per-row functions: it is larger
+    than `limit_bytes`, or has a text that no type prints.
+    """
     try:
         made = _json(block, row_form) if events is None else events.keys_and_rows(block)
         if made is None:
@@ -151,7 +158,7 @@ def encode(block: Block, lanes: int, limit_bytes: int, events: Events | None = N
         if events is not None:
             heads = _heads(block, events, made[1])
             return None if heads is None else _events(block, lanes, limit_bytes, made[0], heads)
-    except pa.ArrowInvalid:  # a date or time that only PostgreSQL writes
+    except pa.ArrowInvalid:  # a date or time that only PostgreSQL can write
         return None
     keys, values = made
     key_sizes, value_sizes = sizes_of(keys), sizes_of(values)
@@ -201,7 +208,9 @@ def _events(block: Block, lanes: int, limit_bytes: int, keys: Any, heads: Any) -
 
 
 def _heads(block: Block, events: Events, values: Any) -> Any:
-    """Of the events' values: the row before and after (events.EventEncoder.head). None: see E1."""
+    """Return the heads of the events' values: the row before and after (EventEncoder.head). None: the per-row functions
+    have to encode them.
+    """
     before = pa.array(np.arange(len(block)), mask=block.kinds == INSERT)
     rows = values
     if len(block.old.rows):
@@ -226,7 +235,7 @@ def _heads(block: Block, events: Events, values: Any) -> Any:
 
 
 def _json(block: Block, form: Form) -> tuple[Any, Any] | None:
-    """Keys and values, binary columns."""
+    """Return keys and values, binary columns."""
     texts: dict[str, tuple[str, Any]] = {}
     values = _rows(block, block.values, len(block), form, texts)
     if values is None:
@@ -240,7 +249,9 @@ def _json(block: Block, form: Form) -> tuple[Any, Any] | None:
 
 
 def _rows(block: Block, rows: Values, count: int, form: Form, texts: dict[str, tuple[str, Any]] | None = None) -> Any:
-    """Objects of all columns; `texts` becomes what they are made of. None: see E1."""
+    """Return the objects of all columns; `texts` receives the parts of each column. None: the per-row functions have to
+    encode them.
+    """
     texts = {} if texts is None else texts
     for column, text, sizes, data in text_columns(block, rows, count):
         made = _texts(form(column), text, data, sizes)
@@ -251,7 +262,7 @@ def _rows(block: Block, rows: Values, count: int, form: Form, texts: dict[str, t
 
 
 def text_columns(block: Block, rows: Values, count: int) -> Iterator[tuple[Column, Any, Int64s, Any]]:
-    """(column, its texts, their sizes, −1 where it is null, their bytes back to back)."""
+    """Yield (column, its texts, their sizes, −1 where it is null, their bytes back to back)."""
     starts, sizes = rows
     data, offsets = gather(block.walker.body, block.walker.bytes, starts.ravel(), np.maximum(sizes, 0).ravel())
     whole = pa.py_buffer(data)
@@ -275,7 +286,9 @@ def _object(columns: list[tuple[str, str, Any]], count: int) -> Any:
 
 
 def _texts(form: str, text: Any, data: Any, sizes: Int64s) -> tuple[str, Any] | None:
-    """(the quote around every value, the JSON of each without it); nulls stay null. None, and ArrowInvalid: see E1."""
+    """Return (the quote around every value, the JSON of each without it); nulls stay null. None, or ArrowInvalid: the
+    per-row functions have to encode them.
+    """
     if form == "number":
         return "", text
     if form in NUMBERS:
@@ -295,7 +308,7 @@ def _texts(form: str, text: Any, data: Any, sizes: Int64s) -> tuple[str, Any] | 
 
 
 def text_of(form: str, text: Any) -> Any | None:
-    """As pgforms.plain. None: see E1."""
+    """Convert texts like base/pgtypes/debezium.plain. None: the per-row functions have to encode them."""
     if form == "hex":
         return pc.utf8_slice_codeunits(text, 2) if _all(pc.starts_with(text, "\\x")) else None
     if form == "zoned":
@@ -307,7 +320,7 @@ def text_of(form: str, text: Any) -> Any | None:
 
 
 def numbers_of(form: str, text: Any) -> Any:
-    """Of dates and times that Arrow reads. Raises ArrowInvalid where it does not."""
+    """Convert dates and times to numbers. Raises ArrowInvalid for those that Arrow cannot read."""
     if form == "days":
         return text.cast(pa.date32()).cast(pa.int32())
     moments = join_text("1970-01-01 ", text) if form in CLOCKS else text
@@ -319,7 +332,7 @@ def numbers_of(form: str, text: Any) -> Any:
 
 
 def _all(found: Any) -> bool:
-    """Nulls are."""
+    """Return whether all values are true; nulls count as true."""
     return pc.all(found, min_count=0).as_py() is not False
 
 
@@ -328,7 +341,7 @@ def join_text(*pieces: Any) -> Any:
 
 
 def _escaped(text: Any, data: Any) -> Any:
-    """As json.encoder.encode_basestring, without its quotes."""
+    """Escape like json.encoder.encode_basestring, without its quotes."""
     raw = data.tobytes()
     for plain, escaped in _ESCAPED:
         if plain.encode() in raw:

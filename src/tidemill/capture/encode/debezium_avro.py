@@ -1,9 +1,10 @@
-"""Change events in Avro, row by row: what debezium_json.py writes as JSON, with the same meaning (avro_schemas.py).
+"""Change events in Avro, row by row: the same content as the JSON of debezium_json.py (avro_schemas.py).
 
     head     prefix │ before │ after            each 0x00, or 0x02 and the row
     tail     source │ transaction 0x00 │ op │ ts_ms     `first`, a length, `place`, the ordinal, `second`, op, `third`
 
-E2  As in debezium_json.py: the ids are those that the catalogue has, whatever the registry holds by now.
+Invariant (reproducible records): as in debezium_json.py. The schema ids are those in the catalogue, regardless of the
+registry's present content.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from tidemill.capture.encode.debezium_json import Source, Tail
 from tidemill.topics.batch.encode import signed
 
 MOST = (1 << 63) - 1
-"""What a timestamp is told as that no long holds: one past 294247-01-10, in microseconds."""
+"""Value for timestamps that exceed a long: those after 294247-01-10, in microseconds."""
 _FIRST_BRANCH = b"\x00"
 
 
 class AvroEncoder:
-    """Of one relation, as EventEncoder is. `source` has the ids of its version's schemas."""
+    """Encoder of one relation, like EventEncoder. `source` has the ids of its version's schemas."""
 
     def __init__(self, relation: Relation, source: Source) -> None:
         self.relation = relation
@@ -37,7 +38,7 @@ class AvroEncoder:
         self._database = text(source.database)
         self._place = text(relation.schema) + text(relation.table)
         self._made: tuple[tuple[int, int | None, int], Tail] | None = None
-        """The tail of the transaction at hand: what its numbers take is more than all else of a small row."""
+        """Cached tail of the current transaction: encoding its numbers costs more than the rest of a small row."""
 
     def key(self, row: Row) -> bytes:
         return self.key_prefix + b"".join([write(_said(row, name)) for name, write in self._key])
@@ -46,7 +47,7 @@ class AvroEncoder:
         return self.value_prefix + self._maybe(before) + self._maybe(after)
 
     def tail(self, commit_lsn: int, xid: int | None, time_ms: int) -> Tail:
-        """`xid` None: of the copy, `commit_lsn` is the snapshot's."""
+        """Return the tail of a transaction's events. `xid` None: of the copy; `commit_lsn` is the snapshot's."""
         asked = (commit_lsn, xid, time_ms)
         if self._made is None or self._made[0] != asked:
             self._made = asked, self._tail(*asked)
@@ -92,7 +93,9 @@ def text(value: str) -> bytes:
 
 
 def writer_of(column: Column, *, of_key: bool = False) -> Callable[[str], bytes]:
-    """PostgreSQL's text → the body of its kind. What it returns raises what a text that is no such value makes it."""
+    """Return the function that encodes PostgreSQL's text as the body of the column's kind. That function raises the
+    errors of an invalid text.
+    """
     form, kind = form_of(column.type_oid, column.type_mod), kind_of(column.type_oid, column.type_mod)
     if kind == "varint":
         number = written(form)
@@ -106,7 +109,9 @@ def writer_of(column: Column, *, of_key: bool = False) -> Callable[[str], bytes]
 
 
 def floats(texts: Sequence[str], kind: Kind, *, of_key: bool) -> bytes:
-    """As PostgreSQL reads them: a float is the one next to the text, not to the double next to it."""
+    """Encode floats as PostgreSQL reads them: a float is the one nearest to the text, not to the double
+    nearest to it.
+    """
     array = pa.array(texts, pa.string()).cast(pa.float32() if kind == "float" else pa.float64())
     values = array.to_numpy(zero_copy_only=False)
     return bytes((values + 0 if of_key else values).tobytes())  # −0 + 0 is 0

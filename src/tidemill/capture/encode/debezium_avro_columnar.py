@@ -1,4 +1,5 @@
-"""The rows of a block as Avro, by columns: what avro.AvroEncoder makes row by row (see E1 of columnar_encoder.py).
+"""Encodes the rows of a block as Avro by columns, with the same bytes as AvroEncoder row by row (see
+columnar_encoder.py).
 
 column   ──► text ──► bodies of its kind ──► one element-wise join with the branches ──► key, row
 """
@@ -26,7 +27,7 @@ _EMPTY = pa.scalar(b"")
 
 
 class AvroEvents:
-    """See encoded.Events."""
+    """Implementation of columnar_encoder.Events for Avro."""
 
     null = NULL
     after = b""
@@ -49,7 +50,7 @@ class AvroEvents:
 
     @staticmethod
     def _rows(block: Block, rows: Values, count: int, bodies: dict[str, list[Any]]) -> Any:
-        """`bodies` becomes the pieces that each column's are made of."""
+        """Encode the rows; `bodies` receives the pieces of each column."""
         pieces: list[Any] = [THERE]
         for column, text, sizes, _ in text_columns(block, rows, count):
             nulls = text.null_count > 0
@@ -67,7 +68,9 @@ class AvroEvents:
 
 
 def _bodies(column: Column, text: Any, empty: bool) -> list[Any] | None:
-    """Pieces of each value, null where it is. None, and ArrowInvalid: see E1."""
+    """Return the pieces of each value, null where it is null. None, or ArrowInvalid: the per-row functions have to
+    encode them.
+    """
     form, kind = event_form(column), kind_of(column.type_oid, column.type_mod)
     if kind == "string":
         found = text_of(form, text)
@@ -88,7 +91,7 @@ def _bodies(column: Column, text: Any, empty: bool) -> list[Any] | None:
 
 
 def _like(made: Any, text: Any) -> Any:
-    """Null where the text is."""
+    """Return `made` with nulls where the text is null."""
     return pc.if_else(text.is_valid(), made, pa.scalar(None, pa.binary())) if text.null_count else made
 
 

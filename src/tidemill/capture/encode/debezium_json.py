@@ -1,15 +1,15 @@
 """Change events in Debezium's envelope: the JSON that its PostgreSQL connector writes with `schemas.enable=false`.
 
-    head     {"before": row, "after": row                    of the rows alone
-    tail     ,"source":{…},"transaction":null,"op":…,"ts_ms":…}    of the relation, the transaction, the place in it
+    head     {"before": row, "after": row                    depends on the rows only
+    tail     ,"source":{…},"transaction":null,"op":…,"ts_ms":…}    on the relation, the transaction, the place in it
 
-    source   version   tidemill's                  snapshot  "true" for rows of the copy, else "false"
+    source   version   tidemill's                  snapshot  "true" for rows of the copy, otherwise "false"
              name      of the capture              sequence  [commit LSN, place in the transaction]: orders all events
              lsn       of the commit               txId      null for rows of the copy          xmin   null
              ts_ms     of the commit; ts_us and ts_ns are the same moment; of the copy, when the row was copied
 
-E2  Nothing in a record of the stream depends on when or by whom it is made, but for tidemill's version: records that
-    are made again after a crash are equal.
+Invariant (reproducible records): except for tidemill's version, no content of a record of the stream depends on when or
+by which process it is made, so records that are made again after a crash are equal.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ BEFORE, AFTER = b'{"before":', b',"after":'
 OPS = {"insert": b"c", "update": b"u", "delete": b"d", "truncate": b"t"}
 SNAPSHOT_OP = b"r"
 NEW_KEY_HEADER, OLD_KEY_HEADER = "__debezium.newkey", "__debezium.oldkey"
-"""On the two halves of a changed key: the key of the other half."""
+"""Headers of the two halves of a changed key: the key of the other half."""
 
 
 class Source(msgspec.Struct, frozen=True):
-    """What events say of where they come from: the capture's name and its database's. `schemas`: the ids of the key's
-    and the value's schema under each version of the table's description, where they are Avro (debezium_avro.py)."""
+    """Origin of events: the names of the capture and of its database. `schemas`: the ids of the schemas of key and
+    value under each version of the table's description, if they are Avro (debezium_avro.py).
+    """
 
     name: str
     database: str
@@ -41,9 +42,10 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Tail(NamedTuple):
-    """Of the events of one transaction; between its pieces come the ordinal and the op, which is one byte. In Avro the
-    ordinal stands in a string, which begins with its length, one byte: `place` and the ordinal, `around` counts its
-    bytes without the ordinal's digits."""
+    """Tail of the events of one transaction. The ordinal and the op, which is one byte, come between its pieces. In
+    Avro the ordinal is part of a string, which begins with its length, one byte: `place` and the ordinal; `around`
+    counts the string's bytes without the ordinal's digits.
+    """
 
     first: bytes
     second: bytes
@@ -53,7 +55,7 @@ class Tail(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Without the ordinal's digits."""
+        """Size without the ordinal's digits."""
         size = len(self.first) + len(self.place) + len(self.second) + 1 + len(self.third)
         return size + 1 if self.around else size
 
@@ -64,7 +66,7 @@ class Tail(NamedTuple):
 
 
 class EventEncoder:
-    """Of one relation. `key(row)` as `RowEncoder` has it, in the forms of events."""
+    """Encoder of one relation. `key(row)` is that of `RowEncoder`, in the forms of events."""
 
     def __init__(self, relation: Relation, source: Source) -> None:
         self.relation = relation
@@ -80,7 +82,7 @@ class EventEncoder:
         return BEFORE + old + AFTER + (b"null" if after is None else self._row(after))
 
     def tail(self, commit_lsn: int, xid: int | None, time_ms: int) -> Tail:
-        """`xid` None: of the copy, `commit_lsn` is the snapshot's."""
+        """Return the tail of a transaction's events. `xid` None: of the copy; `commit_lsn` is the snapshot's."""
         snapshot, of = ("true", "null") if xid is None else ("false", str(xid))
         first = f'{self._begin}{time_ms},"snapshot":"{snapshot}"{self._database}{commit_lsn}\\",\\"'
         second = (

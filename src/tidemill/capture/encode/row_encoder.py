@@ -1,13 +1,14 @@
-"""Rows as JSON bytes for topics. In topics of rows: numbers, booleans and null as such, all else in PostgreSQL's text.
+"""Rows as JSON bytes for topics. In topics of rows, numbers, booleans and null are JSON values, everything else is
+PostgreSQL's text.
 
     smallint integer bigint          JSON number, the digits of PostgreSQL's text
-    real, double precision           JSON number; NaN and ±Infinity have none and travel as strings
+    real, double precision           JSON number; NaN and ±Infinity have none and are encoded as strings
     boolean                          true / false
     anything else                    JSON string (numeric, temporal, text, uuid, json, arrays, domains …)
     NULL                             null
 
-In topics of change events every type has the form that `base/pgtypes/debezium` says. In a key −0 of a float is 0, for
-PostgreSQL has one key for both: its records stay in one partition, in their order.
+In topics of change events every type has the form that `base/pgtypes/debezium` defines. In a key −0 of a float is 0,
+because PostgreSQL has one key for both: its records stay in one partition, in their order.
 
 One encoder per relation: names are escaped once, and a row costs one join.
 """
@@ -37,7 +38,9 @@ def _key_float(text: str) -> str:
 
 
 class RowEncoder:
-    """`key(row)` = object of the key columns in key order; `value(row)` = object of the columns in table order."""
+    """Encoder of one relation. `key(row)`: object of the key columns in key order. `value(row)`: object of the columns
+    in table order.
+    """
 
     def __init__(self, relation: Relation, form: Form = row_form) -> None:
         self.relation = relation
@@ -48,7 +51,7 @@ class RowEncoder:
         return _encode(self._key, row)
 
     def value(self, row: Row, without: Collection[str] = ()) -> bytes:
-        """`without`: columns that have no value (Change.unchanged)."""
+        """Encode a row. `without`: columns that have no value (Change.unchanged)."""
         plan = [each for each in self._value if each[0] not in without] if without else self._value
         return _encode(plan, row)
 

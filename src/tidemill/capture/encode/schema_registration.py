@@ -1,4 +1,4 @@
-"""The registry of schemas, as a capture needs it: a schema is registered before the first record that names its id."""
+"""Registers the schemas of a capture's topics: a schema is registered before the first record that names its id."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ from tidemill.capture.encode.avro_schemas import schemas_of, subjects_of
 
 class Schemas(Protocol):
     async def register(self, subject: str, schema: str) -> int:
-        """The id of an Avro schema, which the subject has from now on. Registered again it is the same one.
+        """Register an Avro schema for the subject and return its id. A repeated registration returns the same id.
 
-        Raises InvalidError where it is refused, Unavailable, Unknown."""
+        Raises InvalidError if it is rejected, UnavailableError, UnknownOutcomeError.
+        """
         ...
 
 
 class NoSchemas:
-    """Where there is no registry."""
+    """Implementation for a cluster without a registry."""
 
     async def register(self, subject: str, schema: str) -> int:
         raise InvalidError(
-            f"the schema of a topic cannot be registered, for the registry is off: subject={subject}.",
-            fix="Write registry.enabled = true, or another envelope.",
+            f"the schema of a topic cannot be registered because the registry is disabled: subject={subject}.",
+            fix="Set registry.enabled = true, or use another envelope.",
         )
 
 
 async def registered(schemas: Schemas, topic: str, columns: Sequence[Described]) -> tuple[int, int]:
-    """The ids of the key's and the value's schema of a table's topic. Raises as `Schemas.register`."""
+    """Register the schemas of the key and the value of a table's topic, and return their ids. Raises the errors of
+    `Schemas.register`.
+    """
     ids = []
     for subject, schema in zip(subjects_of(topic), schemas_of(topic, columns), strict=True):
         try:
             ids.append(await schemas.register(subject, schema))
         except InvalidError as error:
             raise InvalidError(
-                f"the registry refuses the schema of a topic: subject={subject} cause={error.message}",
+                f"the registry rejected the schema of a topic: subject={subject} cause={error.message}",
                 fix=error.fix or f"Give the subject {subject} a compatibility that allows it (NONE), or delete it.",
             ) from error
     return ids[0], ids[1]

@@ -1,7 +1,7 @@
 """One PostgreSQL connection over libpq's asynchronous calls (psycopg's `pq` layer): queries, COPY out, replication.
 
-Everything is text and the simple query protocol, because a replication connection speaks nothing else and
-because rows must read exactly as the stream prints them: snapshot and stream share `DISPLAY_SETTINGS`.
+Everything is text and the simple query protocol, because a replication connection supports nothing else and because
+rows must read exactly as the stream prints them: snapshot and stream share `DISPLAY_SETTINGS`.
 
 One task uses a `Wire` at a time, with one exception: while one task receives the stream, another may `send`.
 """
@@ -29,11 +29,14 @@ DISPLAY_SETTINGS: Mapping[str, str] = {
     "extra_float_digits": "1",
     "IntervalStyle": "iso_8601",
 }
-"""Whoever reads rows of a captured database sets these, or snapshot and stream differ in their text."""
+"""Settings of every connection that reads rows of a captured database. Otherwise snapshot and stream would differ in
+their text.
+"""
 
 UNCHECKED = "SQL_ASCII"
-"""A database of this encoding holds any bytes. To a client of any other encoding PostgreSQL refuses what is not that: a
-single value would end the stream of all tables. As they are, each value can be looked at for itself."""
+"""Encoding of a database that can contain any bytes. PostgreSQL rejects such values for a client of any other encoding,
+so a single value would end the stream of all tables. Unconverted, each value can be checked separately.
+"""
 
 NO_TIMEOUTS: Mapping[str, tuple[int, str]] = {
     "statement_timeout": (0, "0"),
@@ -42,8 +45,9 @@ NO_TIMEOUTS: Mapping[str, tuple[int, str]] = {
     "idle_session_timeout": (140_000, "0"),
     "transaction_timeout": (170_000, "0"),
 }
-"""Setting → (server version that knows it, value). A default of the role or database would cut a long copy short or
-end the session that holds the capture's lock; where a time limit is wanted it is set for that statement."""
+"""Setting → (first server version that has it, value). A default of the role or database would interrupt a long copy or
+end the session that holds the capture's lock. Statements that need a time limit set it themselves.
+"""
 
 PLAIN_STATEMENTS: Mapping[str, str] = {
     "default_transaction_read_only": "off",
@@ -52,9 +56,11 @@ PLAIN_STATEMENTS: Mapping[str, str] = {
     "quote_all_identifiers": "off",
     "synchronous_commit": "local",
 }
-"""A default of the role or database would refuse the set-up's statements, let a transaction see the catalogue of
-before it had its lock, or spell the names of types otherwise. And while a synchronous standby is away a commit, be it
-of a heartbeat, would not return: the stream goes on by what the primary has flushed, and needs no standby."""
+"""Settings against defaults of the role or database that would reject the set-up's statements, let a transaction see
+the catalogue from before it had its lock, or spell the names of types differently. And while a synchronous standby is
+missing, no commit would return, not even that of a heartbeat, although the stream depends only on what the primary has
+flushed.
+"""
 
 CONNECT_TIMEOUT_S = 10
 TCP: Mapping[str, int] = {
@@ -65,8 +71,9 @@ TCP: Mapping[str, int] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 15_000,
 }
-"""libpq's settings where the DSN has none of its own: a peer that is gone without a word ends a connection within 15 s.
-One whose kernel still answers is found by control_connection.py."""
+"""libpq's settings, unless the DSN sets them: a peer that disappears silently ends a connection within 15 s. A peer
+whose kernel still answers is detected by control_connection.py.
+"""
 BURST_BYTES = 256 << 10
 _APPLICATION_NAME_BYTES = 63
 
@@ -82,7 +89,9 @@ def qualified(schema: str, table: str) -> str:
 
 
 def scope(schema: str, table: str, *, partitioned: bool) -> str:
-    """For FROM and LOCK: what the stream carries under this table. Rows of those that inherit come under their own."""
+    """Return the table for FROM and LOCK, with the rows that the stream carries under it. Rows of inheriting tables
+    arrive under their own tables.
+    """
     return f"{'' if partitioned else 'ONLY '}{qualified(schema, table)}"
 
 
@@ -92,14 +101,18 @@ def literal(text: str) -> str:
 
 
 def where(dsn: str) -> str:
-    """Server, database and user of a DSN for messages, never the password. Raises InvalidError on nonsense."""
+    """Return server, database and user of a DSN for messages, never the password. Raises InvalidError if it cannot be
+    parsed.
+    """
     parts = _parts(dsn)
     names = ("dbname", "user")
     return " ".join([f"server={server(dsn)}", *(f"{name}={parts[name]}" for name in names if parts.get(name))])
 
 
 def server(dsn: str) -> str:
-    """`host:port` (or the directory of the socket), as libpq will take it. Raises InvalidError on nonsense."""
+    """Return `host:port` (or the directory of the socket), as libpq will use it. Raises InvalidError if it cannot be
+    parsed.
+    """
     parts = _parts(dsn)
     host = parts.get("host") or parts.get("hostaddr")
     if host is None and parts.get("service"):
@@ -115,16 +128,17 @@ def _parts(dsn: str) -> dict[str, Any]:
     try:
         return conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
-        # libpq quotes the offending text, which may hold a password: name the kind of error only.
+        # libpq quotes the offending text, which may contain a password: name only the kind of error.
         raise InvalidError(
             "the DSN cannot be read.", fix="Write it as postgresql://user:password@host:5432/database."
         ) from error
 
 
 def application_name(purpose: str, capture: str = "") -> str:
-    """Says to whoever looks at pg_stat_activity which process this is: `tidemill PROCESS [CAPTURE] PURPOSE HOST/PID`,
-    cut where PostgreSQL would. The second word, eight hex digits of HOST/PID, and the name of a capture are always
-    whole: sessions are found by them."""
+    """Return the name that identifies this process in pg_stat_activity: `tidemill PROCESS [CAPTURE] PURPOSE HOST/PID`,
+    truncated where PostgreSQL would. The second word, eight hex digits of HOST/PID, and the name of a capture are
+    always complete, because sessions are found by them.
+    """
     process = f"{socket.gethostname()}/{os.getpid()}"
     token = hashlib.blake2b(process.encode(), digest_size=4).hexdigest()
     words = ("tidemill", token, capture, purpose, process)
@@ -132,13 +146,17 @@ def application_name(purpose: str, capture: str = "") -> str:
 
 
 def session_settings(version: int) -> dict[str, str]:
-    """For every session on a captured database, whatever the defaults of its role and database are."""
+    """Return the settings of every session on a captured database, which override the defaults of its role and
+    database.
+    """
     untimed = {name: value for name, (since, value) in NO_TIMEOUTS.items() if version >= since}
     return {**DISPLAY_SETTINGS, **PLAIN_STATEMENTS, **untimed}
 
 
 def settings_statement(settings: Mapping[str, str]) -> str:
-    """Sets them for the rest of the session. (Not as `options` of the connection, which the DSN may have, too.)"""
+    """Return the statement that sets them for the rest of the session. (Not as `options` of the connection, which the
+    DSN may have, too.)
+    """
     return f"SELECT {', '.join(f'set_config({literal(n)}, {literal(v)}, false)' for n, v in settings.items())}"
 
 
@@ -153,8 +171,9 @@ class Wire:
 
     @classmethod
     async def connect(cls, dsn: str, *, replication: bool = False, purpose: str, capture: str = "") -> Self:
-        """Connect, and set `session_settings`. PostgreSQL sees `purpose` and the name of the capture that it is for, if
-        any. Raises InvalidError (DSN, credentials, database) or UnavailableError."""
+        """Connect, and set `session_settings`. PostgreSQL sees `purpose` and the name of the capture, if any. Raises
+        InvalidError (DSN, credentials, database) or UnavailableError.
+        """
         import psycopg
 
         target, given = where(dsn), _parts(dsn)
@@ -187,24 +206,25 @@ class Wire:
 
     @property
     def database(self) -> str:
-        """Its name, whether or not the DSN says it."""
+        """Name of the database, even if the DSN does not contain it."""
         return self._pgconn.db.decode()
 
     @property
     def unchecked(self) -> bool:
-        """Of the encoding that holds any bytes."""
+        """True if the database can contain any bytes (SQL_ASCII)."""
         return self._pgconn.parameter_status(b"server_encoding") == UNCHECKED.encode()
 
     @property
     def server_version(self) -> int:
-        """E.g. 180006 for 18.6."""
+        """Server version, for example 180006 for 18.6."""
         return self._pgconn.server_version
 
     async def query(self, sql: str) -> list[SqlRow]:
-        """Run one statement, return its rows as text; a byte that is not UTF-8 is a surrogate.
+        """Run one statement, return its rows as text; a byte that is not UTF-8 becomes a surrogate.
 
-        Raises by SQLSTATE (errors.py); the wire stays usable
-        after a failed statement, not after a cancelled call."""
+        Raises errors by SQLSTATE (errors.py). The wire stays usable after a failed statement, but not after a cancelled
+        call.
+        """
         from psycopg.pq import ExecStatus
 
         self._send_query(sql)
@@ -225,7 +245,7 @@ class Wire:
         return rows[0][0] if rows else None
 
     async def copy_out(self, sql: str) -> AsyncIterator[list[bytes]]:
-        """Run COPY … TO STDOUT; yields bursts of rows in COPY's text format, each with its newline."""
+        """Run COPY … TO STDOUT; yield bursts of rows in COPY's text format, each with its newline."""
         from psycopg.pq import ExecStatus
 
         self._send_query(sql)
@@ -242,7 +262,7 @@ class Wire:
             raise failure
 
     async def start_copy_both(self, command: str) -> None:
-        """START_REPLICATION …; afterwards `receive` and `send` are what the wire does."""
+        """Run START_REPLICATION …; afterwards only `receive` and `send` may be called."""
         from psycopg.pq import ExecStatus
 
         self._send_query(command)
@@ -254,7 +274,7 @@ class Wire:
         result.clear()
 
     async def receive(self) -> list[bytes]:
-        """The messages at hand, at least one. Raises when the server ends the stream."""
+        """Return the available messages, at least one. Raises when the server ends the stream."""
         burst = await self._burst()
         if burst:
             return burst
@@ -269,11 +289,11 @@ class Wire:
             while self._pgconn.flush() == 1:
                 await self._ready(write=True)
         except psycopg.Error as error:
-            # "No COPY in progress" is what follows from the error by which the server ended it, not that error.
+            # "No COPY in progress" is only a consequence of the error by which the server ended it.
             raise self._why_ended() or self._broken(error) from error
 
     async def aclose(self) -> None:
-        """Idempotent; ends the session, so its locks and its hold on the slot go."""
+        """Close the connection, which ends the session and releases its locks and the slot. Idempotent."""
         await self._connection.close()
 
     def _send_query(self, sql: str) -> None:
@@ -299,10 +319,10 @@ class Wire:
             raise self._broken(error) from error
 
     async def _burst(self) -> list[bytes]:
-        """COPY data at hand, at least one message; empty at the end of the COPY."""
+        """Return the available COPY data, at least one message; empty at the end of the COPY."""
         import psycopg
 
-        # libpq reports the end once: asked again it says that no COPY is in progress.
+        # libpq reports the end once; a second call would fail because no COPY is in progress.
         if self._copy_ended:
             self._copy_ended = False
             return []
@@ -321,7 +341,7 @@ class Wire:
                     self._copy_ended = bool(burst)
                     break
                 elif size > seen:
-                    # libpq takes some kilobytes at a time; what else is there is taken as well, without waiting.
+                    # libpq reads some kilobytes at a time; read the rest as well if it is available without waiting.
                     seen = size
                     self._pgconn.consume_input()
                 elif burst:
@@ -332,12 +352,12 @@ class Wire:
         except psycopg.Error as error:
             if not burst:
                 raise self._broken(error) from error
-            # What came before the connection broke is whole; the next call says the error.
+            # The messages from before the connection broke are complete; the next call raises the error.
             self._broke = self._broken(error)
         return burst
 
     async def _drain(self) -> Exception | None:
-        """Read what is left of a statement; its error, if it had one."""
+        """Read the rest of a statement; return its error, if it had one."""
         from psycopg.pq import ExecStatus
 
         failure: Exception | None = None
@@ -350,7 +370,7 @@ class Wire:
         return failure
 
     def _why_ended(self) -> Exception | None:
-        """What the server said when it ended a COPY, if it is at hand; nothing is waited for."""
+        """Return the error with which the server ended a COPY, if it is available without waiting."""
         from psycopg.pq import ExecStatus
 
         result = None if self._pgconn.is_busy() else self._pgconn.get_result()
@@ -372,11 +392,11 @@ class Wire:
         text = error.decode(errors="replace") if isinstance(error, bytes) else str(error)
         message = " ".join(text.split())
         if "closed" in message and self._connection.closed:
-            return ClosedError(f"the connection was closed: {self._target}.")
+            return ClosedError(f"the connection is closed: {self._target}.")
         return UnavailableError(f"the connection to PostgreSQL broke: {self._target} error={message!r}.")
 
     async def _ready(self, *, write: bool = False) -> None:
-        """Until the socket is readable (or writable)."""
+        """Wait until the socket is readable (or writable)."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         descriptor = self._pgconn.socket

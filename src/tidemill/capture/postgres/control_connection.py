@@ -1,8 +1,7 @@
 """The control connection of a session: one query at a time, and a record of the queries without an answer.
 
-    Q1  Every query is recorded while it is open (`Answers`). A query without an answer is reported, with its server,
-        long before its deadline.
-    Q2  A query that exceeds ANSWER_DEADLINE_S fails, and the session ends.
+Every query is recorded while it is open (`Answers`). A query without an answer is reported, with its server, long
+before its deadline. A query that exceeds ANSWER_DEADLINE_S fails, and the session ends.
 
 The control connection also holds the advisory lock of the capture. If it breaks, the session must end.
 """
@@ -32,7 +31,7 @@ class NoAnswerError(UnavailableError):
 
 
 class Answers:
-    """Open queries, each with the time when it was sent (Q1)."""
+    """Open queries, each with the time when it was sent."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -40,8 +39,9 @@ class Answers:
 
     @contextmanager
     def expected(self, what: str) -> Iterator[None]:
-        """A query that exceeded its deadline stays open until its session ends. Otherwise its status would recover for
-        a moment, and its age would start again at zero."""
+        """Record a query while it is open. A query that exceeded its deadline stays open until its session ends.
+        Otherwise its status would recover for a moment, and its age would start again at zero.
+        """
         self._open[what] = self._clock.monotonic_s()
         try:
             yield
@@ -53,15 +53,16 @@ class Answers:
         self._open.pop(what, None)
 
     def note(self, what: str, asked: bool) -> None:
-        """`what` is open from the first call with `asked` until the first call without."""
+        """Record `what` as open from the first call with `asked` until the first call without."""
         if asked:
             self._open.setdefault(what, self._clock.monotonic_s())
         else:
             self._open.pop(what, None)
 
     def overdue(self) -> tuple[str, int] | None:
-        """The oldest open query above TELL_AFTER_MS: (query, ms since the epoch when it was sent). Jumps of the wall
-        clock do not change its age."""
+        """Return the oldest open query above TELL_AFTER_MS: (query, ms since the epoch when it was sent). Jumps of the
+        wall clock do not change its age.
+        """
         if not self._open:
             return None
         what = min(self._open, key=lambda each: self._open[each])
@@ -78,9 +79,9 @@ class Control:
         self._lock = asyncio.Lock()
 
     async def ask(self, question: Callable[[Wire], Awaitable[T]]) -> T:
-        """Raises NoAnswerError after the deadline (Q2). The connection is unusable then."""
+        """Run one query. Raises NoAnswerError after the deadline. The connection is unusable then."""
         async with self._lock:
-            return await answered(self._wire, self._answers, "a question", question)
+            return await answered(self._wire, self._answers, "a query", question)
 
     async def aclose(self) -> None:
         await self._wire.aclose()
@@ -99,12 +100,12 @@ async def answered(wire: Wire, answers: Answers, what: str, question: Callable[[
 def no_answer(target: str, what: str, waited_s: float) -> NoAnswerError:
     return NoAnswerError(
         f"PostgreSQL does not answer: {target} waits_for={what!r} waited_s={waited_s:.0f}.",
-        fix="See whether the server is stopped or overloaded, or the network swallows packets.",
+        fix="Check whether the server is stopped or overloaded, or the network drops packets.",
     )
 
 
 async def identified(connect: Callable[[], Awaitable[Wire]], answers: Answers) -> Timeline:
-    """The timeline of the server behind a replication connection. Raises NoAnswerError."""
+    """Return the timeline of the server behind a replication connection. Raises NoAnswerError."""
     wire = await connect()
     try:
         return await answered(wire, answers, "its timeline", identify)
@@ -117,4 +118,4 @@ async def check_same(wire: Wire, answers: Answers, line: Timeline) -> None:
     not."""
     now = await answered(wire, answers, "its timeline", identify)
     if (now.system_id, now.history) != (line.system_id, line.history):
-        raise UnavailableError(f"the DSN leads to another server by now: {wire.target} timeline={now.number}.")
+        raise UnavailableError(f"the DSN now leads to another server: {wire.target} timeline={now.number}.")

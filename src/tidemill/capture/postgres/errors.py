@@ -1,4 +1,6 @@
-"""PostgreSQL's errors in the words of base.errors: what the operator did wrong, or what may pass by itself."""
+"""Translates PostgreSQL's errors to those of base.errors: mistakes of the operator, and failures that may pass without
+action.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _CONNECT_FIXES: tuple[tuple[str, str], ...] = (
     ("database", "Create the database, or correct its name in the DSN."),
     ("permission denied", "Grant the role what the message says."),
 )
-"""The first that the message has, so what a general one would cover stands before it."""
+"""The first entry that the message contains applies, so specific entries come before general ones."""
 _TRANSIENT_CONNECT = (
     "Connection refused",
     "could not translate host name",
@@ -48,12 +50,13 @@ _TRANSIENT_CONNECT = (
 
 
 class SlotLostError(InvalidError):
-    """The slot is gone or was invalidated: the stream has a gap that nothing can fill but a new snapshot."""
+    """The slot does not exist or was invalidated: only a new snapshot can fill the gap in the stream."""
 
 
 class UndecodableSlotError(SlotLostError):
-    """PostgreSQL cannot decode what the slot holds: its picture of the catalogue, built while other transactions
-    rewrote tables, lacks one of them. The same WAL fails again at every try."""
+    """PostgreSQL cannot decode the WAL of the slot: its initial catalogue snapshot, built while other transactions
+    rewrote tables, lacks one of them. The same WAL fails at every retry.
+    """
 
 
 class LockHeldError(UnavailableError):
@@ -61,8 +64,9 @@ class LockHeldError(UnavailableError):
 
 
 class SqlError(UnavailableError):
-    """A statement failed, and changed nothing: mostly for a reason that passes (`may_pass`). `sqlstate` as PostgreSQL
-    gave it."""
+    """A statement failed and changed nothing, mostly for a temporary reason (`may_pass`). `sqlstate`: as PostgreSQL
+    reported it.
+    """
 
     def __init__(self, message: str, *, sqlstate: str = "", fix: str = "") -> None:
         super().__init__(message, fix=fix)
@@ -71,20 +75,22 @@ class SqlError(UnavailableError):
 
 _PASSING = ("", "08", "25", "40", "53", "55", "57", "72")
 """Classes of SQLSTATE: connection, transaction state, rollback, resources, object not ready, intervention, an old
-snapshot."""
+snapshot.
+"""
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same may succeed later though nothing is mended: it is no fault of what was asked for. Of a statement
-    PostgreSQL's class tells: damaged data (XX001), a value beyond its limits (54000, XX000), or what a function raised
-    (P0001) are met again at every try."""
+    """Return whether the same call may succeed later without any correction, because the call itself is not at fault.
+    For a statement, PostgreSQL's error class decides: damaged data (XX001), a value beyond its limits (54000, XX000),
+    or an error raised by a function (P0001) recur at every retry.
+    """
     if isinstance(error, SqlError):
         return error.sqlstate[:2] in _PASSING
     return isinstance(error, (UnavailableError, UnknownOutcomeError, ClosedError))
 
 
 def connect_error(text: str, where: str) -> TidemillError:
-    """Invalid for what only the operator can change, Unavailable for what may pass."""
+    """Return InvalidError for an error that only the operator can correct, UnavailableError for one that may pass."""
     message = " ".join(text.split())
     if any(word in message for word in _TRANSIENT_CONNECT):
         return UnavailableError(
@@ -98,18 +104,18 @@ def connect_error(text: str, where: str) -> TidemillError:
 
 
 def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
-    """Classify by SQLSTATE (https://www.postgresql.org/docs/current/errcodes-appendix.html)."""
+    """Classify an error by SQLSTATE (https://www.postgresql.org/docs/current/errcodes-appendix.html)."""
     message = " ".join(text.split())
     facts = f"sqlstate={sqlstate or '?'} error={message!r} statement={statement[:120]!r}"
     if _says_slot_lost(sqlstate, message):
         return SlotLostError(
             f"the replication slot lost its WAL: {facts}.",
-            fix="Raise max_slot_wal_keep_size and drop the capture's publication: all its tables are then copied anew.",
+            fix="Raise max_slot_wal_keep_size and drop the capture's publication: all its tables are copied again.",
         )
     if sqlstate == "XX000" and _NOT_IN_CATALOGUE in message:
         return UndecodableSlotError(
             f"PostgreSQL cannot decode the replication slot: {facts}.",
-            fix="Drop the capture's publication: all its tables are then copied anew.",
+            fix="Drop the capture's publication: all its tables are then copied again.",
         )
     if sqlstate == "42501":
         return InvalidError(
@@ -123,8 +129,9 @@ def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
 
 
 _NOT_IN_CATALOGUE = "could not map filen"
-"""…umber (16 and newer) or …ode "base/5/16404" to relation OID: reorderbuffer.c, an internal error that has no words in
-other languages."""
+"""Start of "could not map filenumber …" (16 and newer) or "filenode "base/5/16404" to relation OID": reorderbuffer.c,
+an internal error that is not translated to other languages.
+"""
 
 
 def _says_slot_lost(sqlstate: str, message: str) -> bool:

@@ -1,12 +1,13 @@
-"""Which transactions of the stream a snapshot already holds: the one rule, for topics and shapes alike. Pure.
+"""Determines which transactions of the stream a snapshot already contains: the one rule, for topics and shapes alike.
+Pure.
 
     xid < xmin                  in the snapshot
     xid ≥ xmax                  not in it
-    else                        in it exactly when xid is not among those in progress
+    otherwise                   in it exactly if xid is not among those in progress
 
 The stream carries 32-bit xids and the snapshot 64-bit ones. A stream xid is widened to the 64-bit xid nearest to xmax
-before *every* comparison, also for membership among those in progress. So the answer holds only for transactions
-around the snapshot: within 2³¹ of it, which every caller sees to in a way of its own.
+before *every* comparison, also for membership among those in progress. So the answer holds only for transactions within
+2³¹ of the snapshot, which every caller has to ensure.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ _FULL = 1 << 32
 
 
 def widen(xid: int, reference: int) -> int:
-    """The 64-bit xid equal to `xid` modulo 2³² that lies nearest to `reference`."""
+    """Return the 64-bit xid that is equal to `xid` modulo 2³² and nearest to `reference`."""
     return reference + ((xid - reference + _HALF) % _FULL) - _HALF
 
 
 def sees(xid: int, xmin: int, xmax: int, in_progress: Collection[int]) -> bool:
-    """Whether the effects of the stream's transaction `xid` are in the snapshot."""
+    """Return whether the effects of the stream's transaction `xid` are in the snapshot."""
     wide = widen(xid, xmax)
     return wide < xmin or (wide < xmax and wide not in in_progress)
 
 
 class PgSnapshot(msgspec.Struct, frozen=True):
-    """pg_current_snapshot(): xmin, xmax and the xids in progress, all 64-bit. `lsn`: behind every commit that it sees,
-    0 = that was not asked."""
+    """pg_current_snapshot(): xmin, xmax and the xids in progress, all 64-bit. `lsn`: above every commit that it sees, 0
+    = not determined.
+    """
 
     xmin: int
     xmax: int
@@ -43,7 +45,7 @@ class PgSnapshot(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> PgSnapshot:
-        """Read `xmin:xmax:xip,…`, and what `str` makes, which has the LSN behind it. Raises InvalidError."""
+        """Parse `xmin:xmax:xip,…`, and the output of `str`, which appends the LSN. Raises InvalidError."""
         try:
             seen, at, lsn = text.partition("@")
             xmin, xmax, xips = seen.split(":")
@@ -61,6 +63,7 @@ class PgSnapshot(msgspec.Struct, frozen=True):
 
 
 def since(column: str, xid: str) -> str:
-    """The condition that the transaction id in a column is not older than `xid`. A frozen row keeps the id it was
-    written with, and one of more than 2^31 transactions ago has a negative age."""
+    """Return the SQL condition that the transaction id in a column is not older than `xid`. A frozen row keeps the id
+    with which it was written, and an id of more than 2^31 transactions ago has a negative age.
+    """
     return f"age({column}) BETWEEN 0 AND age('{xid}'::xid8::xid)"

@@ -12,11 +12,11 @@
     Type      Y  int32 oid   cstring schema   cstring name            Origin  O  int64 lsn   cstring name
     tuple        int16 n   n × ('n' null | 'u' unchanged TOAST | 't' int32 length, text)
 
-A value that is not UTF-8 cannot be read (of a database whose encoding is SQL_ASCII); in a name each such byte becomes a
-surrogate (naming.py).
+A value that is not UTF-8 cannot be read (from a database with the encoding SQL_ASCII). In a name, each such byte
+becomes a surrogate (naming.py).
 
-Integers are big-endian, times are µs since 2000-01-01 UTC. Begin.final_lsn equals Commit.commit_lsn: the
-start of the commit record. https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
+Integers are big-endian, times are µs since 2000-01-01 UTC. Begin.final_lsn equals Commit.commit_lsn: the start of the
+commit record. https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POSTGRES_EPOCH_MS: Final = 946_684_800_000
 
 
 class Unchanged:
-    """The type of UNCHANGED, the value of a TOASTed column that an UPDATE did not touch."""
+    """Type of UNCHANGED, the value of a TOASTed column that an UPDATE did not touch."""
 
     _only: Unchanged | None = None
 
@@ -69,7 +69,7 @@ class WireColumn(msgspec.Struct, frozen=True):
 
 
 class RelationMessage(msgspec.Struct, frozen=True):
-    """`identity`: d default, n nothing, f full, i index."""
+    """Description of a relation. `identity`: d default, n nothing, f full, i index."""
 
     oid: int
     schema: str
@@ -84,7 +84,7 @@ class Insert(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """`old_kind`: O the whole old row (identity FULL), K its key only, "" absent."""
+    """Update of a row. `old_kind`: O the whole old row (identity FULL), K its key only, "" absent."""
 
     oid: int
     old_kind: Literal["", "K", "O"]
@@ -136,8 +136,9 @@ _TEXT, _NULL, _UNCHANGED = b"tnu"
 
 
 def decode(data: bytes) -> Message:
-    """One message. Raises CorruptError on anything that is not exactly one well-formed message, InvalidError on a value
-    that is not UTF-8."""
+    """Decode one message. Raises CorruptError for anything that is not exactly one well-formed message, InvalidError
+    for a value that is not UTF-8.
+    """
     try:
         kind = data[:1]
         match kind:
@@ -196,16 +197,18 @@ _KINDS = {
 _OF_ONE_TABLE = (b"R", b"I", b"U", b"D")
 LOGICAL_MESSAGE = b"M"
 PREFIX_AT = 10
-"""Of a logical message."""
+"""Offset of the prefix in a logical message."""
 
 
 def kind_of(data: bytes) -> str:
-    """What a message calls itself, for people; also of one that cannot be decoded."""
+    """Return the name of a message's kind for people, also for one that cannot be decoded."""
     return _KINDS.get(data[:1], repr(data[:1]))
 
 
 def oid_of(data: bytes) -> int | None:
-    """The one relation that a message is about, also of one that cannot be decoded; None when it names none or many."""
+    """Return the oid of the one relation that a message is about, also for one that cannot be decoded; None if it names
+    none or several.
+    """
     return _U32.unpack_from(data, 1)[0] if data[:1] in _OF_ONE_TABLE and len(data) >= 5 else None
 
 
@@ -223,7 +226,7 @@ def _update(data: bytes) -> Update:
 
 
 def _tuple(data: bytes, at: int) -> tuple[Tuple, int]:
-    """Values of one tuple and where it ends. The hot loop of capture: bare ints and slices."""
+    """Return the values of one tuple and its end. The hot loop of capture: bare ints and slices."""
     count = (data[at] << 8) | data[at + 1]
     at += 2
     values: Tuple = []

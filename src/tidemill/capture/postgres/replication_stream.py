@@ -10,13 +10,15 @@ from tidemill.capture.postgres.connection import Wire, identifier, literal
 from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive, decode_keepalive, wal_start
 
 MESSAGE_BYTES = 2 * KAFKA_REQUEST_BYTES
-"""An UPDATE carries the old row and the new one, each no larger than a record may be. PostgreSQL's own limit is 1 GiB,
-and a message takes several times its size while it is decoded and encoded: of a larger one only the head is kept."""
+"""Maximum size of a message: an UPDATE carries the old row and the new one, each no larger than a record may be.
+PostgreSQL's own limit is 1 GiB, and decoding and encoding a message needs several times its size, so of a larger one
+only the head is stored.
+"""
 HEAD_BYTES = 64
 
 
 class Framed(msgspec.Struct, frozen=True):
-    """The bytes of one pgoutput message, and where in the WAL it comes from. `left_out`: bytes that were cut off."""
+    """Bytes of one pgoutput message, and its place in the WAL. `left_out`: number of bytes that were removed."""
 
     lsn: int
     payload: bytes
@@ -28,7 +30,7 @@ class Framed(msgspec.Struct, frozen=True):
 
 
 def framed(frame: bytes) -> Framed | Keepalive:
-    """Raises CorruptError for what is no frame of a stream."""
+    """Parse a frame. Raises CorruptError for an unknown one."""
     kind = frame[:1]
     if kind == b"w" and len(frame) >= PAYLOAD_START:
         left_out = len(frame) - PAYLOAD_START - HEAD_BYTES if len(frame) > MESSAGE_BYTES else 0
@@ -43,7 +45,9 @@ class ReplicationStream:
         self._wire = wire
 
     async def start(self, slot: str, publication: str) -> None:
-        """From the slot's confirmed position. Raises SlotLost, SqlError (the slot is active elsewhere), Unavailable."""
+        """Start at the slot's confirmed position. Raises SlotLostError, SqlError (the slot is active elsewhere),
+        UnavailableError.
+        """
         names = literal(identifier(publication)).strip()
         await self._wire.start_copy_both(
             f"START_REPLICATION SLOT {identifier(slot)} LOGICAL 0/0 "
@@ -51,7 +55,7 @@ class ReplicationStream:
         )
 
     async def receive(self) -> list[bytes]:
-        """Every frame at hand, in order, at least one; `framed` reads one."""
+        """Return every frame that is available, in order, at least one; `framed` parses one."""
         return await self._wire.receive()
 
     async def send_status(self, update: bytes) -> None:

@@ -1,14 +1,14 @@
-"""What is reported back to PostgreSQL: the frames of the stream and the table of received and flushed positions. Pure.
+"""Reports to PostgreSQL: the frames of the stream and the table of received and flushed positions. Pure.
 
     XLogData          w  int64 wal_start   int64 wal_end   int64 send_time_us   payload
     keepalive         k  int64 wal_end   int64 send_time_us   int8 reply_requested
     status update     r  int64 write   int64 flush   int64 apply   int64 clock_us   int8 reply_requested
     (https://www.postgresql.org/docs/current/protocol-replication.html; times are µs since 2000-01-01)
 
-Positions here are *inclusive commit LSNs*: position L says that every transaction whose commit record
-starts at or below L is in. The server skips transactions whose commit record starts below the position
-it is told, hence the wire carries L + 1. A keepalive's wal_end W is the start of the next record, which
-may yet be a commit: it stands for W − 1. (Reporting W + 1 would lose exactly that commit.)
+Positions here are *inclusive commit LSNs*: position L says that every transaction whose commit record starts at or
+below L is included. The server skips transactions whose commit record starts below the reported position, hence the
+wire carries L + 1. A keepalive's wal_end W is the start of the next record, which may still be a commit, so it stands
+for W − 1. (Reporting W + 1 would lose exactly that commit.)
 
     event                          received               flushed
     commit handled at L            max(·, L)              unchanged; last_seen_txn = L, up_to_date recomputed
@@ -16,8 +16,8 @@ may yet be a commit: it stands for W − 1. (Reporting W + 1 would lose exactly 
     keepalive W, inside a txn      unchanged              unchanged
     flush notice L                 max(·, L)              up_to_date ? received : max(·, L); recomputed first
 
-`up_to_date` ⇔ everything seen is confirmed. It is recomputed after both the commit and the flush notice:
-skipping the first let keepalives confirm transactions that still sat in buffers (electric #4731).
+`up_to_date` ⇔ everything seen is confirmed. It is recomputed after both the commit and the flush notice: skipping the
+first would let keepalives confirm transactions that are still in buffers (electric #4731).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Keepalive(msgspec.Struct, frozen=True):
 
 
 def decode_keepalive(data: bytes) -> Keepalive:
-    """Raises CorruptError."""
+    """Decode a keepalive. Raises CorruptError."""
     if len(data) != _KEEPALIVE.size or data[:1] != b"k":
         raise CorruptError(f"malformed keepalive: bytes={data[:32].hex()}.")
     _, wal_end, _, reply = _KEEPALIVE.unpack(data)
@@ -49,18 +49,20 @@ def decode_keepalive(data: bytes) -> Keepalive:
 
 
 def wal_start(frame: bytes) -> int:
-    """Of an XLogData frame."""
+    """Return the WAL start of an XLogData frame."""
     return int.from_bytes(frame[1:9], "big")
 
 
 def encode_status(received: int, flushed: int, now_ms: int, *, ask: bool = False) -> bytes:
-    """A standby status update for inclusive positions `received` and `flushed`. `ask` for a keepalive in return."""
+    """Encode a standby status update for the inclusive positions `received` and `flushed`. `ask` requests a keepalive
+    in return.
+    """
     clock_us = (now_ms - POSTGRES_EPOCH_MS) * 1000
     return _STATUS.pack(b"r", received + 1, flushed + 1, flushed + 1, clock_us, int(ask))
 
 
 class Status:
-    """The table above as an object. `start` is the slot's confirmed position, inclusive."""
+    """The table of the module docstring as an object. `start` is the slot's confirmed position, inclusive."""
 
     def __init__(self, start: int, *, recompute_at_commit: bool = True) -> None:
         """`recompute_at_commit=False` plants electric #4731, for tests that must find it."""
@@ -68,22 +70,22 @@ class Status:
         self.flushed = start
         self.confirmed = start
         self.sent = start
-        """What the server was told last."""
+        """Position that was last reported to the server as flushed."""
         self.last_seen_txn = start
         self.up_to_date = True
         self.hold: int | None = None
-        """Not told to the server beyond this position, whatever is flushed: a table is copied beside the stream."""
+        """Limit of the position that is reported as flushed, while a table is copied concurrently with the stream."""
         self.bound: int | None = None
-        """Nor beyond this one: the newest binding's. None = nothing is bound."""
+        """Second limit, the position of the newest binding. None = nothing is bound."""
         self._recompute_at_commit = recompute_at_commit
 
     @property
     def told(self) -> int:
-        """What the server hears is flushed."""
+        """Position that is reported to the server as flushed."""
         return min(limit for limit in (self.flushed, self.hold, self.bound) if limit is not None)
 
     def commit_handled(self, commit_lsn: int) -> None:
-        """Every sink has taken the transaction (not: has flushed it)."""
+        """Note that every sink has received the transaction (not: has flushed it)."""
         self.received = max(self.received, commit_lsn)
         self.last_seen_txn = max(self.last_seen_txn, commit_lsn)
         if self._recompute_at_commit:
@@ -97,7 +99,7 @@ class Status:
             self.flushed = max(self.flushed, wal_end - 1)
 
     def flush_notice(self, lsn: int) -> None:
-        """The flush tracker says: every transaction at or below `lsn` is durable in every sink."""
+        """Note that, according to the flush tracker, every transaction at or below `lsn` is durable in every sink."""
         self.confirmed = max(self.confirmed, lsn)
         self._recompute()
         self.received = max(self.received, lsn)
@@ -112,5 +114,7 @@ class Status:
 
 
 def keepalive_interval_s(wal_sender_timeout_ms: int) -> float:
-    """How often a status is sent even when nothing moves: a third of the server's patience, at most 15 s."""
+    """Return the interval at which a status is sent even if nothing moves: a third of the server's patience, at most 15
+    s.
+    """
     return 15.0 if wal_sender_timeout_ms <= 0 else min(wal_sender_timeout_ms / 3000, 15.0)

@@ -1,7 +1,7 @@
-"""The history of a PostgreSQL server: which timelines its WAL has been on, and where it left each.
+"""The history of a PostgreSQL server: the timelines of its WAL, and where it left each of them.
 
-A server that is promoted, or recovered to a point in time, begins a new timeline at the position where it stopped to
-follow the old one. Two histories are equal up to a position, the fork; beyond it the same LSN is another commit.
+A server that is promoted, or recovered to a point in time, begins a new timeline at the position where it stopped
+following the old one. Two histories are equal up to a position, the fork. Beyond it the same LSN is another commit.
 
     IDENTIFY_SYSTEM       system identifier, timeline, end of the WAL
     TIMELINE_HISTORY n    a line for each timeline before n: its number and the LSN at which it was left
@@ -21,7 +21,7 @@ History = tuple[tuple[int, int], ...]
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """`wal_end`: everything below is flushed."""
+    """Identity and history of a server. `wal_end`: everything below is flushed."""
 
     system_id: str
     history: History
@@ -33,7 +33,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 async def identify(wire: Wire) -> Timeline:
-    """Of the server behind a replication connection. Raises CorruptError, Unavailable."""
+    """Return the timeline of the server behind a replication connection. Raises CorruptError, UnavailableError."""
     ((system_id, number, wal_end, *_),) = await wire.query("IDENTIFY_SYSTEM")
     earlier: History = ()
     if int(number or 0) > 1:
@@ -43,7 +43,7 @@ async def identify(wire: Wire) -> Timeline:
 
 
 def parse_history(text: str) -> History:
-    """A timeline history file: `timeline TAB LSN TAB reason`, oldest first. Raises CorruptError."""
+    """Parse a timeline history file: `timeline TAB LSN TAB reason`, oldest first. Raises CorruptError."""
     found = []
     for line in text.splitlines():
         words = line.split(None, 2)
@@ -57,7 +57,7 @@ def parse_history(text: str) -> History:
 
 
 def fork(known: History, now: History) -> int | None:
-    """The LSN up to which both are one history, exclusive; None = they are the same one. Pure."""
+    """Return the LSN up to which both histories are the same, exclusive; None = they are equal. Pure."""
     shared = 0
     for (old, old_end), (new, new_end) in zip(known, now, strict=False):
         if old != new:

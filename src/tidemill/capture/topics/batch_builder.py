@@ -1,13 +1,14 @@
-"""What waits in a lane, and the batches it becomes: records that were made one by one, and ranges of rows that are
-encoded already but for what depends on their place in a batch.
+"""Entries that wait in a partition writer, and their batches: records that were encoded one by one, and ranges of rows
+that are already encoded except for the parts that depend on their place in a batch.
 
 record   length │ 0 │ time delta │ offset delta │ key length, key, value length, value │ headers
                                                   └─ a range's middles (columnar_encoder.py) ──┘
 event                                             └ its middles ─┘                head, tail (debezium_json.py)
 headers  tm.pos = <commit_lsn>_<ordinal>   tm.op   tm.xid   tm.version, from the second description of the table on
-         (a record that was made alone may have more: topic_writer.py)
+         (a record that was encoded alone may have more: topic_writer.py)
 
-R1  A batch has the same bytes whichever way its records came, and is cut at the same records.
+Invariant (same bytes): a batch has the same bytes and is cut at the same records, whichever way its records were
+encoded.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ POSITION_HEADER, OP_HEADER, XID_HEADER, VERSION_HEADER = "tm.pos", "tm.op", "tm.
 UNCHANGED_HEADER, WAS_HEADER = "tm.unchanged", "tm.was"
 Headers = tuple[tuple[str, bytes], ...]
 LEAST_ROWS = 48
-"""Fewer of a batch are encoded faster one by one."""
+"""Fewer rows of a batch are encoded faster one by one."""
 _OPS = {INSERT: b"insert", UPDATE: b"update", DELETE: b"delete", TOMBSTONE: b"delete"}
 _EVENTS = {INSERT: OPS["insert"], UPDATE: OPS["update"], DELETE: OPS["delete"], TOMBSTONE: b""}
 _TENS = 10 ** np.arange(1, 19, dtype=np.int64)
 
 
 def headers_of(position: ChangePosition, op: bytes, xid: bytes, version: int) -> Headers:
-    """`version`: of the table's description that the record is written under."""
+    """Return the headers of a record. `version`: of the table's description under which the record is written."""
     at = b"%d_%d" % (position.commit_lsn, position.ordinal)
     headers = ((POSITION_HEADER, at), (OP_HEADER, op), (XID_HEADER, xid))
     return headers if version == 1 else (*headers, (VERSION_HEADER, b"%d" % version))
 
 
 class RowRange:
-    """The rows [start, end) of a lane's rows of one transaction, or of a copy. The ordinal of place p is
-    `shift` + `step` · p. `tail`: of their events, where they are ones."""
+    """The rows [start, end) of a partition's rows of one transaction, or of a copy. The ordinal of place p is `shift` +
+    `step` · p. `tail`: of their events, if they are events.
+    """
 
     __slots__ = ("commit_lsn", "end", "rows", "shift", "start", "step", "tail", "time_ms", "xid")
 
@@ -76,7 +78,7 @@ class RowRange:
         return size if self.tail is None else size + int(self.tail_sizes().sum())
 
     def sums(self) -> tuple[list[int], int]:
-        """Sums of the records' sizes before each row, and the row that they begin at."""
+        """Return the sums of the records' sizes before each row, and the row at which they begin."""
         if self.tail is None:
             return self.rows.sums, 0
         sums = np.array(self.rows.sums[self.start : self.end + 1])
@@ -87,7 +89,7 @@ class RowRange:
         return self.shift + self.step * self.rows.places[self.start : self.end]
 
     def tail_sizes(self) -> Int64s:
-        """Bytes of the events' tails; a tombstone has none."""
+        """Return the sizes of the events' tails; a tombstone has none."""
         assert self.tail is not None
         sizes = self.tail.size_bytes + 1 + np.searchsorted(_TENS, self.ordinals(), side="right")
         sizes[self.rows.kinds[self.start : self.end] == TOMBSTONE] = 0
@@ -102,12 +104,14 @@ class RowRange:
         )
 
     def joins(self, after: RowRange) -> bool:
-        """`after` follows at once, in the same transaction, with nothing between them that has an ordinal."""
+        """Return whether `after` follows directly, in the same transaction, with nothing between them that has an
+        ordinal.
+        """
         mine = (self.end, self.commit_lsn, self.shift, self.time_ms)
         return after.rows is self.rows and mine == (after.start, after.commit_lsn, after.shift, after.time_ms)
 
     def records(self) -> list[Record]:
-        """One by one."""
+        """Return the records, encoded one by one."""
         xid, rows = b"%d" % self.xid, self.rows
         return [
             Record(
@@ -130,12 +134,12 @@ Entry = Record | RowRange
 
 
 def record_bytes(record: Record) -> int:
-    """As batches are cut by."""
+    """Return the size of a record by which batches are cut."""
     return len(record.key or b"") + len(record.value or b"") + RECORD_OVERHEAD_BYTES
 
 
 def cut(entries: Sequence[Entry], limit_bytes: int) -> Iterator[tuple[list[Entry], int]]:
-    """Batches and how many records each has; one ends with the record that brings it to the limit."""
+    """Yield batches and their numbers of records. A batch ends with the record that brings it to the limit."""
     batch: list[Entry] = []
     count = size = 0
     for entry in entries:
@@ -163,7 +167,7 @@ def cut(entries: Sequence[Entry], limit_bytes: int) -> Iterator[tuple[list[Entry
 def encode_entries(
     entries: Sequence[Entry], count: int, *, producer_id: int, base_sequence: int, epoch: int = 0
 ) -> bytes:
-    """One batch of `count` records."""
+    """Encode one batch of `count` records."""
     ranged = sum(len(entry) for entry in entries if isinstance(entry, RowRange))
     if ranged < LEAST_ROWS:
         entries = [each for entry in entries for each in (entry.records() if isinstance(entry, RowRange) else [entry])]
@@ -191,7 +195,7 @@ def _encode_ranges(ranges: list[RowRange], first: int, first_ms: int) -> memoryv
     of_range = pa.array(np.repeat(np.arange(len(ranges)), counts)) if len(ranges) > 1 else None
 
     def each(values: list[bytes]) -> Any:
-        """A constant of every range, for each of its records."""
+        """Return a constant of every range, repeated for each of its records."""
         column = pa.array(values, pa.binary())
         return column.take(of_range) if of_range is not None else pa.repeat(column[0], counts[0])
 
@@ -214,7 +218,7 @@ def _encode_ranges(ranges: list[RowRange], first: int, first_ms: int) -> memoryv
 
 
 def _values(ranges: Sequence[RowRange], each: Callable[[list[bytes]], Any], numbers: Any, kinds: Any) -> list[Any]:
-    """Of events: their lengths and themselves."""
+    """Return the values of events, with their lengths."""
     heads = pa.concat_arrays([entry.rows.heads[entry.start : entry.end] for entry in ranges])
     tails = [entry.tail for entry in ranges if entry.tail is not None]
     ops = _EVENT_COLUMN.take(pa.array(_OP_AT[kinds]))

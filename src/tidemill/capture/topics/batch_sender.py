@@ -1,11 +1,13 @@
-"""Rounds: what waits in the lanes is sent together, several rounds under way, and every batch lands once.
+"""Sends the queued records of all partitions together in rounds, several of them in flight, so that every batch lands
+once.
 
-While few rounds are under way a new one is sent at the end of the present turn of the loop, but a small one not before
-GAP_S after the last; what arrives meanwhile waits and travels together. A round is durable when it and all rounds
-before it are.
+While few rounds are in flight, a new one is sent at the end of the current turn of the event loop, but a small one not
+before GAP_S after the last; records that arrive in between wait and are sent together. A round is durable when it and
+all rounds before it are.
 
-A batch that fails takes those behind it in its partition with it. Its lane is repaired: wait until nothing of it
-is in flight, look what the log holds after all, send the rest again with the same sequences (partition_writer.py, L1).
+If a batch fails, the later ones in its partition fail too. Its partition writer is repaired: wait until nothing of it
+is in flight, check what the log contains after all, and send the rest again with the same sequences
+(partition_writer.py).
 """
 
 from __future__ import annotations
@@ -28,18 +30,20 @@ from tidemill.topics.batch import Record
 log = structlog.get_logger()
 
 ROUNDS_IN_FLIGHT = 3
-"""Fewer than the five batches a partition remembers per producer, so a batch sent again is recognised."""
+"""Fewer than the five batches that a partition remembers per producer, so a repeated batch is recognised."""
 BACKLOG_BYTES = 16 << 20
-"""What waits and what is under way, together: beyond it `room` waits, and with it the collector and the socket."""
+"""Limit of queued and in-flight bytes together: above it `room` waits, and with it the collector and the socket."""
 ROUND_BYTES = 2 << 20
 GAP_S = 0.01
-"""What a round costs does not depend on what is in it: a batch for each partition, an object, an append to each log. At
-300 transactions a second, each alone, they took a quarter of the loop from those who wait for its turns (shapes)."""
+"""Minimum time between small rounds. The cost of a round does not depend on its size: a batch for each partition, an
+object, an append to each log. At 300 transactions a second, each sent alone, rounds used a quarter of the event loop,
+at the expense of shapes.
+"""
 SMALL_BYTES = 64 << 10
 RECORD_MEMORY_BYTES = 600
-"""What a waiting record takes beside its key and value: objects, headers, its transaction's boundary."""
+"""Memory of a waiting record in addition to its key and value: objects, headers, its transaction's boundary."""
 ROW_MEMORY_BYTES = 250
-"""… and what a row of a range takes: places, kinds and sizes of values, the message it came from."""
+"""Memory of a row of a range: places, kinds and sizes of values, the message from which it came."""
 REPAIR_PAUSE_S = 0.05
 REPAIR_PAUSE_MAX_S = 2.0
 
@@ -47,7 +51,7 @@ _RETRIABLE = (UnavailableError, UnknownOutcomeError, OutOfOrderSequenceError)
 
 
 class BatchSender:
-    """`on_durable(position)`: every record added up to this position is in the log. Called in order."""
+    """Sends rounds. `on_durable(position)`: every record added up to this position is in the log. Called in order."""
 
     def __init__(
         self,
@@ -66,36 +70,36 @@ class BatchSender:
         self._open_bytes = 0
         self._flight_bytes = 0
         self.landed_bytes = 0
-        """Durable so far: what moves while a large transaction is written."""
+        """Durable bytes so far, as a measure of progress while a large transaction is written."""
         self.repairing: dict[PartitionWriter, None] = {}
-        """Lanes whose topic does not take their records just now."""
+        """Partitions whose topic currently does not accept their records."""
         self._due: asyncio.Handle | None = None
-        """The next round's turn, while it waits for it."""
+        """Handle of the next round's call, while it is scheduled."""
         self._due_soon = False
-        """… which is the end of this turn of the loop."""
+        """True if that call is at the end of this turn of the event loop."""
         self._next_s = 0.0
-        """Of the loop's clock: a small round leaves no earlier."""
+        """Earliest time of a small round, by the event loop's clock."""
         self._changed = asyncio.Event()
         self._failure: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
 
     # plain calls ----------------------------------------------------------------------------------
     def add(self, lane: PartitionWriter, record: Record) -> None:
-        """Queue the record whose offset `lane.take` has just given."""
+        """Queue the record that `lane.take` has just assigned an offset to."""
         self._open_bytes += lane.add(record) + RECORD_MEMORY_BYTES
         self._dirty[lane] = None
 
     def add_rows(self, lane: PartitionWriter, rows: RowRange) -> None:
-        """Queue rows whose offsets `lane.take_rows` has just given."""
+        """Queue rows that `lane.take_rows` has just assigned offsets to."""
         self._open_bytes += lane.add_rows(rows) + ROW_MEMORY_BYTES * len(rows)
         self._dirty[lane] = None
 
     def kick(self, position: ChangePosition | None = None) -> None:
-        """Everything up to `position` has been added; send it at the end of this turn of the loop, or of the gap behind
-        the last round, if there is room.
+        """Note that everything up to `position` has been added, and send it at the end of this turn of the event loop,
+        or of the gap after the last round, if there is room.
 
-        Who added it may have waited in between, and rounds have left with it that did not know how far they go: they
-        are told, or, where they are durable already, who waits for the position is.
+        The caller may have waited in between, and rounds may have left with the records without knowing the position.
+        In that case the last round gets the position; if all are already durable, `on_durable` is called.
         """
         if position is not None and position > self._position:
             self._position = position
@@ -116,23 +120,23 @@ class BatchSender:
         self._due = loop.call_soon(self._send_round) if self._due_soon else loop.call_at(self._next_s, self._send_round)
 
     def facts(self) -> dict[str, object]:
-        """What waits to become durable, and the bound."""
+        """Return the size of what waits to become durable, and its limit."""
         return {"backlog_bytes": self._open_bytes + self._flight_bytes, "backlog_bytes_limit": self._backlog_bytes}
 
     def check(self) -> None:
-        """Raises what made sending fail."""
+        """Raise the error that made sending fail, if any."""
         if self._failure is not None:
             raise self._failure
 
     # waiting --------------------------------------------------------------------------------------
     async def room(self) -> None:
-        """Until the backlog is small enough to take more."""
+        """Wait until the backlog is small enough to add more."""
         most_open = min(ROUND_BYTES, self._backlog_bytes // 2)
         while self._open_bytes > most_open and self._open_bytes + self._flight_bytes > self._backlog_bytes:
             await self._change()
 
     async def drained(self) -> None:
-        """Until everything added is durable."""
+        """Wait until everything added is durable."""
         while self._dirty or self._under_way:
             await self._change()
 
@@ -142,8 +146,10 @@ class BatchSender:
             await self._change()
 
     async def aclose(self) -> None:
-        """Stop sending. What is in flight ends by itself; whoever opens the lanes next finds it or refuses it (L1)."""
-        self._fail(ClosedError("the topic writer was closed."))
+        """Stop sending. Batches in flight end on their own; the next writer that opens the partitions finds or rejects
+        them.
+        """
+        self._fail(ClosedError("the topic writer is closed."))
         if self._due is not None:
             self._due.cancel()
         await self._tasks.aclose()
@@ -160,7 +166,7 @@ class BatchSender:
         try:
             batches = [(lane, batch) for lane in dirty for batch in lane.close_batches(round_)]
         except Exception as error:
-            # Its records have offsets, and are in no batch: nothing behind them may be told durable.
+            # Its records have offsets and are in no batch, so nothing behind them may be reported as durable.
             self._fail(UnavailableError(f"records cannot be encoded: {sentence(error)}."))
             return
         for lane, batch in batches:
@@ -182,7 +188,7 @@ class BatchSender:
             if future.result().base_offset != batch.start:
                 self._fail(
                     CorruptError(
-                        f"somebody else wrote to a capture's topic: topic={lane.topic} partition={lane.partition}"
+                        f"another client wrote to a capture's topic: topic={lane.topic} partition={lane.partition}"
                         f" expected={batch.start} found={future.result().base_offset}.",
                         fix="Let only the capture write to it; start the capture over.",
                     )
@@ -213,10 +219,14 @@ class BatchSender:
         self._changed.set()
 
     async def _repair(self, lane: PartitionWriter, cause: BaseException) -> None:
-        """A batch failed, and with it what was in line behind it. Wait until nothing of this partition is in flight,
-        look what the log holds after all, and send the rest again, same sequences, same order."""
+        """Repair a partition after a failed batch, with which the later ones failed: wait until nothing of this
+        partition is in flight, check what the log contains after all, and send the rest again, with the same sequences
+        in the same order.
+        """
         lane.failures += 1
-        log.warning("records not accepted, sending again", topic=lane.topic, failures=lane.failures, cause=str(cause))
+        log.warning(
+            "records are not accepted and are sent again", topic=lane.topic, failures=lane.failures, cause=str(cause)
+        )
         while True:
             pause_s = min(REPAIR_PAUSE_MAX_S, REPAIR_PAUSE_S * 2 ** min(lane.failures, 10))
             await asyncio.sleep(self._rand.uniform(pause_s / 2, pause_s))
@@ -228,14 +238,18 @@ class BatchSender:
                 lane.failures += 1
                 continue
             break
-        # No await from here on: new batches keep joining the line behind.
+        # No await from here on: new batches are still added to `pending`.
         del self.repairing[lane]
         for batch in lane.landed(high_watermark):
             self._landed(batch)
         if high_watermark > lane.expected:
-            # A predecessor's batch with other borders landed late: the same records, further than ours. The next
-            # session counts from the new tail (and finds out by its position if they were not the same).
-            self._fail(UnavailableError(f"the topic moved on its own: topic={lane.topic} partition={lane.partition}."))
+            # A predecessor's batch with other boundaries landed late: the same records, further than ours. The next
+            # session counts from the new tail, and detects by its position if they were not the same.
+            self._fail(
+                UnavailableError(
+                    f"the topic moved without this session: topic={lane.topic} partition={lane.partition}."
+                )
+            )
             return
         for batch in lane.pending:
             self._send(lane, batch)

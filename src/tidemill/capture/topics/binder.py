@@ -7,17 +7,21 @@
                 the first one FIRST_IDLE_MS after a commit
     none        nothing moved                                    -
 
-B1  Offsets and LSN of a binding describe one commit boundary: every transaction at or below `lsn` is in, none after.
-B2  No binding is minted below `gate` (from where on the newest table snapshot is exact): only from there on do all
-    tables show one state of the database. Tags met before are carried by the first binding at or above it.
-B4  The LSN of the newest binding is the last one that is confirmed to PostgreSQL, that of idle WAL too (`on_stored`).
-    So a slot that is beyond it was moved by somebody else. Where the server asks for a reply the idle LSN is bound at
-    once: a server that shuts down waits for that.
-B3  After a binding is stored, and not before, its last commit is reported flushed (topic_writer W2). A marker is
-    therefore minted even if the process dies right after its commit was written.
+Invariant (one boundary): offsets and LSN of a binding describe one commit boundary: every transaction at or below `lsn`
+is included, none after it.
 
-There is one minter of boundaries, the holder of the capture's lock; a Conflict means that a predecessor's attempt
-landed late, or that somebody moved an idle source's time on.
+Invariant (gate): no binding is minted below `gate`, from which on the newest table snapshot is exact. Only from there
+on do all tables show one state of the database. Earlier tags are carried by the first binding at or above it.
+
+Invariant (bound before flushed): the last commit of a binding is reported as flushed after the binding is stored, and
+not before (topic_writer). A marker is therefore minted even if the process dies right after its commit was written.
+
+Invariant (confirmed ≤ bound): the LSN of the newest binding is the last one that is confirmed to PostgreSQL, including
+that of idle WAL (`on_stored`). So if a slot is beyond it, another client moved the slot. If the server requests a
+reply, the idle LSN is bound immediately, because a server that shuts down waits for that.
+
+There is one minter of boundaries, the session with the capture's lock. A ConflictError means that a predecessor's
+attempt landed late, or that another process advanced an idle source's time.
 """
 
 from __future__ import annotations
@@ -36,19 +40,19 @@ from tidemill.shards.bindings.minter import Minter
 
 MERGE_ABOVE = 256
 FIRST_IDLE_MS = 500
-"""After a commit the end of its WAL is bound so soon, and confirmed; later only every `idle_ms`."""
+"""Delay after a commit until the end of its WAL is bound, and confirmed; later only every `idle_ms`."""
 
 
 def where_to_start(
     snapshots: Mapping[str, TableSnapshot], latest: Binding | None
 ) -> tuple[dict[str, list[int]], int, int | None]:
-    """What `Binder.start_at` is told, of tables by topic id: next offsets, gate and late LSN. Pure."""
+    """Return the arguments of `Binder.start_at` for tables by topic id: next offsets, gate and late LSN. Pure."""
     starts: dict[str, list[int]] = {}
     late: list[int] = []
     for topic_id, snapshot in snapshots.items():
         bound = latest.offsets.get(topic_id) if latest is not None else None
         if bound is None:
-            # A commit that begins right where the WAL ended is in the stream, not in the copy.
+            # A commit that begins exactly where the WAL ended is in the stream, not in the copy.
             late.append(max(snapshot.lsn - 1, snapshot.joined_lsn))
         starts[topic_id] = list(bound if bound is not None else snapshot.offsets)
     gate = max((snapshot.exact_lsn for snapshot in snapshots.values()), default=0)
@@ -56,8 +60,9 @@ def where_to_start(
 
 
 class Binder:
-    """`on_bound(position)`: everything up to this commit boundary is covered by a stored binding. `on_stored(lsn)`: of
-    each binding, as soon as it is."""
+    """Mints bindings in one task. `on_bound(position)`: a stored binding covers everything up to this commit boundary.
+    `on_stored(lsn)`: called for each binding once it is stored.
+    """
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class Binder:
         self._hurried = False
         self._stages = stages or Stages()
         self._timed_ms = 0
-        """Commit time that the newest binding has brought."""
+        """Commit time of the newest binding."""
         self._minter = Minter(remap, clock, interval_ms=interval_ms)
         self._on_bound = on_bound
         self._idle_ms = self._pause_ms = idle_ms
@@ -94,7 +99,7 @@ class Binder:
         return self._minter.latest
 
     async def open(self) -> Binding | None:
-        """Read the newest binding: where the previous session stopped."""
+        """Read the newest binding, where the previous session stopped."""
         latest = await self._minter.open()
         if latest is not None:
             self._lsn, self._era = latest.lsn, latest.era
@@ -102,10 +107,11 @@ class Binder:
         return latest
 
     def start_at(self, offsets: dict[str, list[int]], gate: int, late_lsn: int | None = None) -> None:
-        """`offsets`: next offset per partition of every topic, as of the newest binding or the snapshot's end.
+        """Set the start. `offsets`: next offset per partition of every topic, as of the newest binding or the
+        snapshot's end.
 
-        `late_lsn`: a table was copied beside the stream, and the stream is told again from here. Until it has come to
-        the newest binding, that table is behind the others, and no boundary describes all of them (B1).
+        `late_lsn`: a table was copied concurrently with the stream, which is replayed from here. Until the replay
+        reaches the newest binding, that table is behind the others, and no boundary describes all of them.
         """
         self._offsets = offsets
         self.gate = gate
@@ -114,7 +120,9 @@ class Binder:
             self._lsn = late_lsn
 
     def durable(self, boundaries: Sequence[Boundary]) -> None:
-        """Plain call, in commit order. While minting is slow, boundaries without tags are merged, to bound memory."""
+        """Queue durable boundaries, in commit order. Synchronous. While minting is slow, boundaries without tags are
+        merged, to bound memory.
+        """
         newest = next((boundary for boundary in reversed(boundaries) if boundary.commit), None)
         if newest is not None:
             self._stages.add("durable", [newest.commit_time_ms], self._clock.now_ms())
@@ -126,7 +134,9 @@ class Binder:
         self._wake.set()
 
     async def run(self) -> None:
-        """For ever. Raises Unavailable when somebody else's binding makes this session's count worthless."""
+        """Run until cancelled. Raises UnavailableError if a binding of another process invalidates this session's
+        count.
+        """
         while True:
             self._fold_progress()
             if self._ready:
@@ -135,7 +145,7 @@ class Binder:
                 await self._idle()
 
     async def _idle(self) -> None:
-        """Until there is more to bind, or the idle LSN's turn has come. Without either: for as long as it takes."""
+        """Wait until there is more to bind, or the idle LSN is due. Without either, wait indefinitely."""
         self._wake.clear()
         if not self._moved():
             await self._wake.wait()
@@ -144,14 +154,14 @@ class Binder:
             async with asyncio.timeout(0.0 if self._hurried else self._minter.due_in_s(self._pause_ms)):
                 await self._wake.wait()
         except TimeoutError:
-            # The first one at or above the gate, as well as any: it carries the tags from below (B2).
+            # Possibly the first binding at or above the gate, so it carries the tags from below.
             tags, self._early_tags = self._early_tags or [""], []
             for tag in tags:
                 await self._mint(tag)
             self._pause_ms = self._idle_ms
 
     def hurry(self) -> None:
-        """Bind the idle LSN as soon as it has moved (B4)."""
+        """Bind the idle LSN as soon as it has moved."""
         self._hurried = True
         self._wake.set()
 
@@ -161,9 +171,10 @@ class Binder:
         return self.latest is None or self._lsn > self.latest.lsn or self._changed()
 
     async def settle(self) -> None:
-        """Once `run` has ended: bind the idle LSN that PostgreSQL was told of before its turn came, so that whoever
-        restores what is stored now does not find the slot ahead of it. Not past a commit that is not reported: its
-        markers are still to be bound (B3)."""
+        """Bind the idle LSN that PostgreSQL received before it was due. Called after `run` has ended, so that a restore
+        of the present state does not find the slot ahead of it. Does not pass a commit that is not reported, because
+        its markers still have to be bound.
+        """
         self._fold_progress()
         if self._bound_to is None and not self._early_tags and self._moved():
             await self._mint("")
@@ -185,7 +196,7 @@ class Binder:
             self._early_tags += tags
 
     def _fold(self) -> list[str]:
-        """Move to the newest ready boundary, but not past one with markers that are still to be bound."""
+        """Move to the newest ready boundary, but not past one with markers that still have to be bound."""
         while self._ready:
             boundary = self._ready.popleft()
             self._take(boundary)
@@ -194,7 +205,7 @@ class Binder:
         return []
 
     def _fold_progress(self) -> None:
-        """Leading boundaries without a transaction move the LSN only: the next binding tells."""
+        """Process leading boundaries without a transaction, which move the LSN only."""
         while self._ready and not self._ready[0].commit:
             self._take(self._ready.popleft())
 
@@ -207,7 +218,9 @@ class Binder:
             self._bound_to = boundary.last
 
     def _bound_before(self, boundary: Boundary) -> bool:
-        """Its markers were bound by a session that died before it could say so. Bindings are minted in commit order."""
+        """Return whether a session that died before it could report them has already bound its markers. Bindings are
+        minted in commit order.
+        """
         latest = self.latest
         if latest is None or latest.lsn < boundary.lsn:
             return False
@@ -226,7 +239,7 @@ class Binder:
         return {topic_id: tuple(offsets) for topic_id, offsets in self._offsets.items()}
 
     async def _mint(self, tag: str) -> None:
-        """Store one binding for the boundary at hand."""
+        """Store one binding for the current boundary."""
         time_ms = self._source_time_ms
         await self._minter.mint(Binding(0, self._snapshot(), self._lsn, time_ms, tag, self._era))
         self._hurried = False

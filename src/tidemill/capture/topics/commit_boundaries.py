@@ -15,7 +15,7 @@ class Boundary(msgspec.Struct, frozen=True):
     """The end of one transaction (or, with `commit` false, of WAL without one, from a keepalive).
 
     lsn       inclusive: every transaction whose commit record starts at or below it is covered
-    offsets   (topic id, partition, next offset) of the partitions it touched
+    offsets   (topic id, partition, next offset) of the partitions that it touched
     tags      contents of its markers
     """
 
@@ -28,7 +28,9 @@ class Boundary(msgspec.Struct, frozen=True):
 
 
 def merged(earlier: Boundary, later: Boundary) -> Boundary:
-    """One boundary for two in a row of which the earlier has no tags: what a binding at the later one needs."""
+    """Merge two successive boundaries, the earlier of which has no tags, to one with everything that a binding at the
+    later one needs.
+    """
     offsets = {(topic_id, partition): offset for topic_id, partition, offset in (*earlier.offsets, *later.offsets)}
     newest = later if later.commit else earlier
     return Boundary(
@@ -42,11 +44,11 @@ def merged(earlier: Boundary, later: Boundary) -> Boundary:
 
 
 def in_snapshot(xid: int, commit_lsn: int, snapshot: TableSnapshot | None) -> bool:
-    """Must the stream skip this transaction, because the snapshot holds it?
+    """Return whether the stream must skip this transaction, because the snapshot contains it.
 
-    A transaction visible to the snapshot wrote its commit record before the snapshot was taken, so a commit at
-    or after `lsn` is never in it; below, the xid decides, since commit records precede visibility. What a table that
-    was copied while WAL was confirmed has up to where it joined is in its topic, too.
+    A transaction that the snapshot sees wrote its commit record before the snapshot was taken, so a commit at or after
+    `lsn` is never in it. Below `lsn` the xid decides, since commit records precede visibility. The topic of a table
+    that was copied with a side topic also contains everything up to the position where the table joined.
     """
     if snapshot is None or commit_lsn <= snapshot.joined_lsn:
         return snapshot is not None

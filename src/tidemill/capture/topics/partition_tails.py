@@ -1,4 +1,4 @@
-"""What the partitions of a captured table's topic end with."""
+"""Reads the ends of the partitions of a captured table's topic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ TAIL_FETCH_BYTES = 1 << 20
 
 
 async def high_watermark(topics: TopicLog, topic_id: str, partition: int) -> int:
-    """A partition that is just being opened, or whose creation has not got about yet, is waited for."""
+    """Return the high watermark. Waits for a partition that is just being opened, or whose creation is not known
+    everywhere yet.
+    """
     for attempt in range(OPEN_ATTEMPTS):
         try:
             return (await topics.offsets(topic_id, partition)).high_watermark
@@ -25,7 +27,7 @@ async def high_watermark(topics: TopicLog, topic_id: str, partition: int) -> int
 
 
 async def last_record(topics: TopicLog, topic_id: str, partition: int, end: int) -> Record | None:
-    """The record before the high watermark `end`; None when retention has removed it."""
+    """Return the record before the high watermark `end`; None if retention has removed it."""
     read = FetchRead(topic_id, partition, end - 1, TAIL_FETCH_BYTES)
     for attempt in range(OPEN_ATTEMPTS):
         (fetched,) = await topics.fetch([read], max_wait_s=0.0, min_bytes=0, max_bytes=TAIL_FETCH_BYTES)

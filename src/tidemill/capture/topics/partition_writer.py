@@ -1,15 +1,17 @@
-"""One partition of a captured table's topic, as its only writer sees it. Sync; the I/O is topic_writer's.
+"""State of one partition of a captured table's topic, of which this is the only writer. Synchronous; topic_writer does
+the I/O.
 
-L1  The n-th record that capture decides to write has offset n: offsets are assigned here, in stream order, and
-    the batch carries them as its producer sequence (offset mod 2³¹). So the topic accepts a batch only where it
-    belongs: a batch sent twice, or by a predecessor that was believed dead, is recognised as a duplicate or
-    refused, and can never be appended a second time.
-L2  Records below `held` were in the log when the lane was opened. They are counted, not written: the stream
-    replays them because their transactions were not confirmed, and yields the same records again.
+Invariant (one landing): the n-th record that capture decides to write has offset n. Offsets are assigned here, in
+stream order, and the batch carries them as its producer sequence (offset mod 2³¹). So the topic accepts a batch only at
+its place: a batch that is sent twice, or by a predecessor that was believed dead, is recognised as a duplicate or
+rejected, and is never appended a second time.
 
-L3  A copy has a producer of its own, and each session that goes on with one an epoch above the session before. Such a
-    lane is opened by a first record of that epoch, with sequence 0 (topic_writer): from there on nothing of an earlier
-    session can land.
+Invariant (replays): records below `held` were in the log when the writer was opened. They are counted, not written: the
+stream replays them because their transactions were not confirmed, and yields the same records again.
+
+Invariant (epochs of copies): a copy has its own producer id, and each session that resumes it uses the next higher
+epoch. The writer is opened by a first record of that epoch, with sequence 0 (topic_writer). From there on no batch of
+an earlier session can land.
 
 The count starts at `next`, the partition's offset in the newest binding (or where the snapshot ended).
 """
@@ -28,7 +30,7 @@ BATCH_BYTES = 512 << 10
 
 
 class Round:
-    """Everything that was waiting when it was closed: all records up to `position`, of all lanes."""
+    """Everything that was waiting when the round was closed: all records up to `position`, of all partitions."""
 
     __slots__ = ("left", "position")
 
@@ -64,15 +66,16 @@ class PartitionWriter:
         self.producer_id = producer_id
         self.epoch = epoch
         self._first = 0
-        """The offset of sequence 0."""
+        """Offset of sequence 0."""
         self._open: list[Entry] = []
         self._open_count = 0
         self.made_bytes = 0
-        """Of all batches that it has made."""
+        """Total size of the batches that it has encoded."""
 
     def start_at(self, base: int, high_watermark: int, tail: ChangePosition | None) -> None:
-        """`base`: next offset as of what is already bound; `tail`: position of the record before the high watermark.
-        Raises CorruptError when bound records are gone."""
+        """Set the start of the count. `base`: next offset according to the newest binding. `tail`: position of the
+        record before the high watermark. Raises CorruptError if bound records are missing.
+        """
         if high_watermark < base:
             raise CorruptError(
                 f"the topic is shorter than its newest binding: topic={self.topic} partition={self.partition}"
@@ -82,12 +85,12 @@ class PartitionWriter:
         self.next, self.held, self.tail = base, high_watermark, tail
 
     def start_behind(self, opened: int) -> None:
-        """L3. `opened`: the offset of the record that opened its epoch."""
+        """Set the start of the count behind the record that opened its epoch, whose offset is `opened`."""
         self.next = self.held = opened + 1
         self._first = opened
 
     def take(self, position: ChangePosition) -> bool:
-        """Give the record at `position` its offset; True when it has still to be written (call `add`)."""
+        """Assign an offset to the record at `position`; return True if it still has to be written (call `add`)."""
         offset = self.next
         self.next = offset + 1
         if offset >= self.held:
@@ -97,7 +100,7 @@ class PartitionWriter:
         return False
 
     def take_rows(self, rows: RowRange) -> int:
-        """Give the records of these rows their offsets; returns the row from which on they have still to be written."""
+        """Assign offsets to the records of these rows; return the first row that still has to be written."""
         offset = self.next
         self.next = offset + len(rows)
         if offset >= self.held:
@@ -110,19 +113,19 @@ class PartitionWriter:
     def _meets(self, offset: int, position: ChangePosition) -> None:
         if self.tail is not None and self.tail != position:
             raise CorruptError(
-                f"the stream does not lead to the topic's tail: topic={self.topic} partition={self.partition}"
+                f"the stream does not match the topic's tail: topic={self.topic} partition={self.partition}"
                 f" offset={offset} expected={position} found={self.tail}.",
-                fix="Start the capture over: somebody else wrote to its topic, or its tables changed unseen.",
+                fix="Start the capture over: another client wrote to its topic, or its tables changed unseen.",
             )
 
     def add(self, record: Record) -> int:
-        """Queue the record whose offset `take` has just given; returns its size in bytes."""
+        """Queue the record that `take` has just assigned an offset to; return its size in bytes."""
         self._open.append(record)
         self._open_count += 1
         return record_bytes(record)
 
     def add_rows(self, rows: RowRange) -> int:
-        """Queue rows whose offsets `take_rows` has just given; returns the size of their records in bytes."""
+        """Queue rows that `take_rows` has just assigned offsets to; return the size of their records in bytes."""
         last = self._open[-1] if self._open else None
         if isinstance(last, RowRange) and last.joins(rows):
             self._open[-1] = last.part(last.start, rows.end)
@@ -132,7 +135,7 @@ class PartitionWriter:
         return rows.size_bytes
 
     def close_batches(self, round_: Round) -> list[LaneBatch]:
-        """Encode what waits, in batches of about BATCH_BYTES, and put them in line."""
+        """Encode the queued records in batches of about BATCH_BYTES, and append them to `pending`."""
         start = self.next - self._open_count
         entries, self._open, self._open_count = self._open, [], 0
         batches: list[LaneBatch] = []
@@ -147,7 +150,9 @@ class PartitionWriter:
         return batches
 
     def landed(self, high_watermark: int) -> list[LaneBatch]:
-        """After a failure, with nothing in flight: take out of line what the log holds after all."""
+        """Remove and return the batches that the log contains after all. Called after a failure, with nothing in
+        flight.
+        """
         out = []
         while self.pending and self.pending[0].end <= high_watermark:
             out.append(self.pending.popleft())
@@ -155,10 +160,10 @@ class PartitionWriter:
 
     @property
     def quiet(self) -> bool:
-        """Nothing is queued or in line: whatever it took is in the log."""
+        """True if nothing is queued or pending: all its records are in the log."""
         return not self._open and not self.pending
 
     @property
     def expected(self) -> int:
-        """The high watermark as far as this lane wrote: nothing of what is left in line is below it."""
+        """High watermark according to this writer: no pending batch is below it."""
         return self.pending[0].start if self.pending else self.next - self._open_count

@@ -4,42 +4,44 @@
     value    JSON object of all columns but the unchanged ones; null for delete and truncate
     headers  tm.pos = <commit_lsn>_<ordinal>, tm.op, tm.xid          timestamp = commit time, ms
              tm.version of the table's description, from its second one on (schema_versions.py)
-             tm.unchanged = JSON array of the columns that the value lacks, of an update whose old row is not in the
-             stream: TOASTed values that it left as they were. Whoever keeps the rows has them, in the row before
-             tm.was = the key that the row had before, of such an update that changed it
+             tm.unchanged = JSON array of the columns that the value lacks, for an update whose old row is not in the
+             stream: TOASTed values that it did not change. A consumer that stores the rows has them in the old row
+             tm.was = the key that the row had before, for such an update that changed it
 
     change              records
     insert, update      upsert
     key-changing update tombstone of the old key @n, upsert @n+1
     delete              tombstone
-      … of a key that another row holds by then (deferrable_keys.py): an upsert of that row in the place of the
-      tombstone
-    truncate            one record, key and value null, tm.op=truncate, in every partition: all keys are gone
+      … of a key that another row already has (deferrable_keys.py): an upsert of that row in place of the tombstone
+    truncate            one record, key and value null, tm.op=truncate, in every partition: all keys are deleted
 
-Where the table's envelope is Debezium's, values are events (debezium_json.py, in Avro debezium_avro.py) instead of
-rows:
+If the table's envelope is Debezium's, values are events (debezium_json.py, in Avro debezium_avro.py) instead of rows:
 
     insert, update      c, u                               @n
     key-changing update d and a tombstone of the old key @n, c of the new key @n+1; each names the other key
     delete              d and a tombstone                  @n
-      … of a key that another row holds by then: d and, in the place of the tombstone, u of that row, which changes
-        nothing in it
+      … of a key that another row already has: d and, in place of the tombstone, u of that row, which changes nothing
+        in it
     truncate            t, without a key, in every partition
 
 Rows that a fragment carries as ranges are encoded by columns (columnar_encoder.py, batch_builder.py), with the same
-bytes; where that is not possible they are decoded and written one by one, which decides what cannot be written (W3).
+bytes. If that is not possible, they are decoded and written one by one, which decides which row cannot be written.
 
-Offsets are decided here, before anything is sent (partition_writer.py, L1), hence the offsets at each commit boundary
-are known at the commit. Records go out in rounds (batch_sender.py).
+Offsets are assigned here, before anything is sent (partition_writer.py), hence the offsets at each commit boundary are
+known at the commit. Records are sent in rounds (batch_sender.py).
 
-    fragment ─► lanes ─► rounds ─► durable position ─► consumer.flushed ─► boundaries ─► Binder
+    fragment ─► partition writers ─► rounds ─► durable position ─► consumer.flushed ─► boundaries ─► Binder
 
-W1  A boundary reaches the binder only when every record up to it is durable.
-W2  The tracker hears of a boundary only after the binding that covers it: confirmed ≤ bound ≤ durable. So the
-    newest binding says where the count of offsets starts again after a crash, whatever the tails look like.
-W3  A table is parked at a commit LSN: no transaction at or above it is carried, in this session or a later one. A row
-    that cannot be written, for whatever reason, parks its table alone; `on_fault` makes that durable before the
-    transaction is delivered, hence before it is confirmed. What a parked transaction wrote before stays unbound.
+Invariant (durable boundaries): a boundary reaches the binder only when every record up to it is durable.
+
+Invariant (bound before confirmed): the tracker learns of a boundary only after the binding that covers it: confirmed ≤
+bound ≤ durable. So the newest binding determines where the count of offsets restarts after a crash, regardless of the
+tails.
+
+Invariant (paused tables): a table is paused at a commit LSN. No transaction at or above it is carried, in this session
+or a later one. A row that cannot be written, for any reason, pauses only its table. `on_fault` makes that durable
+before the transaction is delivered, hence before it is confirmed. Records that a paused transaction has already written
+stay unbound.
 """
 
 from __future__ import annotations
@@ -83,15 +85,17 @@ from tidemill.topics.batch.records import Headers
 log = structlog.get_logger()
 
 ROW_BYTES = KAFKA_REQUEST_BYTES * 3 // 4
-"""Key and value of one record. A larger one could not be fetched by a Kafka client, and costs several times its size
-while it is made: it parks its table."""
+"""Maximum size of key and value of one record. A larger record could not be fetched by a Kafka client, and encoding it
+needs several times its size, so it pauses its table.
+"""
 
 RETIRE_POLL_S = 0.02
 
 
 class CapturedTable:
-    """One table's topic: its lanes, which transactions are in it already, and which are never to be (`parked_lsn`).
-    `source`: what its records say where they are events; None = they are rows."""
+    """Topic of one table: its partition writers, which transactions it already contains, and which it must never
+    contain (`parked_lsn`). `source`: origin for records that are events; None = records are rows.
+    """
 
     def __init__(
         self, name: str, topic: TopicRow, producer_id: int, *, oid: int, parked_lsn: int = NEVER,
@@ -116,7 +120,7 @@ class CapturedTable:
         return self._encoder
 
     def events(self, relation: Relation) -> EventEncoder | AvroEncoder | None:
-        """None where its records are rows."""
+        """Return the encoder of events; None if the records are rows."""
         if self.source is not None and (self._events is None or self._events.relation is not relation):
             make = AvroEncoder if self.source.schemas else EventEncoder
             self._events = make(relation, self.source)
@@ -127,13 +131,13 @@ class CapturedTable:
         return AvroEvents(events) if isinstance(events, AvroEncoder) else JsonEvents() if events is not None else None
 
     def encoded(self, block: Block) -> Encoded | None:
-        """Its rows as records, made once for all transactions; None when they are to be written one by one."""
+        """Return the rows as records, encoded once for all transactions; None if they have to be written one by one."""
         if block.encoded is None:
             try:
                 events = self._by_columns(block.relation)
                 block.encoded = encode(block, len(self.lanes), ROW_BYTES, events) or ONE_BY_ONE
             except Exception as error:
-                # Whatever it is: the per-row functions decide which row cannot be written (W3).
+                # For any error the per-row functions decide which row cannot be written.
                 log.warning("rows are encoded one by one", table=self.name, cause=sentence(error), exc_info=error)
                 block.encoded = ONE_BY_ONE
         return block.encoded if isinstance(block.encoded, Encoded) else None
@@ -142,13 +146,15 @@ class CapturedTable:
         return self.lanes[zlib.crc32(key) % len(self.lanes)] if len(self.lanes) > 1 else self.lanes[0]
 
     def holds(self, fragment: Fragment) -> bool:
-        """The transaction is bound already, part of the table's snapshot, or beyond where the table was parked."""
+        """Return whether the transaction needs no writing: it is already bound, part of the table's snapshot, or at or
+        above the position where the table was paused.
+        """
         lsn = fragment.commit_lsn
         return lsn <= self.bound_lsn or lsn >= self.parked_lsn or in_snapshot(fragment.xid, lsn, self.snapshot)
 
 
 OnFault = Callable[[CapturedTable, int, BaseException], Awaitable[None]]
-"""on_fault(table, commit LSN, what its row raised): parks it, durably, and calls `TopicWriter.park`."""
+"""on_fault(table, commit LSN, error of its row): pause the table durably and call `TopicWriter.park`."""
 
 
 async def _raise(table: CapturedTable, lsn: int, error: BaseException) -> None:
@@ -156,7 +162,9 @@ async def _raise(table: CapturedTable, lsn: int, error: BaseException) -> None:
 
 
 class TopicWriter:
-    """`on_durable(boundaries)` is called, in commit order, when boundaries have become durable."""
+    """Writes the topics of captured tables. `on_durable(boundaries)` is called, in commit order, when boundaries have
+    become durable.
+    """
 
     def __init__(
         self,
@@ -183,15 +191,15 @@ class TopicWriter:
         )
         self._touched: dict[PartitionWriter, None] = {}
         self._version = 1
-        """Of the description that the change at hand is written under."""
+        """Version of the description under which the current change is written."""
 
     # opening --------------------------------------------------------------------------------------
     async def open(
         self, bound: dict[str, tuple[int, ...]], bound_lsn: int, done: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Learn every partition's tail. `bound`: offsets and LSN of the newest binding. `done(n)`: of the nth table.
+        """Read every partition's tail. `bound`: offsets and LSN of the newest binding. `done(n)`: the nth table begins.
 
-        Raises CorruptError (a topic lost bound records), Missing (a topic is gone), UnavailableError.
+        Raises CorruptError (a topic lost bound records), MissingError (a topic does not exist), UnavailableError.
         """
         for number, table in enumerate(self._tables.values(), 1):
             done(number)
@@ -203,10 +211,11 @@ class TopicWriter:
             await self.open_table(table, offsets)
 
     async def open_table(self, table: CapturedTable, offsets: tuple[int, ...] | None) -> None:
-        """One of this writer's alone. `offsets`: where its partitions' count begins; None = its topic is fresh, or that
-        of a copy that is gone on with (L3), which begins behind what it holds.
+        """Open a table that only this writer writes. `offsets`: where the count of its partitions begins; None = its
+        topic is new, or that of a resumed copy, whose count begins behind the existing records.
 
-        Raises as `open`; Corrupt also where a fresh topic holds records, Invalid where a copy cannot be gone on with.
+        Raises the errors of `open`, CorruptError also if a new topic has records, InvalidError if a copy cannot be
+        resumed.
         """
         for lane in table.lanes:
             base = offsets[lane.partition] if offsets is not None else 0
@@ -215,25 +224,27 @@ class TopicWriter:
                 await self._open_epoch(lane, end)
                 continue
             if offsets is None and end > 0:
-                raise CorruptError(f"a fresh topic holds records: topic={lane.topic} records={end}.")
+                raise CorruptError(f"a new topic already has records: topic={lane.topic} records={end}.")
             last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end > base else None
             tail = position_of(last) if last is not None else None
             lane.start_at(base, end, tail)
 
     async def _open_epoch(self, lane: PartitionWriter, end: int) -> None:
-        """L3: write the lane's last record once more, which changes nothing for whoever reads it by key."""
+        """Open the epoch of a resumed copy: write the partition's last record again, which changes nothing for readers
+        by key.
+        """
         last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end else None
         if last is None:
             raise InvalidError(
-                f"a cut-off copy has left its topic empty: topic={lane.topic} partition={lane.partition}.",
-                fix="It begins anew by itself.",
+                f"an interrupted copy left its topic empty: topic={lane.topic} partition={lane.partition}.",
+                fix="It starts over automatically.",
             )
         data = encode_batch(
             [last], producer_id=lane.producer_id, producer_epoch=lane.epoch, base_sequence=0,
         )  # fmt: skip
         for attempt in range(OPEN_ATTEMPTS):
             try:
-                # The log patches offsets in place; one that landed after all is known by its sequence.
+                # The log patches offsets in place; a batch that landed despite the error is recognised by its sequence.
                 made = await self._topics.produce_nowait(lane.topic_id, lane.partition, bytearray(data))
                 lane.start_behind(made.base_offset)
                 return
@@ -244,7 +255,9 @@ class TopicWriter:
 
     # Sink -----------------------------------------------------------------------------------------
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
-        """See sinks.Sink. Waits for room, never for durability. Raises what made the writer fail."""
+        """Write a fragment; see sinks.Sink. Waits for room, never for durability. Raises the error that made the writer
+        fail.
+        """
         self._rounds.check()
         self.notices = notices
         written: ChangePosition | None = None
@@ -263,7 +276,7 @@ class TopicWriter:
         return [self.name] if fragment.commits else []
 
     async def _take(self, change: Change, fragment: Fragment) -> ChangePosition | None:
-        """Its position, if it has still to be written."""
+        """Write a change; return its position if it still has to be sent."""
         table = self._tables.get(change.relation.oid)
         if table is None or table.holds(fragment):
             return None
@@ -278,7 +291,7 @@ class TopicWriter:
     async def _take_rows(
         self, block: Block, start: int, end: int, rows: Rows, fragment: Fragment
     ) -> ChangePosition | None:
-        """Rows [start, end) of a block: the position of the last one that has still to be written."""
+        """Write the rows [start, end) of a block; return the position of the last one that still has to be sent."""
         table = self._tables.get(block.relation.oid)
         if table is None or table.holds(fragment):
             return None
@@ -297,7 +310,7 @@ class TopicWriter:
             return None
 
     def progress(self, lsn: int) -> None:
-        """A keepalive outside transactions: WAL up to `lsn` (inclusive) holds nothing that was not delivered."""
+        """Process a keepalive outside transactions: WAL up to `lsn` (inclusive) has nothing that was not delivered."""
         last = ChangePosition(lsn, 0)
         if self._boundaries and not self._boundaries[-1].commit:
             self._boundaries.pop()
@@ -305,7 +318,9 @@ class TopicWriter:
         self._aligned(self._consumer.fragment(None, last, commits=True))
 
     async def retire(self, oid: int) -> None:
-        """Write nothing more for this table, and wait until nothing of it is under way: its topic is to go."""
+        """Write nothing more for this table, and wait until nothing of it is in flight, because its topic will be
+        deleted.
+        """
         table = self._tables.pop(oid, None)
         for lane in table.lanes if table is not None else ():
             while not lane.quiet:
@@ -313,27 +328,30 @@ class TopicWriter:
                 await asyncio.sleep(RETIRE_POLL_S)
 
     def described(self, oid: int, schemas: tuple[tuple[int, int], ...]) -> None:
-        """The table has these schemas (Source): the next rows may be under the newest ones."""
+        """Note that the table has these schemas (Source): the next rows may be under the newest ones."""
         table = self._tables.get(oid)
         if table is not None and table.source is not None and schemas:
             table.source = replace(table.source, schemas=schemas)
 
     def park(self, oid: int, lsn: int) -> None:
-        """Carry no transaction of this table at or above `lsn` any more (W3)."""
+        """Carry no transaction of this table at or above `lsn` from now on."""
         table = self._tables.get(oid)
         if table is not None:
             table.parked_lsn = self._parked[table.topic.topic_id] = min(table.parked_lsn, lsn)
 
     async def aclose(self) -> None:
-        """Stop sending. What is in flight ends by itself; whoever opens the lanes next finds it or refuses it (L1)."""
+        """Stop sending. Batches in flight end on their own; the next writer that opens the partitions finds or rejects
+        them.
+        """
         await self._rounds.aclose()
 
     # snapshot -------------------------------------------------------------------------------------
     async def write_rows(
         self, table: CapturedTable, relation: Relation, lines: Sequence[bytes], now_ms: int, lsn: int = 0
     ) -> None:
-        """Rows of the initial snapshot, which is as of `lsn`, as COPY prints them, at positions (0, offset). Waits for
-        room. Raises what a row raises that cannot be read or written."""
+        """Write rows of the initial snapshot, which is as of `lsn`, in COPY's text format, at positions (0, offset).
+        Waits for room. Raises the error of a row that cannot be read or written.
+        """
         self._rounds.check()
         block = block_of(relation, lines) if table.source is None else None
         encoded = table.encoded(block) if block is not None else None
@@ -358,7 +376,7 @@ class TopicWriter:
         events, encoder = table.events(relation), table.encoder(relation)
         tail = events.tail(lsn, None, now_ms) if events is not None else None
         self._version = relation.version
-        # Whatever can raise comes before the first offset is taken: see _write.
+        # Everything that can raise comes before the first offset is assigned: see _write.
         made = [
             (encoder.key(row), encoder.value(row)) if events is None else (events.key(row), events.head(None, row))
             for row in rows_of(relation, lines)
@@ -373,7 +391,7 @@ class TopicWriter:
             self._put(lane, key, whole, position, b"insert", b"0", now_ms)
 
     async def drained(self) -> None:
-        """Until everything written is durable. Raises what made the writer fail."""
+        """Wait until everything written is durable. Raises the error that made the writer fail."""
         await self._rounds.drained()
 
     async def failed(self) -> None:
@@ -383,7 +401,7 @@ class TopicWriter:
     # state for marks ------------------------------------------------------------------------------
     @property
     def held_by(self) -> str:
-        """The mark of a topic that does not take its records just now, or ""."""
+        """Stage status name of a topic that currently does not accept its records, or ""."""
         lane = next(iter(self._rounds.repairing), None)
         return f"topic:{lane.topic}" if lane is not None else ""
 
@@ -396,9 +414,10 @@ class TopicWriter:
 
     # writing --------------------------------------------------------------------------------------
     def _write(self, table: CapturedTable, change: Change, fragment: Fragment) -> bool:
-        """Give the change's records their offsets; True when at least one has still to be written.
+        """Assign offsets to the change's records; return True if at least one still has to be sent.
 
-        Whatever can raise comes before the first offset is taken: an offset without its record would be a hole (L1).
+        Everything that can raise comes before the first offset is assigned, because an offset without its record would
+        be a gap.
         """
         events = table.events(change.relation)
         if events is not None:
@@ -433,7 +452,7 @@ class TopicWriter:
     def _write_event(
         self, table: CapturedTable, events: EventEncoder | AvroEncoder, change: Change, fragment: Fragment
     ) -> bool:
-        """The same in Debezium's envelope."""
+        """Write the change in Debezium's envelope; otherwise like `_write`."""
         self._version = change.relation.version
         at, xid, at_ms = change.position, b"%d" % fragment.xid, fragment.commit_time_ms
         tail = events.tail(at.commit_lsn, fragment.xid, at_ms)
@@ -469,7 +488,9 @@ class TopicWriter:
         self, table: CapturedTable, relation: Relation, encoded: Encoded, start: int, end: int, rows: Rows,
         fragment: Fragment,
     ) -> ChangePosition | None:  # fmt: skip
-        """Give the rows' records their offsets, and queue those that have still to be written."""
+        """Assign offsets to the rows' records, and queue those that still have to be sent. Return the position of the
+        last.
+        """
         written: ChangePosition | None = None
         xid, at_ms = fragment.xid, fragment.commit_time_ms
         events = table.events(relation)
@@ -491,7 +512,7 @@ class TopicWriter:
             said = key[:200].hex() if of_avro else key[:200].decode(errors="replace")
             raise InvalidError(
                 f"a row is too large for a record: table={table.name} key={said} bytes={len(value)} limit={ROW_BYTES}.",
-                fix="Shorten it, then copy the table again.",
+                fix="Shorten it, then re-snapshot the table.",
             )
 
     def _record(
@@ -524,7 +545,7 @@ class TopicWriter:
         self._aligned(self._consumer.fragment(written, fragment.last, commits=True))
 
     def _aligned(self, position: ChangePosition | None) -> None:
-        """Everything up to the commit boundary `position` is durable (W1)."""
+        """Pass on the boundaries up to the commit boundary `position`, up to which everything is durable."""
         if position is None:
             return
         done: list[Boundary] = []
@@ -543,7 +564,7 @@ def later(one: ChangePosition | None, other: ChangePosition | None) -> ChangePos
 
 
 def position_of(record: Record) -> ChangePosition:
-    """The position a capture's record carries. Raises CorruptError when it carries none."""
+    """Return the position in a capture's record. Raises CorruptError if it has none."""
     for name, content in record.headers:
         if name == POSITION_HEADER and content is not None:
             try:
