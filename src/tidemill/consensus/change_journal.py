@@ -4,8 +4,10 @@
             LIFE:N:NAME       "which other logs are there after NAME?"; LIFE:N follows the last page
 
 Invariant (no missed change): a token's answer contains every log that changed after the token was issued. A log that
-changes during a listing of all logs gets a number above N, so it is reported again. Invariant (safe fallback): a token
-of another journal, or one older than the oldest remembered change, is answered with a listing of all logs.
+changes during a listing of all logs gets a number above N, so it is reported again.
+
+Invariant (safe fallback): a token of another journal, or one older than the oldest remembered change, is answered with
+a listing of all logs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Interfaces of `shards`: durable multisets over time, and the bindings that assign times to records.
 
-Invariant (frontiers): since and upper only advance; a read at t is exact if since ≤ t < upper. Invariant (atomic
-append): compare-and-append moves upper and makes the batch visible, or does neither.
+Invariant (frontiers): since and upper only advance; a read at t is exact if since ≤ t < upper.
+
+Invariant (atomic append): compare-and-append moves upper and makes the batch visible, or does neither.
 
 Rows travel as Arrow tables: the shard's columns, then `_time` int64 (ms) and `_diff` int64 (±1). Stored parts also have
 `_hash` uint64 (of the key columns) and are sorted by it.

@@ -4,11 +4,14 @@ One `CoopBudget` is shared by all work of one kind, since a hundred tasks with a
 In one turn of the loop they have one stretch together, and waiting tasks get it in the order of their arrival.
 
 Invariant (queue order): a task that rests after working goes to the end of the queue. A task that was called but found
-the stretch used up keeps its place. Invariant (no starvation): while any task waits, a turn's stretch starts with a
-called task; a newcomer before it waits, too. So the first waiting task continues in every turn, however many arrive,
-and a short piece of work waits for one stretch of each task before it. Invariant (no lost wake-up): `_turned` is
-scheduled exactly while a stretch has begun or a task waits. It does not depend on a waiter resuming: a cancelled one
-removes its own place and takes no other's turn.
+the stretch used up keeps its place.
+
+Invariant (no starvation): while any task waits, a turn's stretch starts with a called task; a newcomer before it waits,
+too. So the first waiting task continues in every turn, however many arrive, and a short piece of work waits for one
+stretch of each task before it.
+
+Invariant (no lost wake-up): `_turned` is scheduled exactly while a stretch has begun or a task waits. It does not
+depend on a waiter resuming: a cancelled one removes its own place and takes no other's turn.
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
 Invariant (isolation): a fault affects only its unit. `keep` runs one unit (a shape, a partition, a table, a pipeline, a
 capture): any error of its body, of any type, ends that unit, is reported under the unit's stage status, and the unit is
-retried after a pause. Nothing larger is affected. Invariant (age of a failure): it survives retries at the same place,
-until the unit's position moves or it reports recovery. An error that means "stop" (`errors.ends_process`) is not the
-unit's own: it is reported and raised, never retried. Invariant (no silent end): a task reports its failure to its
-owner. `Tasks` requires `on_failure`; there is no default that only logs.
+retried after a pause. Nothing larger is affected.
+
+Invariant (age of a failure): it survives retries at the same place, until the unit's position moves or it reports
+recovery. An error that means "stop" (`errors.ends_process`) is not the unit's own: it is reported and raised, never
+retried.
+
+Invariant (no silent end): a task reports its failure to its owner. `Tasks` requires `on_failure`; there is no default
+that only logs.
 
 Order is decided before a task exists: `create_task` defers a coroutine's body, so a reservation in its first line is
 already too late. Reserve in a plain `def`, then `spawn`.

@@ -3,6 +3,7 @@
     bucket 0: below 1 ms · bucket n: [2^((n−1)/4), 2^(n/4)) ms · the last one has all longer ones (37 hours)
 
 Invariant (precision): a quantile is the upper end of its bucket, at most a fifth too high, and never above the maximum.
+
 Invariant (window): `Stages` covers the last WINDOW_MS to twice that while events arrive; without events it does not
 change and costs nothing.
 """

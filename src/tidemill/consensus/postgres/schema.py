@@ -81,5 +81,5 @@ async def make_schema(connection: Any) -> None:
 
 
 def _for_version(version: int) -> str:
-    """Return the layout for a server version. STORAGE inside CREATE TABLE needs 16; before, they may be compressed."""
+    """Return the layout for a server version: STORAGE in CREATE TABLE needs 16. Without it values may be compressed."""
     return LAYOUT if version >= 160000 else LAYOUT.replace(" STORAGE EXTERNAL", "")

@@ -5,9 +5,11 @@
     a stream's nodes   high watermarks of their own partitions    mint what is still missing, or nothing
 
 Invariant (idle source): nothing is minted while nothing moved; an idle source costs no write and no read. A consumer
-that needs its time to advance calls `Remap.advance`. Invariant (equal minters): concurrent minters lose nothing, since
-a binding is completed from the newest one. Invariant (no guess): a binding with an unknown outcome is looked up; until
-it is resolved, nothing else is minted.
+that needs its time to advance calls `Remap.advance`.
+
+Invariant (equal minters): concurrent minters lose nothing, since a binding is completed from the newest one.
+
+Invariant (no guess): a binding with an unknown outcome is looked up; until it is resolved, nothing else is minted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Rules of bindings: which time a record gets, and which times a minter may choose. Pure.
 
-Invariant (progress): times grow; no partition's offset ever goes back, and no LSN within one era (RFC 0010). Invariant
-(determinism): a record gets the smallest time whose offsets are beyond it, for every reader, forever.
+Invariant (progress): times grow; no partition's offset ever goes back, and no LSN within one era (RFC 0010).
+
+Invariant (determinism): a record gets the smallest time whose offsets are beyond it, for every reader, forever.
 
 A binding at time t makes the data's upper t + 1: everything up to and including t is then known.
 """

@@ -6,10 +6,13 @@
             If the source has it again, with null in the rows in between, it is added back
     else    rejected: a rename, a narrower or another type, another key
 
-Invariant (exact values): a row reads the same under every later version, except for columns added since. Invariant
-(equal rows): equal rows stay equal and have one hash, so a retraction under a new version cancels an insertion under an
-old one. Invariant (convergence): repeated or concurrent changes end in one schema; the last change to a column decides
-whether it is retired.
+Invariant (exact values): a row reads the same under every later version, except for columns added since.
+
+Invariant (equal rows): equal rows stay equal and have one hash, so a retraction under a new version cancels an
+insertion under an old one.
+
+Invariant (convergence): repeated or concurrent changes end in one schema; the last change to a column decides whether
+it is retired.
 """
 
 from __future__ import annotations

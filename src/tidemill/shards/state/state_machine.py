@@ -1,8 +1,9 @@
 """The async seam of a shard's state: commands in, states out, over a fenced log with rollups.
 
-Invariant (exact state): `state` is the result of `apply` over the log up to some position, and only advances. Invariant
-(decided writes): a command lands only if `apply` accepted it on exactly the state before its position; a rejection
-rests on a linearizable read. So the loser of a race gets the true reason, and wrote nothing.
+Invariant (exact state): `state` is the result of `apply` over the log up to some position, and only advances.
+
+Invariant (decided writes): a command lands only if `apply` accepted it on exactly the state before its position; a
+rejection rests on a linearizable read. So the loser of a race gets the true reason, and wrote nothing.
 """
 
 from __future__ import annotations
