@@ -59,7 +59,7 @@ _log = structlog.get_logger()
 
 HOUSEKEEPING_S = 1.0
 ABANDONED_S = 10.0
-"""Age at which a loading shape that no request waits for is ended, so that another one gets its snapshot slot."""
+"""Time after its last request at which a loading shape without waiting requests is ended, to free its snapshot slot."""
 
 SUBSETS_OF_MEMORY = 4
 """Divisor: the rows of subsets that are being sent may use this fraction of the memory; the rest is reserved for
