@@ -37,8 +37,7 @@ _CONFIGURATION = {errno.EACCES, errno.EPERM, errno.EROFS}
 _SHAPE = {errno.ENOTDIR, errno.EISDIR}
 _NO_LINKS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 _FEW_INODES = 16
-"""Free inodes up to which a failed create counts as "no inodes": concurrent failed creates free some before statvfs
-runs."""
+"""Free inodes up to which a failed create counts as "no inodes": concurrent failures free some before statvfs."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 

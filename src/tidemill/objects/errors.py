@@ -1,5 +1,4 @@
-"""Translate obstore's exceptions: whether the call happened, whether it may be retried, and how the operator can fix
-it.
+"""Translate obstore's exceptions: whether the call happened, may be retried, and how to fix it.
 
 obstore reports HTTP failures as `GenericError` (or `PermissionDeniedError`) with the status in the text only, so the
 text is parsed here and nowhere else. A write failure that cannot be classified counts as "may have happened".
@@ -105,8 +104,9 @@ def translate(error: Exception, operation: str, key: str, place: Place, *, write
 
 
 def refused_create(said: TidemillError) -> TidemillError:
-    """Translate a rejected create although the object does not exist. `said`: the error of the rejection, with its
-    status.
+    """Translate a rejected create although the object does not exist.
+
+    `said`: the error of the rejection, with its status.
 
     S3 answers 409 while another create of the key is undecided: then this one certainly did not happen. Any other
     answer is not reliable.

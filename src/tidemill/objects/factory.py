@@ -135,8 +135,10 @@ def _scheme(url: str) -> str:
 
 
 def local_directory(url: str) -> str | None:
-    """Return the absolute directory of a local store, or None for another store. Raises InvalidError for an unknown
-    scheme."""
+    """Return the absolute directory of a local store, or None for another store.
+
+    Raises InvalidError for an unknown scheme.
+    """
     return os.path.abspath(_directory(url)) if _scheme(url) == "file" else None
 
 

@@ -11,8 +11,9 @@ from tidemill.objects.verified_read import pass_on
 
 
 class ObjectFile(io.RawIOBase):
-    """File over `key`, of `size_bytes`, read through `portal`, never from the portal's own thread. One reader at a
-    time.
+    """File over `key`, of `size_bytes`, read through `portal`, never from the portal's own thread.
+
+    One reader at a time.
 
     Raises the errors of `ObjectStore.get`.
     """

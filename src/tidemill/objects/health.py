@@ -1,7 +1,7 @@
 """Health of an object store, derived from the calls of this process: whether it answers, and whether it accepts writes.
 
-- Evidence: a write that was not done is evidence against the store, regardless of its error. The exception is the Conflict
-  of a create that another writer won, proven by reading the object back.
+- Evidence: a write that was not done is evidence against the store, whichever error it has. The exception is the
+  Conflict of a create that another writer won, proven by reading the object back.
 - Pending requests: a request without an answer is evidence from its beginning, long before its timeout.
 - Trouble: evidence becomes trouble if no request of its kind succeeds for CONFIRM_S. One failed write among successes,
   or a pause of a second, is only a notice: it is reported for NOTICE_S, and the node stays ready.
@@ -71,8 +71,10 @@ class Health:
         return number
 
     def ended(self, number: int, kind: Kind, error: BaseException | None) -> None:
-        """Record the end of an attempt; `error` None: it succeeded. An attempt cancelled before QUESTION_S proves
-        nothing."""
+        """Record the end of an attempt; `error` None: it succeeded.
+
+        An attempt cancelled before QUESTION_S proves nothing.
+        """
         side = self._sides[kind]
         began_s = side.under_way.pop(number, None)
         now_s = self._clock.monotonic_s()
@@ -135,8 +137,7 @@ class Health:
 
 
 def _is_answer(error: BaseException, kind: Kind) -> bool:
-    """Return whether the store worked although the caller gets an error: a lost create, a missing object, a bad range
-    or key.
+    """Return whether the store worked despite the error: a lost create, a missing object, a bad range or key.
 
     For a write that was not done, only the proven Conflict counts as an answer.
     """

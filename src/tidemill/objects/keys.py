@@ -46,8 +46,10 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_range(key: str, start: int, end: int | None, size_bytes: int) -> int:
-    """Return the resolved end of [start, end) in an object of `size_bytes`. Raises InvalidError if it is beyond the
-    object."""
+    """Return the resolved end of [start, end) in an object of `size_bytes`.
+
+    Raises InvalidError if it is beyond the object.
+    """
     stop = size_bytes if end is None else end
     if not 0 <= start <= stop <= size_bytes:
         raise InvalidError(

@@ -56,8 +56,10 @@ Pieces = list[bytes]  # Inside the class, `list` is the method.
 
 
 class LocalObjects:
-    """Object store in a local directory. `LocalObjects.open` creates it; it may block, since it creates the root and
-    sweeps old temporary files."""
+    """Object store in a local directory.
+
+    `LocalObjects.open` creates it; it may block, since it creates the root and sweeps old temporary files.
+    """
 
     def __init__(self, root: str, clock: Clock, rand: Rand, calls: Syscalls | None = None) -> None:
         self._root = root
@@ -211,8 +213,10 @@ class LocalObjects:
             raise translate(error, f"reading {key}", self._root) from error
 
     async def _serve(self, fd: int, key: str, ranges: Sequence[tuple[int, int | None]]) -> Pieces:
-        """Read the ranges; without an end, up to the object's end. Closes `fd`, in the pool's thread if the read runs
-        there."""
+        """Read the ranges; without an end, up to the object's end.
+
+        Closes `fd`, in the pool's thread if the read runs there.
+        """
         try:
             found = os.fstat(fd)
             if _is_directory(found.st_mode):

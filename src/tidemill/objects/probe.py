@@ -121,10 +121,13 @@ async def _race(store: ObjectStore, key: str) -> str:
     ended = await asyncio.gather(*(write(writer) for writer in range(RACERS)))
     winners = [writer for writer in ended if writer is not None]
     if len(winners) != 1:
-        raise _Failed(f"of {RACERS} racing creates {len(winners)} were accepted: key={key}.", _NO_CONDITIONS)
+        raise _Failed(
+            f"not exactly one of the racing creates succeeded: creates={RACERS} succeeded={len(winners)} key={key}.",
+            _NO_CONDITIONS,
+        )
     if await store.get(key) != f"writer {winners[0]}".encode():
         raise _Failed(f"the winner of racing creates was overwritten: key={key}.", _NO_CONDITIONS)
-    return f"of {RACERS} racing creates one won"
+    return f"exactly one of {RACERS} racing creates succeeded"
 
 
 async def _delete(store: ObjectStore, keys: tuple[str, ...]) -> str:

@@ -112,8 +112,10 @@ class RetryingObjects:
         return self._inner
 
     def trouble(self) -> str:
-        """Return in one sentence what does not work now, or "" while the store answers and accepts writes. Never
-        waits."""
+        """Return in one sentence what does not work now, or "" while the store answers and accepts writes.
+
+        Never waits.
+        """
         return self._health.trouble()
 
     def noticed(self) -> str:
@@ -125,8 +127,7 @@ class RetryingObjects:
         self._health.notice(f"{what.removesuffix('.')} store={self._label}.")
 
     async def keep_proving(self) -> None:
-        """Probe forever: if writes or reads failed or are unanswered and none has succeeded since, try a request of
-        this store.
+        """Probe forever: if writes or reads failed or are unanswered, and none has succeeded since, send a request.
 
         So trouble ends when its cause does, and a request that fails for an individual reason (its size, its key) is no
         trouble. It costs nothing while the store is healthy.
@@ -170,8 +171,10 @@ class RetryingObjects:
         return await self._metered("head", lambda: self._retried("head", lambda: self._inner.head(key)))
 
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
-        """List objects; retries continue after the last object yielded. Waiting for a page does not count for
-        `concurrency`."""
+        """List objects; retries continue after the last object yielded.
+
+        Waiting for a page does not count for `concurrency`.
+        """
         retry = _Retry(self._clock, self._rand, self._budget_s)
         meter = self._meters["list"]
         number = 0

@@ -32,8 +32,10 @@ LIST_PAGE = 1000
 
 
 class S3Objects:
-    """Object store in an S3 bucket. `prefix` is empty or ends with '/'. `config`: obstore's S3 configuration without
-    the bucket."""
+    """Object store in an S3 bucket.
+
+    `prefix` is empty or ends with '/'. `config`: obstore's S3 configuration without the bucket.
+    """
 
     def __init__(
         self,

@@ -28,8 +28,10 @@ class Noticing(Protocol):
 
 
 async def checked(objects: object, key: str, read: Callable[[], Awaitable[T]]) -> T:
-    """Return the verified result of `read`. Raises CorruptError after two mismatches in a row, and the errors of
-    `read`."""
+    """Return the verified result of `read`.
+
+    Raises CorruptError after two mismatches in a row, and the errors of `read`.
+    """
     try:
         return await read()
     except CorruptError as error:

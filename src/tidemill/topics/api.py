@@ -43,8 +43,7 @@ class ConcurrentTransactionsError(UnavailableError):
 
 
 class CorruptBatchError(InvalidError):
-    """A batch whose size or checksum is wrong, so its bytes were damaged in transit (Kafka CORRUPT_MESSAGE: clients
-    retry)."""
+    """A batch whose size or checksum is wrong: damaged in transit (Kafka CORRUPT_MESSAGE: clients retry)."""
 
 
 class InvalidRecordsError(CorruptBatchError):
@@ -59,8 +58,7 @@ class InvalidRecordsError(CorruptBatchError):
 
 
 class BatchTooLargeError(CorruptBatchError):
-    """A batch larger than the topic or the decompression limit allows (Kafka MESSAGE_TOO_LARGE: clients may split
-    it)."""
+    """A batch larger than the topic or the decompression limit allows (Kafka MESSAGE_TOO_LARGE: may be split)."""
 
 
 class InvalidTimestampError(CorruptBatchError):
@@ -272,8 +270,9 @@ class TopicLog(Protocol):
     async def fetch(
         self, reads: Sequence[FetchRead], *, max_wait_s: float, min_bytes: int, max_bytes: int
     ) -> list[Fetched]:
-        """Return one answer per read, in order. Waits (event-driven) until min_bytes are available or max_wait_s
-        passed.
+        """Return one answer per read, in order.
+
+        Waits (event-driven) until min_bytes are available or max_wait_s passed.
 
         At least one whole batch is returned if there is any, even beyond the byte limits.
         """
@@ -303,8 +302,10 @@ class TopicLog(Protocol):
         ...
 
     async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
-        """Return (offset, timestamp) of the first record with the greatest timestamp, or None. See
-        `offset_for_time`."""
+        """Return (offset, timestamp) of the first record with the greatest timestamp, or None.
+
+        See `offset_for_time`.
+        """
         ...
 
     async def delete_records(self, topic_id: str, partition: int, before_offset: int) -> int:

@@ -63,8 +63,6 @@ _log = structlog.get_logger()
 Moved = Callable[[str, int], None]
 Listed = Callable[[Mapping[str, TopicRow]], None]
 SHUTDOWN_S = 5.0
-
-
 REFRESH = "topics refresh"
 
 OPENINGS_AT_ONCE = 128
@@ -226,11 +224,8 @@ class LocalTopics:
         return [producer_status(state, producer_id) for producer_id, _ in state.live_producers()]
 
     def _remember_refused(self, topic_id: str, partition: int, batch: Buffer) -> None:
-        """Record a sequence gap also for a batch that is refused before this node leads.
-
-        Later batches of the same connection may arrive after this node has become the leader, and would be accepted
-        from a producer without state.
-        """
+        """Record a sequence gap also for a batch refused before this node leads. Later batches of the connection may
+        arrive when it leads, and would be accepted from a producer without state."""
         with contextlib.suppress(CorruptBatchError):
             header = parse_header(batch)
             if header.producer_id >= 0 and self._settings.fault != "no-handover-gate":
@@ -271,9 +266,7 @@ class LocalTopics:
         self, led: PartitionLeader, timestamp_ms: int, start: int, *, whole: bool = False
     ) -> tuple[int, int] | None:
         """Return (offset, timestamp) of the first record at or after `start` with timestamp ≥ timestamp_ms, or None.
-
-        `whole`: if the log starts within a batch, records of it below the log start count too.
-        """
+        `whole`: if the log starts within a batch, records of it below the log start count too."""
         floor = 0 if whole or self._settings.fault == "below-start" else start
         while True:
             ref = await self._batch_at(led, timestamp_ms, start)
@@ -339,11 +332,8 @@ class LocalTopics:
         await self._confirm(within, producer_id, epoch, topic_id, partition)
 
     def watch(self, moved: Moved, listed: Listed) -> None:
-        """Register callbacks; both are plain calls.
-
-        `moved(topic id, partition)` is called when a last stable offset moved or a partition was opened here.
-        `listed(topic id → row)` is called when the catalogue has changed, and once now.
-        """
+        """Register two plain calls. `moved(topic id, partition)`: a last stable offset moved, or a partition was opened
+        here. `listed(topic id → row)`: the catalogue has changed; also called once now."""
         self._watchers.append((moved, listed))
         listed(self._topics)
 
@@ -357,8 +347,7 @@ class LocalTopics:
             self._rounds.moved(topic_id, partition)
 
     def _goes_into_l1(self, topic_id: str) -> bool:
-        """Return whether the topic's settled batches move to L1. Those of compacted topics always do: compaction runs
-        there."""
+        """Return whether the topic's settled batches move to L1. Compacted topics always do: L1 is compacted."""
         return self._settings.reconcile or topic_id in self._compacted
 
     @property
@@ -371,11 +360,8 @@ class LocalTopics:
     # catalogue ------------------------------------------------------------------------------------
     async def refresh(self) -> None:
         """Read the catalogue. Topics created before this call are seen; partitions of deleted topics close with
-        Missing.
-
-        Concurrent calls share a read that begins after them. A read that is already running may have missed their
-        topics.
-        """
+        Missing. Concurrent calls share a read that begins after them, since one that is already running may miss their
+        topics."""
         under_way = self._refresh
         if under_way is not None:
             await asyncio.wait([under_way])
@@ -460,10 +446,8 @@ class LocalTopics:
             self._works("topics:leaders")
 
     def _leading(self, topic_id: str, partition: int) -> PartitionLeader:
-        """Return the led partition; open it if necessary. Raises NotLeaderError.
-
-        A plain call, so that the caller's next reservation has its place in order.
-        """
+        """Return the led partition; open it if necessary. A plain call, so that the caller's next reservation has its
+        place in order. Raises NotLeaderError."""
         led = self._led.get((topic_id, partition))
         if led is not None:
             return led
@@ -541,8 +525,7 @@ class LocalTopics:
         return f"topic:{row.name if row is not None else key[0]}"
 
     def _partition_broke(self, name: str, error: BaseException) -> None:
-        """Close the partition of a task that failed unexpectedly; the task's name is "<what>
-        topic/<id>/<partition>"."""
+        """Close the partition of a failed task, whose name is "<what> topic/<id>/<partition>"."""
         if name == REFRESH:
             return  # Raised to the callers that wait for it.
         _log.error("a partition's task failed", task=name, error=sentence(error), exc_info=error)
@@ -565,11 +548,8 @@ class LocalTopics:
 
     # fetch ----------------------------------------------------------------------------------------
     async def _open_all(self, reads: Sequence[FetchRead], until_s: float) -> list[Led]:
-        """Return the led partitions, opened concurrently.
-
-        A takeover can outlast a short poll. Wait for it: an error would make the client search for another leader in
-        vain.
-        """
+        """Return the led partitions, opened concurrently. Waits for a takeover, which can outlast a short poll: an
+        error would make the client search for another leader in vain."""
         await self._heads.sure()
         pace = self._pace
         found: list[Led] = []

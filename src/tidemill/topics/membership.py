@@ -135,8 +135,10 @@ def rendezvous(names: list[str], topic_id: str, partition: int) -> str:
 
 
 class Membership:
-    """Renews this node's lease and maintains a view of the others. Call `start` before use, `leave` and `aclose` at the
-    end."""
+    """Renews this node's lease and maintains a view of the others.
+
+    Call `start` before use, `leave` and `aclose` at the end.
+    """
 
     def __init__(
         self,
@@ -210,13 +212,17 @@ class Membership:
         self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
 
     def offer(self, captures: tuple[str, ...]) -> None:
-        """Set the captures that this node may run. Other nodes see them with the next renewal of the lease, within a
-        third of its time to live."""
+        """Set the captures that this node may run.
+
+        Other nodes see them with the next renewal of the lease, within a third of its time to live.
+        """
         self._info = msgspec.structs.replace(self._info, captures=captures)
 
     async def leave(self) -> None:
-        """Release the lease, so that others take over now rather than after its time to live. From here on this node
-        leads nothing, and directs clients to the new leaders."""
+        """Release the lease, so that others take over now rather than after its time to live.
+
+        From here on this node leads nothing, and directs clients to the new leaders.
+        """
         lease, self._lease = self._lease, None
         if lease is None or self.superseded is not None:
             return

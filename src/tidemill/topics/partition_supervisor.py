@@ -1,5 +1,8 @@
-"""Restart failed partitions. A partition is an independent unit: a failure is reported under its topic's stage status,
-and the partition is opened again after a pause, even without requests. No other unit is affected."""
+"""Restart failed partitions.
+
+A partition is an independent unit: a failure is reported under its topic's stage status, and the partition is opened
+again after a pause, even without requests. No other unit is affected.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Scan the records of a batch by columns, without an object per record: one pass over the lengths, then numpy over
-varints.
+"""Scan a batch's records by columns, without an object per record: one pass over lengths, then numpy over varints.
 
     record   length varint │ attributes int8 │ time delta varint │ offset delta varint │ key │ value │ headers
              └─ hopped ────┘└─ all records together ───────────────────────────────────────────────────────┘
@@ -79,8 +78,10 @@ def scan_any(data: bytes | memoryview, at: int, count: int) -> Scanned | None:
 
 
 def _hop(data: bytes | memoryview, at: int, count: int) -> Iterator[int]:
-    """Yield the first byte of each record, and the end of the last one. Raises IndexError beyond the end of the
-    data."""
+    """Yield the first byte of each record, and the end of the last one.
+
+    Raises IndexError beyond the end of the data.
+    """
     position = at
     yield position
     for _ in range(count):

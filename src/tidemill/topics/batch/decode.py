@@ -109,8 +109,7 @@ def has_records(header: BatchHeader, ref: BatchRef | None = None) -> bool:
 
 
 def decode_opened(batches: Iterable[Opened]) -> Iterator[Columns | tuple[Opened, UnreadableBatchError]]:
-    """Decode the records of many batches in order, a group of batches at a time; yield an unreadable batch with its
-    error.
+    """Decode many batches in order, a group at a time; yield an unreadable batch with its error.
 
     Takes no more from `batches` than the next group needs.
     """

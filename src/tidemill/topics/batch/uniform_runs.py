@@ -131,8 +131,7 @@ def _least_and_greatest(columns: list[bytes]) -> tuple[int, int]:
 
 
 def _alike(data: bytes | memoryview, start: int, first: int, size: int, left: int) -> bool:
-    """Return whether the next records have the same length as the one at `start`, whose length field ends at
-    `first`."""
+    """Return whether the next records have the length of the one at `start`, whose length field ends at `first`."""
     length, bytes_of_length = data[start:first], first - start
     for other in range(start + size, start + size * min(left, _LOOKED_AT), size):
         if data[other : other + bytes_of_length] != length:

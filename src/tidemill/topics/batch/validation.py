@@ -191,8 +191,10 @@ def _by_columns(data: memoryview, header: BatchHeader) -> int | None:
 
 
 def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
-    """Check few records in a loop; see `_by_columns`. Handles the sizes that nearly all records have, else returns
-    None."""
+    """Check few records in a loop; see `_by_columns`.
+
+    Handles the sizes that nearly all records have, else returns None.
+    """
     at, low, high = 0, 0, -_INT64
     try:
         for index in range(header.record_count):

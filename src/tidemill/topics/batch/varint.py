@@ -1,5 +1,7 @@
-"""Zigzag variable-length integers, one at a time (Kafka's record format v2, KIP-98). `columnar_scan` reads many
-together."""
+"""Zigzag variable-length integers, one at a time (Kafka's record format v2, KIP-98).
+
+`columnar_scan` reads many together.
+"""
 
 from __future__ import annotations
 

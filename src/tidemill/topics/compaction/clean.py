@@ -91,8 +91,10 @@ def take_keys(batches: Sequence[Stored], key_hash: KeyHash, keys: KeyMap, *, cap
 
 
 def _leaving(columns: Columns) -> Mask:
-    """Return which records omit columns. A reader takes these from the previous record of the key, so they supersede
-    none."""
+    """Return which records omit columns.
+
+    A reader takes these from the previous record of the key, so they supersede none.
+    """
     out = np.zeros(len(columns), np.bool_)
     for at in np.flatnonzero(columns.header_counts > PLAIN_HEADERS).tolist():
         out[at] = any(name == UNCHANGED_HEADER for name, _ in columns.headers_of(at))

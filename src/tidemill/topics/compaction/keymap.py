@@ -57,8 +57,10 @@ class KeyMap:
         return found
 
     def _places(self, hashes: Hashes) -> Int64s:
-        """Return the index of each hash, −1 if absent. Hashes that agree in the first half are adjacent, in any
-        order."""
+        """Return the index of each hash, −1 if absent.
+
+        Hashes that agree in the first half are adjacent, in any order.
+        """
         found = np.full(len(hashes), -1, np.int64)
         first = np.searchsorted(self._hashes[:, 0], hashes[:, 0], side="left")
         for step in range(self._longest_run):

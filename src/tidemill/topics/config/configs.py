@@ -283,8 +283,10 @@ def _typed(config: Mapping[str, str]) -> TopicConfig:
 
 
 def stored_config(config: Mapping[str, str]) -> TopicConfig:
-    """Parse the config of a row that may be older than the checks. Unsupported configs are ignored, and contradictions
-    remain."""
+    """Parse the config of a row that may be older than the checks.
+
+    Unsupported configs are ignored, and contradictions remain.
+    """
     fields: dict[str, str] = {}
     for name, value in config.items():
         with contextlib.suppress(InvalidError):

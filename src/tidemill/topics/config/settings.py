@@ -34,8 +34,7 @@ class TopicSettings(msgspec.Struct, frozen=True):
     leaders_check_s: float = 2.0
     """Approximate time for which a deposed leader without writes may still act as the leader."""
     settle_after_s: float = 3600.0
-    """Interval at which a partition that was written to logs what is decided, so that garbage collection can delete
-    objects."""
+    """Interval at which a written partition logs what is decided, so that garbage collection can delete objects."""
     catalogue_poll_s: float = 2.0
     mark_interval_s: float = 0.5
     reconcile: bool = False
@@ -46,7 +45,6 @@ class TopicSettings(msgspec.Struct, frozen=True):
     reconcile_max_s: float = 600.0
     """Bounds of the interval between the rounds of a topic; within them, the interval that fills an object."""
     appends_at_once: int = 64
-    """Limit of concurrent appends to partition logs: 64 take some 5 ms of the loop when one group commit answers them
-    all."""
+    """Limit of concurrent appends to partition logs: one group commit that answers 64 takes 5 ms of the loop."""
     fault: str = ""
     """Test-only: a planted fault of the simulation scenarios `topics` or `transactions` (`sim.scenarios.FAULTS`)."""

@@ -23,8 +23,7 @@ BATCHES_MAX = 4_096
 """Limit of batches per answer: a topic of tiny batches would fill 16 MiB with a quarter of a million of them."""
 
 COLD_OBJECTS_MAX = 64
-"""Limit of L0 objects that one answer reads from the store: a client that waits for thousands times out, and requests
-them all again."""
+"""Limit of L0 objects that one answer reads from the store: waiting for thousands would time the client out."""
 
 
 class AtHand(Protocol):
@@ -206,8 +205,10 @@ def _marks(led: Led) -> tuple[int, int, int]:
 
 
 def _aborted(led: Led, plan: list[BatchRef]) -> Sequence[tuple[int, int]]:
-    """Return the aborted transactions of a committed read. All that can affect it had ended when it was planned: later
-    ones begin after it."""
+    """Return the aborted transactions of a committed read.
+
+    All that can affect it had ended when it was planned: later ones begin after it.
+    """
     if not plan or not isinstance(led, PartitionLeader) or not led.state.aborted:
         return ()
     last = plan[-1]

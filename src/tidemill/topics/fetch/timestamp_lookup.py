@@ -1,5 +1,4 @@
-"""Find the first record at or after a time in a batch: the batch was found by bisection; it is decoded once and
-searched by columns.
+"""Find the first record at or after a time in a batch, which is decoded once and searched by columns.
 
 Runs in a thread (`validator_pool`): a batch may hold millions of records.
 """

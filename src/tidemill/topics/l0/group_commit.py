@@ -1,5 +1,6 @@
-"""Group commit: decide when the next L0 object begins, so that batches that are likely to arrive can share it. Pure:
-time is passed in.
+"""Group commit: decide when the next L0 object begins, so that batches that are likely to arrive can share it.
+
+Pure: time is passed in.
 
 An object, its place in the logs and the acknowledgements cost about the same for one batch as for many, and an
 idempotent producer sends a partition's next batch only after the previous one was acknowledged. The rules:
@@ -76,8 +77,10 @@ class GroupCommitPolicy:
             self._placing[line] = now_s + PLACING_MOST_S
 
     def answered(self, now_s: float, line: Hashable) -> bool:
-        """Record that a batch of `line` ended. Return True if the line's next batch is awaited from now on, which may
-        shorten the current wait."""
+        """Record that a batch of `line` ended.
+
+        Return True if the line's next batch is awaited from now on, which may shorten the current wait.
+        """
         if self._placing.pop(line, None) is None:
             return False
         self._give_up(now_s)

@@ -28,8 +28,7 @@ LIMIT_BYTES = 16 * MIB
 AT_ONCE = OBJECT_CONCURRENCY // 2
 
 NEAR_BYTES = COALESCE_GAP_BYTES
-"""Bytes that cost less to read than a request. Only read before the requested range: the end of the object is
-unknown."""
+"""Bytes that cost less to read than a request. Read before a range only: the object's end is unknown."""
 
 _Read = asyncio.Task[Sequence[bytes] | TidemillError]
 

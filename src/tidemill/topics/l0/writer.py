@@ -106,8 +106,7 @@ class L0Writer:
 
     @property
     def first_open(self) -> int:
-        """Number of the oldest object whose upload has not ended, or of the next one: all earlier uploads have
-        ended."""
+        """Number of the oldest object whose upload has not ended, or of the next one: earlier ones have ended."""
         return min((writer_of(key)[1] for key in self._uploads), default=self._next_number)
 
     def oldest_upload(self) -> Upload | None:
@@ -143,8 +142,10 @@ class L0Writer:
             self._schedule()
 
     def _schedule(self) -> None:
-        """Decide when to flush next. The zero delay lets all batches that arrive in this turn of the loop share an
-        object."""
+        """Decide when to flush next.
+
+        The zero delay lets all batches that arrive in this turn of the loop share an object.
+        """
         if not self._pending or len(self._uploads) >= self._settings.uploads_in_flight or self._closed:
             return
         if self._flush_now:
@@ -175,8 +176,7 @@ class L0Writer:
             self._schedule()
 
     def _flush(self) -> None:
-        """Start uploads while slots are free, in chunks of nearly equal size, so that no tiny object follows a full
-        one."""
+        """Start uploads while slots are free, in chunks of similar size, so that no tiny object follows a full one."""
         self._flush_due, self._flush_now = None, False
         self._drop_expired()
         chunks = max(1, round(self._pending_bytes / self._settings.object_bytes))
@@ -283,8 +283,7 @@ class L0Writer:
         return going - {_line(item) for item in self._pending}
 
     def _upload_broke(self, name: str, fault: BaseException) -> None:
-        """Fail the members that were not notified, because the notification itself failed: each batch must get an
-        outcome."""
+        """Fail the members that a failed notification has left out: each batch must get an outcome."""
         _log.error("not all members of an L0 upload were notified", task=name, error=sentence(fault), exc_info=fault)
         error = UnavailableError(f"the upload of an L0 object failed unexpectedly: cause={fault!r}.", fix="Retry.")
         upload = self._uploads.get(name.rpartition(" ")[2])

@@ -58,7 +58,7 @@ def _is_worth_it(run: Run, fanout: int) -> bool:
 def add_run(build: ObjectBuilder, run: Run, held: Sequence[tuple[RegionIndex, Buffer]]) -> None:
     """Add the extents of `run` as one range of `build`. `held`: index and batch bytes of each extent."""
     if any(one.last_offset + 1 != other.base_offset for one, other in pairwise(run)):
-        raise ValueError("a run is contiguous")
+        raise ValueError("the extents of a run must be contiguous")
     build.begin(run[0].partition, run[0].base_offset)
     for index, data in held:
         view = memoryview(data)

@@ -36,8 +36,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Rows of a partition: its L1 row, and its checkpoint row, which shows how far the checkpoint has followed the
-    log."""
+    """Rows of a partition: its L1 row, and its checkpoint row, which shows how far the checkpoint has come."""
 
     l1: L1PartitionRow | None
     checkpoint: PartitionRow | None
@@ -109,8 +108,10 @@ class ExtentStore:
         return found
 
     async def extents_stamp(self, topic_id: str, partition: int, *, fresh: bool = True) -> object:
-        """Return a stamp of the partition's extents. Equal stamps mean that no extent was added, deleted or
-        replaced."""
+        """Return a stamp of the partition's extents.
+
+        Equal stamps mean that no extent was added, deleted or replaced.
+        """
         return await self._metastore.stamp(L1_EXTENTS.prefix(topic_id, partition), fresh=fresh)
 
     async def extent_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> L1ExtentRow | None:
@@ -192,8 +193,9 @@ class ExtentStore:
         )
 
     async def add(self, request: Add) -> dict[int, int]:
-        """Commit a reference to an object that was registered and uploaded. Return the next offset of each of its
-        partitions (`row_transitions.Added`).
+        """Commit a reference to an object that was registered and uploaded.
+
+        Return the next offset of each of its partitions (`row_transitions.Added`).
 
         Raises Invalid if its registration has expired, Unavailable if the commit did not happen, Unknown if that cannot
         be determined yet.

@@ -110,13 +110,11 @@ class RegionIndex:
         return len(self.bases) * 48 + 400
 
     def find(self, offset: int) -> int:
-        """Return the index of the batch that holds `offset`, or of the first one after it; len(self) if there is
-        none."""
+        """Return the index of the batch that holds `offset`, or of the first one after it, else len(self)."""
         return int(np.searchsorted(self.ends, offset, side="right"))
 
     def find_time(self, timestamp_ms: int) -> int:
-        """Return the index of the first batch with a timestamp at or after `timestamp_ms`; len(self) if there is
-        none."""
+        """Return the index of the first batch with a timestamp at or after `timestamp_ms`, else len(self)."""
         return int(np.searchsorted(self.highest, timestamp_ms, side="left"))
 
     def ref(self, index: int, object_key: str, first_byte: int) -> BatchRef:
@@ -196,8 +194,7 @@ def encode_footer(footer: Footer) -> bytes:
 
 
 def parse_tail(tail: Buffer, size_bytes: int) -> Footer | int:
-    """Parse the footer from the last bytes of an object of `size_bytes`, or return how many preceding bytes are
-    missing.
+    """Parse the footer from the last bytes of an object, or return how many preceding bytes are missing.
 
     Raises CorruptError.
     """

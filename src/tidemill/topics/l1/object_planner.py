@@ -71,16 +71,14 @@ def terms_of(terms: Sequence[tuple[int, int]], start: int, end: int) -> tuple[tu
 
 
 def part_moved(size_bytes: int, target_bytes: int, batches: int) -> float:
-    """Return which part of a round's target was moved: 1 if it filled an object, or moved ROUND_BATCHES of a
-    partition."""
+    """Return the moved part of a round's target: 1 if it filled an object, or moved ROUND_BATCHES of a partition."""
     return max(size_bytes / target_bytes, batches / ROUND_BATCHES)
 
 
 def next_interval_s(
     interval_s: float, part: float, least_s: float, most_s: float, *, full: bool, took_s: float
 ) -> float:
-    """Return the pause until the next round, after one that moved `part` of its target after `interval_s` and took
-    `took_s`.
+    """Return the pause after a round that moved `part` of its target after `interval_s` and took `took_s`.
 
     `full`: there was more than one object could take. The next round then follows after a rest as long as the work, so
     that reconciling keeps up with any load, but takes at most half of the time. If nothing moved, something blocked the

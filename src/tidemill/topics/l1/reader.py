@@ -127,7 +127,7 @@ class L1Reader:
                 return found
         if at < end:
             raise CorruptError(
-                f"offsets {at} to {end} of a partition are in no L1 extent: partition={topic_id}/{partition}."
+                f"offsets of a partition are in no L1 extent: partition={topic_id}/{partition} start={at} end={end}."
             )
         return found
 
@@ -170,8 +170,10 @@ class L1Reader:
         return index
 
     async def data(self, extent: L1ExtentRow, span: tuple[int, int] | None = None) -> bytes:
-        """Read the bytes of an extent's batches, or the `span` within them. Raises CorruptError if the object is
-        missing."""
+        """Read the bytes of an extent's batches, or the `span` within them.
+
+        Raises CorruptError if the object is missing.
+        """
         begin, end = span if span is not None else (0, extent.size_bytes)
         if begin == end:
             return b""

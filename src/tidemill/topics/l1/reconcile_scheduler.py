@@ -97,7 +97,7 @@ class Rounds:
             _log.error("a topic's round failed", topic_id=topic_id, error=sentence(fault), exc_info=fault)
             return
         if done.failed is not None:
-            _log.warning("a topic is not all in L1 yet", topic_id=topic_id, cause=str(done.failed))
+            _log.warning("a topic is not completely in L1 yet", topic_id=topic_id, cause=str(done.failed))
         self._interval_s[topic_id] = next_interval_s(
             interval_s,
             part_moved(done.size_bytes, settings.l1_object_bytes, done.batches),

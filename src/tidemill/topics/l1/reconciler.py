@@ -1,5 +1,4 @@
-"""The reconciler: moves settled batches of the partitions led here into L1, one object of a topic at a time (RFC 0005
-§5).
+"""Move settled batches of the partitions led here into L1, one object of a topic at a time (RFC 0005 §5).
 
     rows of the topic ─► corrections ─► read batches ─► register ─► put ─► add ─► Advance(reconciled) in each log
 
@@ -243,8 +242,7 @@ class Reconciler:
         return size
 
     async def _unread_below(self, led: PartitionLeader) -> int:
-        """Return the offset below which compaction has removed the records of aborted transactions, and no reader uses
-        the replaced ones."""
+        """Return the offset below which no reader needs aborted transactions: compaction has removed their records."""
         if not led.config.compacts or not len(led.state.aborted):
             return 0
         row, _ = await self._rows.cleaned(led.topic_id, led.partition)

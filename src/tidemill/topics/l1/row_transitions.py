@@ -50,8 +50,10 @@ class ReadRows(msgspec.Struct, frozen=True):
 
 
 class Added(msgspec.Struct, frozen=True):
-    """Result of `add`. `next` by partition: its next offset, which is not the end of its extents if they were left
-    out."""
+    """Result of `add`.
+
+    `next` by partition: its next offset, which is not the end of its extents if they were left out.
+    """
 
     rows: Written
     next: dict[int, int]
@@ -72,8 +74,10 @@ class Replace(msgspec.Struct, frozen=True):
 
 
 class Replaced(msgspec.Struct, frozen=True):
-    """Result of `replace_extents`. `stale`: partitions whose extents changed since they were read; theirs are not
-    replaced."""
+    """Result of `replace_extents`.
+
+    `stale`: partitions whose extents changed since they were read; theirs are not replaced.
+    """
 
     rows: Written
     stale: tuple[int, ...]
@@ -96,8 +100,10 @@ def was_added(row: L1ObjectRow | None) -> bool:
 
 
 def is_garbage(row: L1ObjectRow) -> bool:
-    """Return whether no row refers to the object, or ever will. An object with more removed than total bytes is
-    retained."""
+    """Return whether no row refers to the object, or ever will.
+
+    An object with more removed than total bytes is retained.
+    """
     return row.registered and row.removed_bytes == row.total_bytes
 
 

@@ -32,8 +32,7 @@ FOLLOWED_AT_ONCE = 16
 """Limit of partition logs that are read concurrently."""
 
 FOLLOWED_ROUNDS = 60
-"""Rounds without a change after which a partition's state is dropped; at its next change it is read again from its
-rollup."""
+"""Rounds without a change after which a partition's state is dropped; its next change reads the rollup again."""
 
 SLICE_ROWS = 200
 """Limit of rows in one group, which is written atomically."""
@@ -83,8 +82,10 @@ class PartitionsStage:
         self._stored = {topic_id for topic_id, _ in self._rows}
 
     async def gather(self) -> dict[str, Unit]:
-        """Return the rows to write, by `<topic id>/<partition>`, and by topic id for deleted topics. Raises
-        Unavailable."""
+        """Return the rows to write, by `<topic id>/<partition>`, and by topic id for deleted topics.
+
+        Raises Unavailable.
+        """
         self._round += 1
         counts = {row.topic_id: row.partitions for row in await self._metastore.rows(TOPICS)}
         self._gathered = await self._changed(counts)
@@ -159,8 +160,7 @@ class PartitionsStage:
         return PartitionFollower(self._consensus, self._objects, topic_id, partition, row, self._pace)
 
     async def _deletions(self, topic_id: str) -> Unit:
-        """Delete partition rows first: extents without one are ignored, while a partition row without extents would be
-        a loss."""
+        """Delete partition rows first: extents without one are ignored; a partition row without extents is a loss."""
         groups: Unit = []
         for family in (PARTITIONS, EXTENTS, ABORTED):
             async for keys, _ in self._metastore.prefix(family.prefix(topic_id)):

@@ -41,8 +41,10 @@ async def restore_partition(
     state: PartitionState,
     attempt: str,
 ) -> None:
-    """Make the partition's log begin with `state`, and set its `applied`. Raises InvalidError if it already has a
-    log."""
+    """Make the partition's log begin with `state`, and set its `applied`.
+
+    Raises InvalidError if it already has a log.
+    """
     log = partition_log(topic_id, partition)
     head = await consensus.log_head(log)
     if head.next == 0:

@@ -67,8 +67,10 @@ def kept_start(state: PartitionState, config: TopicConfig, now_ms: int) -> int:
 
 
 def has_retention(row: TopicRow) -> TopicConfig | None:
-    """Return the config of a topic with retention, else None. A captured table's topic has none: a later pipeline
-    begins with its snapshot."""
+    """Return the config of a topic with retention, else None.
+
+    A captured table's topic has none: a later pipeline begins with its snapshot.
+    """
     config = stored_config(row.config)
     return config if row.kind == "stream" and config.forgets else None
 
@@ -168,8 +170,10 @@ class Retainer:
         self._logs.done(written)
 
     async def check_unread(self, row: TopicRow, partition: int, offset: int) -> None:
-        """Raise RecordsStillNeededError if a reader still needs a record below `offset`. Also raises the errors of
-        `holds`."""
+        """Raise RecordsStillNeededError if a reader still needs a record below `offset`.
+
+        Also raises the errors of `holds`.
+        """
         if row.kind == "capture":
             raise RecordsStillNeededError(
                 f"a captured table's topic is never truncated, because later pipelines need it: topic={row.name}."

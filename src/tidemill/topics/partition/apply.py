@@ -13,8 +13,7 @@ from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, Ledger
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """Result of a command that changed nothing, here and on every other reader of the log; the proposer gets the
-    reason."""
+    """Result of a command that changed nothing, here and on every other reader; the proposer gets the reason."""
 
     reason: str
 

@@ -88,8 +88,10 @@ def encode_state(state: PartitionState) -> bytes:
 
 
 def decode_state(data: bytes, object_key: str) -> PartitionState:
-    """Decode the state as of the rollup's own position: `applied` is the position of its log record. Raises
-    CorruptError."""
+    """Decode the state as of the rollup's own position: `applied` is the position of its log record.
+
+    Raises CorruptError.
+    """
     body, crc = data[:-4], data[-4:]
     if not body.startswith(MAGIC) or crc32c.crc32c(body).to_bytes(4, "little") != crc:
         raise CorruptError(f"damaged rollup object: key={object_key}.")

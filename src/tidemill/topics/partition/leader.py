@@ -81,8 +81,7 @@ class LeaderDeps(msgspec.Struct, frozen=True):
     settings: TopicSettings
     tasks: Tasks
     appends: asyncio.Semaphore
-    """Limits how many partitions append concurrently, so that one reply of consensus does not resume all of them in one
-    loop turn."""
+    """Limits concurrent appends, so that one reply of consensus does not resume all partitions in one loop turn."""
     moved: Callable[[str, int], None] = lambda *_: None
     """Called with (topic id, partition) when its last stable offset moved, or it was opened here. A plain call."""
     confirm: Confirm = no_coordinator
@@ -91,8 +90,7 @@ class LeaderDeps(msgspec.Struct, frozen=True):
 
 
 class PartitionLeader:
-    """One leadership of a partition, from the node's decision to lead until it stops. Never reopened: a new term gets a
-    new instance."""
+    """One leadership of a partition, from the node's decision to lead until it stops. Never opened twice."""
 
     def __init__(
         self,
@@ -145,8 +143,7 @@ class PartitionLeader:
 
     # opening and closing --------------------------------------------------------------------------
     async def open(self) -> None:
-        """Fence, replay, and stage the batches that were reserved during that. On any failure the partition closes
-        itself."""
+        """Fence, replay, and stage the batches reserved during that. The partition closes itself on any failure."""
         try:
             fenced = await self._appender.fence()
             state, head = await catch_up(
@@ -181,8 +178,7 @@ class PartitionLeader:
             raise self.closed_error
 
     def close(self, error: TidemillError) -> None:
-        """Stop leading. Batches that are certainly not in the log fail with `error`; an append in flight decides its
-        own."""
+        """Stop leading. Batches that cannot be in the log fail with `error`; an append in flight decides its own."""
         if self.closed_error is not None:
             return
         self.closed_error = error
@@ -202,8 +198,7 @@ class PartitionLeader:
     def produce_nowait(
         self, buffer: Buffer, sender: Hashable = None, within: ProduceTransaction | None = None
     ) -> asyncio.Future[ProduceResult]:
-        """Produce a batch; see `api.TopicLog`. The queue slot is reserved before this returns, however long validation
-        takes."""
+        """Produce a batch; see `api.TopicLog`. The queue slot is reserved before this returns."""
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         try:
             header = check_header(buffer, in_transaction=within is not None)
@@ -242,10 +237,8 @@ class PartitionLeader:
         return as_seen(self.state.transactions.get(producer_id), self._permits.granted(producer_id))
 
     def mark_nowait(self, marker: Marker, here: Here | None = None) -> asyncio.Future[ProduceResult]:
-        """Append a transaction marker; see `api.TopicLog`.
-
-        A marker does not wait in its producer's queue. A batch of the transaction that it overtakes is refused.
-        """
+        """Append a transaction marker; see `api.TopicLog`. It does not wait in its producer's queue: a batch of the
+        transaction that it overtakes is refused."""
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         if self.closed_error is not None:
             fail_future(future, self.closed_error)
@@ -395,8 +388,7 @@ class PartitionLeader:
         return self.state.last_stable
 
     def reconciled_to(self, offset: int, aborted_start: int = 0) -> None:
-        """Drop the batches below `offset`, which L1 holds, and the transactions that were aborted wholly below
-        `aborted_start`, of which no records are left. Appends a separate log record."""
+        """Drop the batches below `offset`, which L1 holds, and transactions aborted wholly below `aborted_start`."""
         if self.is_open and offset > self.state.reconciled:
             self._reconciled = max(self._reconciled, offset)
             self._aborted_start = max(self._aborted_start, aborted_start)
@@ -412,10 +404,8 @@ class PartitionLeader:
             await self.watchers.moved()
 
     def settle(self, after_s: float) -> None:
-        """Record in the log what is decided, if the first batch since the last such record was placed `after_s` ago.
-
-        A partition without new batches writes nothing.
-        """
+        """Record in the log what is decided, if the first batch since the last such record was placed `after_s` ago. A
+        partition without new batches writes nothing."""
         now_s = self._around.clock.monotonic_s()
         if self.is_open and self._placed_s is not None and now_s - self._placed_s >= after_s:
             self._advance_due = True
@@ -438,8 +428,7 @@ class PartitionLeader:
             self.watchers.wake()
 
     def batch_failed(self, pending: Pending, error: TidemillError) -> None:
-        """Fail a batch that is not in the log, or may not be (unknown outcome). Its producer must send it again before
-        any later one."""
+        """Fail a batch that is not, or may not be, in the log. Its producer must send it again before later ones."""
         header, releases = pending.header, self._around.settings.fault == "release-failed"
         if pending.idempotent and not releases:
             now_s = self._around.clock.monotonic_s()
@@ -509,8 +498,7 @@ class PartitionLeader:
             if self._placed_s is None:
                 self._placed_s = around.clock.monotonic_s()
         elif plan.needless or any(refusal is not Refusal.STALE_EPOCH for _, refusal in plan.refused):
-            # A sequence gap, or a transaction that is not open, is proof only if no other leader has written to the
-            # log; a successful append would have shown that.
+            # A gap or a missing transaction is proof only if no other leader has written; an append would show that.
             await self._appender.confirm(self.state.applied)
         self._plan = None
         self._settle(plan)
@@ -571,8 +559,7 @@ class PartitionLeader:
             self._places.release(pending.ticket)
 
     def _step_down(self, stop: LeadershipLostError) -> None:
-        """Fail every undecided batch and close. Batches of the last append fail as unknown unless it certainly did not
-        happen."""
+        """Fail every undecided batch and close. Batches of an append that may have happened fail as unknown."""
         plan, self._plan = self._plan, None
         error = NotLeaderError(f"this node stopped leading the partition: log={self._log_name} cause={stop.reason}")
         if plan is not None:
@@ -592,11 +579,8 @@ class PartitionLeader:
         self.close(error)
 
     async def prove(self) -> None:
-        """Close unless the log confirms that this node still leads. Used for answers about which another leader may
-        know better.
-
-        Raises UnavailableError.
-        """
+        """Close unless the log confirms that this node still leads, for answers about which another leader may know
+        better. Raises UnavailableError."""
         self.told_head(await self._around.consensus.log_head(self._log_name))
 
     def told_head(self, head: LogHead) -> None:

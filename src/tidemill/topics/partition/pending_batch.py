@@ -113,8 +113,10 @@ class Pending:
         return (h.producer_id, h.producer_epoch, h.base_sequence, h.record_count)
 
     def found_good(self, max_timestamp_ms: int, rewritten: bytearray | None) -> None:
-        """Record a passed validation. `rewritten`: the bytes to store instead of those received, with the same records
-        and numbers."""
+        """Record a passed validation.
+
+        `rewritten`: the bytes to store instead of those received, with the same records and numbers.
+        """
         self.checked, self.max_timestamp_ms = True, max_timestamp_ms
         if rewritten is not None:
             self.header, self.buffer, self.size_bytes = parse_header(rewritten), rewritten, len(rewritten)

@@ -15,8 +15,10 @@ HOLES_LIMIT = 10_000
 
 
 class SequenceGaps:
-    """Sequence gaps of one partition on this node; outlives the leadership in which they arose. Pure: time is passed
-    in."""
+    """Sequence gaps of one partition on this node; outlives the leadership in which they arose.
+
+    Pure: time is passed in.
+    """
 
     def __init__(self) -> None:
         self._holes: dict[int, tuple[int, int, int, float]] = {}
@@ -45,8 +47,10 @@ class SequenceGaps:
         self._holes[producer_id] = (epoch, first, last, now_s)
 
     def blocks(self, producer_id: int, epoch: int, first_sequence: int, now_s: float) -> bool:
-        """Return whether this batch must wait for the retry of an earlier one. A batch before the gap never waits for
-        it."""
+        """Return whether this batch must wait for the retry of an earlier one.
+
+        A batch before the gap never waits for it.
+        """
         known = self._holes.get(producer_id)
         if known is None:
             return False

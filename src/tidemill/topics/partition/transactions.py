@@ -56,8 +56,10 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AbortedIndex:
-    """Aborted transactions, ascending by last offset, in compact columns of 32 bytes each. Owned by a partition's
-    state."""
+    """Aborted transactions, ascending by last offset, in compact columns of 32 bytes each.
+
+    Owned by a partition's state.
+    """
 
     __slots__ = ("firsts", "lasts", "producers", "stables")
 

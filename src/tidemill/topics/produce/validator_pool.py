@@ -144,8 +144,10 @@ class _Job:
 
 
 def _outcome(header: BatchHeader, buffer: Buffer, keyed: bool, codec: int) -> ValidatedBatch | TidemillError:
-    """Validate and, if necessary, recompress. Any exception rejects the batch: a batch that was not validated is not
-    stored."""
+    """Validate and, if necessary, recompress.
+
+    Any exception rejects the batch: a batch that was not validated is not stored.
+    """
     try:
         max_timestamp_ms, records = check_records(header, buffer, keyed=keyed)
         if codec in (AS_SENT, header.codec):
