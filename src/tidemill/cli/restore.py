@@ -76,7 +76,7 @@ def restore(
 
 
 def _create_parent(url: str) -> None:
-    """Create the data directory of SQLite: it may be gone with everything in it."""
+    """Create the data directory of SQLite: it may be lost with everything in it."""
     if url.startswith("sqlite:///"):
         make_private_directory(Path(url.removeprefix("sqlite://")).parent)
 

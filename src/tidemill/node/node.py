@@ -262,7 +262,7 @@ class Node:
         reporting.troubles["objects"] = objects.trouble
         reporting.notices["objects"] = objects.noticed
         self._tasks.spawn(objects.keep_proving(), name="prove-objects")
-        await self._begin("the check of the bucket", lambda: check_bucket(consensus, objects))
+        await self._begin("the bucket check", lambda: check_bucket(consensus, objects))
         settings = msgspec.structs.replace(NODE, persist_interval_s=config.metastore.persist_interval_s)
         merger = open_merger(objects, config.objects_url, settings.options, clock)
         metastore = metastore_on(
@@ -384,20 +384,20 @@ class Node:
         stack.push_async_callback(membership.aclose)
         await self._begin("membership", lambda: membership.start(join=False))
         stack.push_async_callback(assignment.aclose)
-        await self._begin("the assignment", assignment.start)
+        await self._begin("the partition assignment", assignment.start)
         stack.push_async_callback(topics.aclose)
         await self._begin("the topics", topics.start)
         stack.push_async_callback(kafka.aclose)
         await self._begin("Kafka", lambda: kafka.start(membership.node_id))
         # Invariant: a node joins only after its Kafka endpoint listens. From now on partitions belong to this node, and
         # no other node serves them.
-        await self._begin("joining the others", membership.join)
+        await self._begin("joining the cluster", membership.join)
         self._peers = Peers(membership, board, clock)
         self._tasks.spawn(self._peers.run(), name="peers")
         stack.push_async_callback(shapes.aclose)
         door.app = routing = ShapeRouting(app, catalogue, consensus, self._instance, clock, self._grants)
         if self._guard is not None:
-            await self._begin("the proofs of HTTP", partial(_know, authenticator, rulebook))
+            await self._begin("HTTP authentication", partial(_know, authenticator, rulebook))
             if not authorizes(config):
                 self._keep("http:rules", rulebook.run)
             asked = config.security.authorize is not False

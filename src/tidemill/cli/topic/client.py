@@ -1,4 +1,4 @@
-"""Kafka client of `tidemill topic`. Memory for queued records is bounded, and Ctrl-C ends the client in order."""
+"""Kafka client of `tidemill topic`. Memory for queued records is bounded, and Ctrl-C ends the client cleanly."""
 
 from __future__ import annotations
 

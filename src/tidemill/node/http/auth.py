@@ -182,7 +182,7 @@ class Guard:
         given = [value for key, value in scope["headers"] if key == b"authorization"]
         if len(given) != 1 or len(given[0]) > HEADER_BYTES_MAX:
             raise AuthenticationFailedError(
-                "no proof of who asks" if not given else "more than one credential, or one that is too long"
+                "no credential was given" if not given else "more than one credential, or one that is too long"
             )
         # A password is accepted from this machine where it would not be from another.
         digest = hashlib.sha256(given[0] + (b"\x00here" if _is_loopback(host) else b"")).digest()
@@ -218,12 +218,12 @@ class Guard:
         return AuthenticatedClient(principal, {parties.name_claim: user}, None, now_s + KNOWN_S)
 
     async def _turn_away(self, scope: Scope, send: Send, host: str, refused: AuthenticationFailedError) -> None:
-        if refused.message != "no proof of who asks":
+        if refused.message != "no credential was given":
             self._audit.refused(
                 "http.authentication_failed", (host, refused.user), host=host, user=refused.user, reason=refused.message
             )
             await asyncio.sleep(self._failures.delay_s(host, self._clock.monotonic_s()))
-        await self._refuse(scope, send, 401, "Prove who you are.", (b"www-authenticate", _CHALLENGE))
+        await self._refuse(scope, send, 401, "Authentication is required.", (b"www-authenticate", _CHALLENGE))
 
 
 async def _topics(parties: Parties, query: QueryParams) -> list[str]:

@@ -101,7 +101,7 @@ class SupervisorStatus:
             await _forget(board, not_missed(reports, gone, now_ms))
 
     async def retire(self, ended: Collection[str]) -> None:
-        """Delete the reports of processes that ended with their parent, in order."""
+        """Delete the reports of processes that ended with their parent on purpose."""
         try:
             async with asyncio.timeout(RETIRE_TIMEOUT_S):
                 board = await self._board()

@@ -172,7 +172,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **self.spec.environ},
-                start_new_session=True,  # Ctrl-C reaches the parent only, which stops children in order
+                start_new_session=True,  # Ctrl-C reaches the parent only, which stops the children cleanly
             )
         try:
             return await self._watched(self._process)
