@@ -106,7 +106,7 @@ class DiskLog:
             if saved.end[0]:
                 self._end = self._on_disk = LogOffset(*saved.end)
 
-    # -- what it is --------------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------------
 
     @property
     def end(self) -> LogOffset:

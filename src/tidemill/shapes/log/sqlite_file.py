@@ -307,7 +307,7 @@ class ShapeFile:
             raise self._failed(error) from error
         return found
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close all connections. Idempotent. No call may be in progress."""

@@ -215,7 +215,7 @@ class ShardShapes:
         finally:
             self._notes.pop(shape.handle, None)
 
-    # -- over a restart ----------------------------------------------------------------------------------------
+    # -- after a restart ---------------------------------------------------------------------------------------
 
     def _noting(self, shape: LiveShape, request: ShapeRequest, shard: Shard, cluster: str) -> Callable[[int], None]:
         """Store the shape, so that it exists after a restart; return a function to call with the times that were

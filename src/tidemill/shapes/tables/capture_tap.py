@@ -158,7 +158,7 @@ class ShapeTap:
         """Return the newest transaction whose effect on this consumer's shape is in its log."""
         return consumer.floor if consumer.inbox else max(consumer.floor, self.routed)
 
-    # -- capture's turn ----------------------------------------------------------------------------------------
+    # -- called by the capture ---------------------------------------------------------------------------------
 
     def claim(self, last: Collection[str]) -> None:
         if self.store is None:
