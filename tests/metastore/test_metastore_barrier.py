@@ -31,7 +31,7 @@ def test_a_broken_round_is_told_to_its_callers_and_to_those_who_joined_the_next(
         going.set()
         async with asyncio.timeout(40):
             for told in (early, late):
-                with pytest.raises(ClosedError, match="broke"):
+                with pytest.raises(ClosedError, match="failed"):
                     await told
             await barrier.passed()
         assert rounds == 2 and told_owner == ["b: a bug"]

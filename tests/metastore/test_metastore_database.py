@@ -222,12 +222,12 @@ def test_read_only_throws(objects: ObjectStore) -> None:
         await writer.flush()
         reader = await world.open(read_only=True)
         assert await collect(reader.scan()) == expected(world.rows)
-        with pytest.raises(InvalidError, match="reading only"):
+        with pytest.raises(InvalidError, match="read-only"):
             reader.apply(9, [b"a"], [b"1"])
         for call in (reader.flush, reader.compact, reader.collect_garbage):
-            with pytest.raises(InvalidError, match="reading only"):
+            with pytest.raises(InvalidError, match="read-only"):
                 await call()
-        with pytest.raises(InvalidError, match="reading only"):
+        with pytest.raises(InvalidError, match="read-only"):
             await reader.commit_edit(Edit())
         await reader.room()
         assert await collect(reader.scan()) == expected(world.rows)
@@ -417,7 +417,7 @@ def test_a_flush_past_its_deadline_is_unavailable_and_goes_on() -> None:
         database = await world.open()
         world.put(database, numbered(range(10)))
         gate = world.objects.before_put = Gate(MANIFEST)
-        with pytest.raises(UnavailableError, match="goes on in the background"):
+        with pytest.raises(UnavailableError, match="continues in the background"):
             await database.flush(timeout_s=0.01)
         assert database.max_persisted_seqno == 0
         gate.open.set()

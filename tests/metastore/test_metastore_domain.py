@@ -226,7 +226,7 @@ def test_a_reset_whose_manifest_cannot_be_opened_is_told_as_unknown(
 
         monkeypatch.setattr(replicated_manifest, "read_manifest", newer)
         with pytest.raises(
-            UnknownOutcomeError, match=r"was reset but could not be opened: .* cause='The manifest was written"
+            UnknownOutcomeError, match=r"was reset but could not be opened: .* cause='the manifest was written"
         ):
             await domain.reset(uuid, None, timeout_s=0.5)
         monkeypatch.undo()

@@ -342,7 +342,7 @@ async def test_a_retained_manifest_pruned_meanwhile_by_another_leader_ends_the_r
             return await super().load(key)
 
     collector = Collector(bucket.files, Racing(bucket.objects, PREFIX, Rand(1)), OPTIONS, bucket.clock)
-    with pytest.raises(UnavailableError, match="collects here too"):
+    with pytest.raises(UnavailableError, match="collects garbage here too"):
         await collector.collect(bucket.roots)
     assert await bucket.objects.head(bucket.files.key(dead)) is not None
 

@@ -191,7 +191,7 @@ def test_no_process_starts_on_a_bucket_of_another_cluster() -> None:
         await check_bucket(world.consensus, world.objects)
         fresh = MemoryConsensus(world.clock)
         with pytest.raises(
-            InvalidError, match=r"Consensus knows no cluster, but the bucket holds one.*tidemill restore"
+            InvalidError, match=r"consensus has no cluster, but the bucket has one.*tidemill restore"
         ):
             await check_bucket(fresh, world.objects)
         assert await fresh.scan("") == []

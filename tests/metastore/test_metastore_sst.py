@@ -262,7 +262,7 @@ def test_another_file_under_this_name_is_found() -> None:
     mine = write_sst(numbered_rows(100, seqno=1))[1].named(1, 2, "n")
     others, summary = write_sst(numbered_rows(100, seqno=2))
     assert summary.size_bytes == mine.size_bytes
-    with pytest.raises(CorruptError, match="not the one that the manifest describes"):
+    with pytest.raises(CorruptError, match="does not match the manifest"):
         decode_meta(others[mine.meta_start :], mine, "f")
 
 

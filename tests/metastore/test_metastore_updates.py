@@ -126,7 +126,7 @@ def test_a_seqno_that_does_not_exceed_the_persisted_one_is_refused() -> None:
 def test_a_batch_that_the_database_would_refuse_is_refused_before_it_is_proposed() -> None:
     with pytest.raises(InvalidError, match="at least one row"):
         measured([])
-    with pytest.raises(InvalidError, match="key is not empty"):
+    with pytest.raises(InvalidError, match="key must not be empty"):
         measured([(b"", b"x")])
     with pytest.raises(InvalidError, match="key is too long"):
         measured([(b"k" * (METASTORE_KEY_BYTES + 1), b"x")])

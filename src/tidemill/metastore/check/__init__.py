@@ -1,6 +1,6 @@
-"""Checks of stored metadata: what `tidemill doctor --deep` reads of the metastore.
+"""Checks of stored metadata: the part of `tidemill doctor --deep` that reads the metastore.
 
     checker.py (rows) ─► files.py (SSTs), objects.py (references), l1.py (extents), registry.py (schemas) ─► findings.py
 
-Reads only. Does not repair.
+Read-only. It repairs nothing.
 """

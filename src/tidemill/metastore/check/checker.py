@@ -1,12 +1,12 @@
-"""Walks every row and names every broken reference. Reads only; works on a live cluster's snapshot and on a bucket.
+"""Check of all rows and their references. Read-only; works on a live cluster's snapshot and on a bucket.
 
     topic ─► topic id            partition ─► topic           extent ─► partition, object
     capture ─► topics            pipeline ─► shards, sources  batch ─► shard, objects
-    binding ─► source            group offset ─► topic        L1's rows: `l1check`
+    binding ─► source            group offset ─► topic        L1's rows: `l1`
     schemas: `registry`
 
-Rows trail what they describe by up to a checkpoint interval, so no row is compared with a log. What a value means
-to the room it belongs to is examined by that room's `Examine`.
+Rows lag behind the logs they describe by up to a checkpoint interval, so no row is compared with a log. Opaque values
+are examined by the `Examine` function of the package that owns them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from tidemill.metastore.rows.topics import TopicRow
 R = TypeVar("R", bound=msgspec.Struct)
 
 Examine = Callable[[Any], str]
-"""Row → what is wrong with its opaque part, or ""."""
+"""Row → the problem of its opaque part, or ""."""
 
 RESTORE = "Restore from an older manifest, or report it with the row's key."
 
 
 class Checker:
-    """One walk over one source of rows. `examine`: by family name. `restores`: of the cluster, so far."""
+    """Check of one source of rows. `examine`: by family name. `restores`: number of restores of the cluster so far."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class Checker:
         self._examine = dict(examine or {})
         self._restores = restores
         self.topics: dict[str, TopicRow] = {}
-        """By id."""
+        """Topics by id."""
         self.partitions: dict[tuple[str, int], PartitionRow] = {}
         self.captures: dict[str, CaptureRow] = {}
         self.captured: dict[tuple[str, str], CaptureTableRow] = {}
         self.shards: dict[str, ShardRow] = {}
         self._met: set[tuple[str, int]] = set()
         self.gathered_ms = 0
-        """When the oldest checkpoint row was last completed; 0 = never."""
+        """Time of the oldest completed checkpoint over all domains; 0 = never."""
 
     async def run(self) -> None:
-        """Raise Unavailable; everything else is a finding."""
+        """Check everything. Raises Unavailable; every other problem is a finding."""
         await self._keys()
         await self._topics()
         await self._partitions()
@@ -96,7 +96,7 @@ class Checker:
         self.gathered_ms = min(complete, default=0)
 
     async def _each(self, family: Family[R]) -> AsyncIterator[R]:
-        """Rows that can be read; the others are findings."""
+        """Yield the decodable rows of a family; others become findings."""
         examine = self._examine.get(family.name)
         async for keys, values in self._source.prefix(family.prefix()):
             self._findings.progress(f"{family.name} rows", self._findings.walked[family.name], 0)
@@ -113,7 +113,7 @@ class Checker:
                 yield row
 
     async def _keys(self) -> None:
-        """Every key belongs to a family we know (tag 0 is the domains' own)."""
+        """Check that every key belongs to a known family (tag 0 belongs to the domains)."""
         known = {0, *BY_TAG}
         for tag in range(256):
             if tag in known:
@@ -146,11 +146,11 @@ class Checker:
             subject = f"partition {row.topic_id}/{row.partition}"
             topic = self.topics.get(row.topic_id)
             if topic is None:
-                # A deleted topic's rows go with the next checkpoint.
+                # The next checkpoint deletes the rows of a deleted topic.
                 self._findings.orphans["partition rows of deleted topics"] += 1
                 continue
             if row.partition >= topic.partitions:
-                # It grew, and its own domain was persisted before that: a restore counts what came back.
+                # The topic grew, and the partition's domain was persisted first. A restore counts the restored rows.
                 self._findings.orphans["partition rows beyond their topic's count"] += 1
             if not 0 <= row.log_start <= row.next_offset:
                 problem = f"its log start {row.log_start} is beyond its next offset {row.next_offset}"
@@ -158,7 +158,7 @@ class Checker:
             self.partitions[row.topic_id, row.partition] = row
 
     async def _extents(self) -> None:
-        """In key order: all extents of a partition follow each other."""
+        """Check the extents in key order, in which all extents of a partition follow each other."""
         place: tuple[str, int] | None = None
         at = 0
         async for extent in self._each(EXTENTS):
@@ -171,7 +171,7 @@ class Checker:
                 self._findings.orphans["extents without a partition"] += 1
                 continue
             if extent.base_offset >= row.next_offset:
-                continue  # written before its partition row, which comes next
+                continue  # written before its partition row, which will follow
             subject = f"extent {extent.topic_id}/{extent.partition}@{extent.base_offset}"
             expected = row.hot_start if at < 0 else at
             if extent.base_offset > expected or (at >= 0 and extent.base_offset != at):
@@ -180,7 +180,7 @@ class Checker:
             at = extent.last_offset + 1
             self._references.add(subject, extent.object_key, extent.first_byte + extent.size_bytes)
         self._ends_at(place, at)
-        # Partitions that have records and no extent at all were never met above.
+        # Partitions with records but without any extent were not met above.
         for mine, row in self.partitions.items():
             if row.next_offset > row.hot_start and mine not in self._met:
                 problem = f"none of its offsets {row.hot_start} to {row.next_offset} is in an extent"
@@ -221,7 +221,7 @@ class Checker:
                 if source not in sources:
                     self._findings.orphans["bindings of deleted sources"] += 1
             if row.log_position <= position and begins:
-                begins -= 1  # a restored log counts from 0, however much the one before it had forgotten
+                begins -= 1  # the log of a restored cluster starts at 0, even if the earlier one had been truncated
             elif row.time_ms <= time_ms or row.log_position <= position:
                 self._add(f"binding {source}@{row.time_ms}", "", "it does not follow the one before it", RESTORE)
             elif row.log_position != position + 1 and time_ms >= 0:
@@ -245,7 +245,7 @@ class Checker:
                 continue
             at = reached.get(row.name, 0)
             if row.lower >= shard.upper:
-                continue  # written before its shard row, which comes next
+                continue  # written before its shard row, which will follow
             if row.lower != at:
                 self._add(f"batch {row.name}@{row.lower}", f"shard {row.name}",
                           f"the batch before it ends at {at}", RESTORE)  # fmt: skip

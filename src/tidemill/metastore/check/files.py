@@ -1,6 +1,7 @@
-"""The bottom half of the checker: cluster manifest, every retained manifest, every file, in the bucket.
+"""Check of a domain's objects in the bucket: every manifest and every file that it names.
 
-A file that is gone together with every manifest that named it was collected while we looked: no finding.
+A file that disappeared together with every manifest that named it was garbage collected during the check and is not a
+finding.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from tidemill.objects.store import ObjectStore
 
 CACHE_BYTES = 16 << 20
 BLOCKS_AT_ONCE = 64
-FIX_FILE = "Bring the object back from a copy of the bucket, or restore from a manifest that does not name it."
-FIX_MANIFEST = "Remove it: older and newer ones are retained beside it."
+FIX_FILE = "Restore the object from a copy of the bucket, or restore from a manifest that does not name it."
+FIX_MANIFEST = "Remove it: older and newer ones are retained."
 
 
 async def check_domain_files(
     objects: ObjectStore, rand: Rand, uuid: str, findings: Findings, *, deep: bool
 ) -> Manifest | None:
-    """Walk one domain's manifests and files; the newest readable manifest.
+    """Check one domain's manifests and files; return the newest readable manifest.
 
     Filters and indexes are read and verified; with `deep` every block as well.
     """
@@ -68,7 +69,7 @@ async def _manifests(bucket: BucketManifests, uuid: str, findings: Findings) -> 
         try:
             manifest = await bucket.load(name.key)
         except MissingError:
-            continue  # collected meanwhile
+            continue  # garbage collected since the listing
         except (CorruptError, InvalidError) as error:
             fix = error.fix if name is names[-1] else FIX_MANIFEST
             findings.add(f"domain {uuid}", name.key, error.message.rstrip("."), fix or FIX_FILE)
@@ -82,7 +83,7 @@ async def _manifests(bucket: BucketManifests, uuid: str, findings: Findings) -> 
 
 
 async def _check_file(tables: Tables, file: FileMeta, size_bytes: int | None, deep: bool) -> str:
-    """What is wrong with it, or ""."""
+    """Return the problem of a file, or ""."""
     if size_bytes is None:
         return "the object is missing"
     if size_bytes != file.size_bytes:
@@ -109,5 +110,5 @@ def _order(file: FileMeta, keys: Sequence[bytes]) -> str:
     if any(a >= b for a, b in pairwise(keys)):
         return "its keys are out of order"
     if keys and not file.smallest <= keys[0] <= keys[-1] <= file.largest:
-        return "its keys are outside of what the manifest says"
+        return "its keys are outside of the range in the manifest"
     return ""

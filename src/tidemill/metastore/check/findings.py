@@ -1,4 +1,4 @@
-"""What a check found: broken references, one line each, and counts of what was walked."""
+"""Findings of a check: broken references, one line each, and counts of what was checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidemill.metastore.merged_scan import Chunk
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`subject` refers to `target` ("" when it is wrong in itself); `problem` says what is wrong with that."""
+    """One problem. `subject` refers to `target` ("" if the subject itself is wrong); `problem` says what is wrong."""
 
     subject: str
     target: str
@@ -25,13 +25,13 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Findings:
-    """Collects what a walk finds. `progress(what, done, total)`: total 0 = unknown."""
+    """Collector of findings. `progress(what, done, total)`: total 0 = unknown."""
 
     def __init__(self, progress: Callable[[str, int, int], None] = lambda *_: None) -> None:
         self.broken: list[Finding] = []
         self.walked: Counter[str] = Counter()
         self.orphans: Counter[str] = Counter()
-        """What nothing refers to, by kind: harmless, swept later."""
+        """Number of unreferenced items by kind: harmless, deleted later."""
         self.orphan_bytes = 0
         self.progress = progress
 
@@ -39,7 +39,7 @@ class Findings:
         self.broken.append(Finding(subject, target, problem, fix))
 
     def include(self, other: Findings) -> None:
-        """Take over what another walk found."""
+        """Add the findings of another check."""
         self.broken += other.broken
         self.walked += other.walked
         self.orphans += other.orphans
@@ -51,8 +51,8 @@ class Findings:
 
 
 class RowSource(Protocol):
-    """Rows as of one moment: a snapshot of the domains, or the manifests of a bucket."""
+    """Rows of one point in time: a snapshot of the domains, or the manifests of a bucket."""
 
     def prefix(self, prefix: bytes) -> AsyncIterator[Chunk]:
-        """Live rows whose key begins with `prefix`, in key order over all domains."""
+        """Yield live rows whose key begins with `prefix`, in key order over all domains."""
         ...

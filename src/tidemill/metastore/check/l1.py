@@ -1,6 +1,7 @@
-"""The walk over L1's rows (RFC 0005 §4): extents without a gap, meeting the partition's own, in objects that are there.
+"""Check of the L1 rows (RFC 0005 §4): extents are contiguous, adjoin the partition's own extents, and their objects
+exist.
 
-X1  reconciled ≤ L1's next ≤ next offset, and L1's start ≤ log start, of each partition that has both rows.
+For each partition that has both rows: reconciled ≤ L1's next ≤ next offset, and L1's start ≤ log start.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ FIX = "Restore from an older manifest, or report it with the row's key."
 
 class Each(Protocol):
     def __call__(self, family: Family[R]) -> AsyncIterator[R]:
-        """Rows that can be read; the others are findings."""
+        """Yield the decodable rows of a family; others become findings."""
         ...
 
 
 class L1Check:
-    """`partitions`: the rows that copy partition logs, of topics that there are."""
+    """L1 check. `partitions`: the rows that copy partition logs, of existing topics."""
 
     def __init__(
         self, each: Each, findings: Findings, references: References, partitions: Mapping[Place, PartitionRow]
@@ -67,7 +68,7 @@ class L1Check:
             self._add(place, f"L1 begins at {row.start}, after its log start {copy.log_start}")
 
     async def _extents(self) -> None:
-        """In key order: all extents of a partition follow each other."""
+        """Check the extents in key order, in which all extents of a partition follow each other."""
         at: dict[Place, int] = {}
         counts: Counter[Place] = Counter()
         async for extent in self._each(L1_EXTENTS):

@@ -1,7 +1,7 @@
 """References from rows to objects of the bucket, compared with one listing.
 
-Objects are listed after the rows were read, so that one which was written meanwhile counts as an orphan at worst.
-A missing one is looked at by itself once more before it is a finding.
+Objects are listed after the rows were read, so that an object written in the meantime counts as an orphan at worst.
+A missing object is requested individually before it becomes a finding.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from tidemill.metastore.check.findings import Findings
 from tidemill.objects.store import ObjectStore
 
 PREFIXES = ("l0/", "l1/", "shards/")
-"""What rows refer to. Rollups of partitions are named by their logs, files of domains by manifests."""
+"""Prefixes of objects that rows refer to. Logs refer to rollups of partitions, manifests to files of domains."""
 
 YOUNG_MS = 3_600_000
-"""An object younger than this may be about to be referred to: it is no orphan."""
+"""Minimum age of an orphan. A younger object may be about to be referenced."""
 
-FIX = "Bring the object back from a copy of the bucket; what refers to it cannot be read until then."
+FIX = "Restore the object from a copy of the bucket; until then the data that refers to it cannot be read."
 
 
 class References:
-    """Which bytes of which objects are referred to, and by what. About 200 bytes an object."""
+    """Referenced bytes of objects, and who refers to them. About 200 bytes of memory per object."""
 
     def __init__(self) -> None:
         self._needed: dict[str, int] = {}
@@ -29,7 +29,8 @@ class References:
         self._count: Counter[str] = Counter()
 
     def add(self, subject: str, key: str, end_byte: int) -> None:
-        """`subject` needs bytes [0, end_byte) of `key`. The first of several subjects is named."""
+        """Record that `subject` needs bytes [0, end_byte) of `key`. Of several subjects the first is named in
+        findings."""
         self._needed[key] = max(end_byte, self._needed.get(key, 0))
         self._by.setdefault(key, subject)
         self._count[key] += 1

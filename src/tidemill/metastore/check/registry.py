@@ -1,4 +1,4 @@
-"""The registry's part of the deep check.
+"""Part of the deep check for the schema registry.
 
 version ─► schema      use ─► version      referrer ─► version, schema      digest ─► schema      head ─► counts
 """
@@ -20,13 +20,13 @@ FIX = "Restore from an older manifest, or register the schema again and report t
 
 
 class Each(Protocol):
-    """Rows of a family that can be read."""
+    """Iteration over the decodable rows of a family."""
 
     def __call__(self, family: Family[R]) -> AsyncIterator[R]: ...
 
 
 async def check_registry(each: Each, findings: Findings) -> None:
-    """Raise Unavailable; everything else is a finding."""
+    """Check the registry's rows. Raises Unavailable; every other problem is a finding."""
     digests: dict[int, str] = {}
     referring: set[tuple[str, int, int]] = set()
     async for schema in each(SCHEMAS):

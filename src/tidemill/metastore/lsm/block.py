@@ -1,15 +1,15 @@
-"""Blocks of rows, and the seal that every section of a file wears.
+"""Blocks of rows, and the seal that every section of a file has.
 
 section  codec uint8 (0 = raw, 1 = LZ4 block with its size before it) | payload | crc32c uint32 of all before it
 block    a section whose payload is the msgpack array
          [prefix, suffixes, [value ...], seqno_base, seqno_width, seqno_deltas]
 suffixes bin: each suffix after one separator byte, which is the first byte and occurs in no key of the block;
-         where no such byte was found, the array [suffix ...]
+         if no such byte was found, the array [suffix ...]
 
-A key is prefix + suffix, ascending and unique (L3). The empty value is a tombstone (L8). The seqno of
-row i is seqno_base + delta i; deltas take seqno_width bytes each (0, 1, 2, 4 or 8), little end first,
-and width 0 means that all rows have the base. Keys in one bin are restored by a replace and a split,
-which takes half the time of one concatenation each: decoding is what a cold scan spends its time on.
+Keys are prefix + suffix, ascending and unique. The empty value is a tombstone. The seqno of row i is
+seqno_base + delta i; deltas take seqno_width bytes each (0, 1, 2, 4 or 8), little end first, and width 0 means that all
+rows have the base. Keys in one bin are restored by a replace and a split, which takes half the time of one
+concatenation each: cold scans spend most of their time decoding.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SEAL_BYTES = 1 + _CRC_BYTES
 _TYPECODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 _SEPARATORS = [bytes((code,)) for code in (*range(0xFF, 0xF4, -1), 0xC1, 0xC0, *range(0x01, 0x20))]
-"""Tried in this order. First those that no text in UTF-8 has; any byte would be right."""
+"""Candidate separators, in this order: first bytes that never occur in UTF-8 text. Any byte would be correct."""
 
 _ROW_COST_BYTES = 2 * (33 + 8) + 12
-"""Of one row in memory besides its bytes: two bytes objects, two list slots, rounding by the allocator."""
+"""Memory cost of a row in addition to its bytes: two bytes objects, two list slots, rounding by the allocator."""
 _BLOCK_COST_BYTES = 700
-"""Of one block besides its rows: the object, its lists, its dict, its place in the cache."""
+"""Memory cost of a block in addition to its rows: the object, its lists, its dict, its cache entry."""
 _DICT_SLOT_COST_BYTES = 18
-"""Of `by_key`, counted before it is made: a dict has room for two rows in three slots, a power of two."""
+"""Memory cost of a slot of `by_key`, counted in advance: a dict has two rows per three slots, in powers of two."""
 
 _crc32c = crc32c.crc32c
 _compress = lz4.block.compress
@@ -50,7 +50,7 @@ _CRC_RAW, _CRC_LZ4 = _crc32c(_RAW), _crc32c(_LZ4)
 
 
 class Block:
-    """One decoded block. The lists are shared with the cache: read them, never change them."""
+    """One decoded block. The cache shares its lists: they must not be modified."""
 
     __slots__ = ("_base", "_deltas", "_width", "by_key", "cost_bytes", "hot", "keys", "values")
 
@@ -58,7 +58,7 @@ class Block:
     values: list[bytes]
     cost_bytes: int
     hot: bool
-    """Set by every use; the cache clears it when it looks for something to drop."""
+    """Set by every use; cleared by the cache when it looks for an entry to drop."""
 
     def __init__(self, keys: list[bytes], values: list[bytes], base: int, width: int, deltas: bytes, cost: int) -> None:
         self.keys = keys
@@ -69,15 +69,15 @@ class Block:
         self.cost_bytes = cost
         self.hot = False
         self.by_key: dict[bytes, bytes] | None = None
-        """Key to value, tombstones too, once `index` was called: a point read of a cached block is a look-up in it."""
+        """Map from key to value, including tombstones, created by `index`. Point reads of a cached block use it."""
 
     def index(self) -> dict[bytes, bytes]:
-        """Make `by_key`."""
+        """Create `by_key`."""
         self.by_key = dict(zip(self.keys, self.values, strict=True))
         return self.by_key
 
     def find(self, key: bytes) -> int:
-        """The row of `key`, or -1."""
+        """Return the row index of `key`, or -1."""
         keys = self.keys
         at = bisect_left(keys, key)
         return at if at < len(keys) and keys[at] == key else -1
@@ -87,7 +87,7 @@ class Block:
         return self._base + int.from_bytes(self._deltas[row * width : row * width + width], "little")
 
     def seqnos(self) -> list[int]:
-        """One per row. Decoded anew by each call: reads need no seqnos, merges need them once."""
+        """Return one seqno per row. Decoded by each call: reads need no seqnos, compactions need them once."""
         base = self._base
         if not self._width:
             return [base] * len(self.keys)
@@ -96,8 +96,9 @@ class Block:
 
 
 def encode_block(keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequence[int]) -> tuple[bytes, int, int]:
-    """The payload of a block, to be sealed, with its lowest and highest seqno. At least one row; keys ascending."""
-    # Sorted keys: what the first and the last share, all share.
+    """Return the payload of a block, to be sealed, and its lowest and highest seqno. At least one row; keys
+    ascending."""
+    # The keys are sorted, so the prefix shared by the first and the last is shared by all.
     shared = shared_bytes(keys[0], keys[-1]) if len(keys) > 1 else 0
     prefix = keys[0][:shared]
     suffixes = list(map(itemgetter(slice(shared, None)), keys)) if shared else keys
@@ -106,7 +107,7 @@ def encode_block(keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequenc
 
 
 def decode_block(data: bytes, file: str, offset: int, rows: int) -> Block:
-    """Raise CorruptError naming the file, when any byte is not what was written or the block has not `rows` rows."""
+    """Decode a block. Raises CorruptError naming the file if its checksum is wrong or it does not have `rows` rows."""
     payload = unseal(data, file, "block", offset)
     try:
         prefix, suffixes, values, base, width, deltas = _decode(payload)
@@ -126,7 +127,7 @@ def decode_block(data: bytes, file: str, offset: int, rows: int) -> Block:
 
 
 def seal(payload: bytes, *, compress: bool = True) -> bytes:
-    """A section. It is stored raw when LZ4 does not shrink it."""
+    """Return a section. It is stored uncompressed if LZ4 does not shrink it."""
     if compress:
         packed = _compress(payload)
         if len(packed) < len(payload):
@@ -135,9 +136,9 @@ def seal(payload: bytes, *, compress: bool = True) -> bytes:
 
 
 def unseal(data: bytes, file: str, section: str, offset: int) -> bytes:
-    """The payload of a section that begins at `offset` of `file`. Raises CorruptError."""
+    """Return the payload of a section that begins at `offset` of `file`. Raises CorruptError."""
     if len(data) < SEAL_BYTES:
-        raise corrupt(file, section, offset, f"it is cut off after {len(data)} bytes")
+        raise corrupt(file, section, offset, f"it ends after {len(data)} bytes")
     view = memoryview(data)
     stored = int.from_bytes(data[-_CRC_BYTES:], "little")
     computed = _crc32c(view[:-_CRC_BYTES])
@@ -156,13 +157,13 @@ def unseal(data: bytes, file: str, section: str, offset: int) -> bytes:
 
 def corrupt(file: str, section: str, offset: int, reason: str) -> CorruptError:
     return CorruptError(
-        f"A {section} of a file is damaged, {reason}: file={file} section={section} offset={offset}.",
+        f"a {section} of a file is damaged, {reason}: file={file} section={section} offset={offset}.",
         fix="Restore the object from a copy of the bucket, or restore the domain from an older manifest.",
     )
 
 
 def shared_bytes(a: bytes, b: bytes) -> int:
-    """How many leading bytes the two share."""
+    """Return the number of leading bytes that both share."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length
@@ -183,7 +184,7 @@ def _join_suffixes(prefix: bytes, suffixes: Sequence[bytes]) -> bytes | Sequence
 
 
 def _pack_seqnos(seqnos: Sequence[int]) -> tuple[int, int, int, bytes]:
-    """Lowest, highest, width, deltas."""
+    """Return lowest and highest seqno, width, deltas."""
     low = seqnos[0]
     if seqnos.count(low) == len(seqnos):
         return low, low, 0, b""

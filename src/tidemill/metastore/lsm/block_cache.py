@@ -1,9 +1,8 @@
-"""What was read and decoded, within one budget of bytes; what was not used lately goes first.
+"""Cache of decoded blocks and indexes with a byte budget, which drops entries that were not used recently.
 
-A hit costs one look-up and one store: it sets the entry's `hot` and moves nothing. Who looks for room
-goes through the entries from the oldest: a hot one loses its mark and goes to the back, another one is
-dropped. That is the CLOCK approximation of least recently used; a long scan, whose blocks are used
-once, does not push out what is used often.
+A hit costs one look-up and one store: it sets the entry's `hot` and moves nothing. To make room, entries are examined
+from the oldest on: a hot one loses its flag and moves to the back, any other is dropped. This is the CLOCK
+approximation of least recently used; a long scan, whose blocks are used once, does not evict frequently used entries.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ class Entry(Protocol):
 
 
 class BlockCache:
-    """Blocks, and indexes with filters, by any hashable key. May serve several databases of one event loop."""
+    """Cache of blocks, and of indexes with filters, by any hashable key. May serve several databases of one event
+    loop."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.dropped = 0
         self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
-        """For look-ups on the hot path only. Whoever takes an entry from here sets its `hot`."""
+        """Entries, for look-ups on the hot path only. Code that uses an entry directly must set its `hot`."""
 
     def get(self, key: Hashable) -> Entry | None:
         entry = self.entries.get(key)
@@ -35,11 +35,11 @@ class BlockCache:
         return entry
 
     def put(self, key: Hashable, entry: Entry) -> None:
-        """Keep it and drop others until the budget is kept. An entry larger than the budget is not kept."""
+        """Add an entry and drop others until the budget holds. An entry larger than the budget is not added."""
         if key in self.entries or entry.cost_bytes > self.budget_bytes:
             return
         entries = self.entries
-        # Each round takes an entry out or a mark off one, so it ends, at the latest with nothing left.
+        # Each iteration removes an entry or clears a flag, so the loop terminates.
         while entries and self.used_bytes + entry.cost_bytes > self.budget_bytes:
             oldest, victim = next(iter(entries.items()))
             if victim.hot:
@@ -52,7 +52,7 @@ class BlockCache:
         self.used_bytes += entry.cost_bytes
 
     def remove(self, key: Hashable) -> None:
-        """An absent key is success."""
+        """Remove an entry. An absent key is not an error."""
         entry = self.entries.pop(key, None)
         if entry is not None:
             self.used_bytes -= entry.cost_bytes

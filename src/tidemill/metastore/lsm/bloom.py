@@ -1,12 +1,12 @@
-"""A register-blocked Bloom filter: one 64-bit word per key, five bits of it, one look at memory.
+"""Register-blocked Bloom filter: one 64-bit word per key, five bits of it, one memory access per look-up.
 
     h     = crc32 (the one of zlib) of the key
     word  = (h * words) >> 32
     mask  = MASKS[h & 16383]             MASKS[i]: the first five distinct 6-bit groups of mix(i), lowest first
     mix   = SplitMix64's output for state i * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15 (mod 2**64)
 
-A key may be in the set when all bits of its mask are set in its word. Words are little end first.
-The word grows with h, so the sorted hashes are sorted by word: building needs one sort and no scatter.
+A key may be in the set if all bits of its mask are set in its word. Words are little end first.
+The word index grows with h, so sorted hashes are sorted by word: building needs one sort and no scatter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 BITS_PER_MASK = 5
 _MASK_COUNT = 16_384
 _SLICE = 16_384
-"""Hashes that go into a filter at a time."""
+"""Hashes that are added to a filter in one step."""
 _GAMMA = 0x9E3779B97F4A7C15
 
 
@@ -42,18 +42,18 @@ _MASK_WORDS = np.array(MASKS, dtype=np.uint64)
 
 
 def hashes_of(keys: Iterable[bytes]) -> array[int]:
-    """One uint32 per key, to be kept until the filter is built."""
+    """Return one uint32 per key, the input of `build_filter`."""
     return array("I", map(crc32, keys))
 
 
 def build_filter(hashes: array[int], bits_per_key: int) -> bytes:
-    """The words of a filter over these hashes; empty when `bits_per_key` is 0. About 5 ms for 250k keys."""
+    """Return the words of a filter over these hashes; empty if `bits_per_key` is 0. About 5 ms for 250k keys."""
     if not bits_per_key or not hashes:
         return b""
     count = (len(hashes) * bits_per_key + 63) // 64
     words = np.zeros(count, dtype="<u8")
     ordered = np.sort(np.frombuffer(hashes, dtype=np.uint32))
-    # In slices that stay in the processor's cache. A word may go on in the next slice, so it is or-ed, not set.
+    # In slices that fit the processor's cache. A word may span two slices, so it is or-ed, not set.
     for start in range(0, len(ordered), _SLICE):
         part = ordered[start : start + _SLICE].astype(np.uint64)
         at = (part * np.uint64(count)) >> np.uint64(32)
@@ -64,7 +64,7 @@ def build_filter(hashes: array[int], bits_per_key: int) -> bytes:
 
 
 def words_of(data: bytes) -> array[int]:
-    """The words as read. No filter is one word with every bit set: everything may be there."""
+    """Decode the words of a filter. A missing filter becomes one word with every bit set, which matches every key."""
     words = array("Q", data or b"\xff" * 8)
     if sys.byteorder == "big":
         words.byteswap()
@@ -72,7 +72,7 @@ def words_of(data: bytes) -> array[int]:
 
 
 def may_hold(words: array[int], key: bytes) -> bool:
-    """False: the key is certainly not in the set. `TableMeta.may_hold` is this, inlined."""
+    """Return False only if the key is certainly not in the set. `TableMeta.may_hold` is an inlined copy."""
     h = crc32(key)
     mask = MASKS[h & 16383]
     return words[(h * len(words)) >> 32] & mask == mask

@@ -1,17 +1,17 @@
-"""The database: the thin shell over memory, files and the tasks that move rows from one to the other.
+"""The database: a thin shell over memory, files and the tasks that move rows from one to the other.
 
     apply ──▶ memtable ──flush──▶ level 0 ──compaction──▶ deeper levels
     get, scan, snapshot read a view: the memtable's layers, then the version's files
 
-It keeps no log: whoever applies batches keeps them until `max_persisted_seqno` has passed them.
+There is no write-ahead log: the caller must retain applied batches until `max_persisted_seqno` has passed them.
 
-Three ways to open one:
+A database is opened in one of three modes:
 
     writable     the one writer of its epoch
-    read_only    files only; `refresh` goes over to a newer manifest
+    read_only    files only; `refresh` switches to a newer manifest
     follower     read-only files, and batches from the replicated log on top of them; never flushes
 
-After Unknown or Fenced from a manifest write (L6), and after `aclose`, every call raises.
+After Unknown or Fenced from a manifest write, and after `aclose`, every call raises.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ PRE_OPEN_AT_ONCE = 8
 
 
 class Database:
-    """Belongs to one event loop. Made by `open`.
+    """One database, bound to one event loop. Created by `open`.
 
-    The reads raise Missing, Corrupt, InvalidError (a file of a newer format) and Unavailable, besides what an ended
-    database raises: Closed, Unknown or Fenced.
+    Reads raise Missing, Corrupt, InvalidError (a file of a newer format) and Unavailable; after the database has ended
+    Closed, Unknown or Fenced.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Database:
         self._takes_batches = follower or not read_only
         self._full_bytes = options.write_buffer_bytes
         self.wake = Notifier()
-        """Rings when a version was installed, a flush is wanted, a background task failed, or the database ended."""
+        """Rings when a version was installed, a flush is requested, a background task failed, or the database ended."""
         self.tables = Tables(files, BlockCache(options.cache_bytes))
         self.memtable = Memtable()
         self.versions = Versions(
@@ -110,13 +110,13 @@ class Database:
             files.prefix,
         )
         self.compacts = False
-        """Whether the compaction loop was started."""
+        """True if the compaction loop was started."""
         self.room_keeper = WriteStall(self)
         self.collector = Collector(
             files, BucketManifests(files.objects, files.prefix, rand), options, clock, faults=faults
         )
         self.failure: BaseException | None = None
-        """What ended a background task for good."""
+        """Error that ended a background task permanently."""
 
     @classmethod
     async def open(
@@ -135,18 +135,18 @@ class Database:
         background: bool = True,
         faults: frozenset[str] = frozenset(),
     ) -> Database:
-        """Open what the newest manifest with an epoch of at most `epoch` names; reads no file before it returns.
+        """Open the newest manifest with an epoch of at most `epoch`; no file is read before this returns.
 
-        `background=False` starts neither compaction nor collection: a test drives them by `compact` and
-        `collect_garbage`. `faults` are planted ones, for the simulation (gc.py). A `merger` stays the caller's.
-        Raises InvalidError when the manifest is another domain's, and what `manifest_store.read` raises.
+        `background=False` starts neither compaction nor garbage collection: tests run them by `compact` and
+        `collect_garbage`. `faults` are planted by the simulation (gc.py). The caller keeps ownership of `merger`.
+        Raises InvalidError if the manifest is another domain's, and what `manifest_store.read` raises.
         """
         manifest = await manifests.read(epoch)
         if manifest is not None and manifest.domain_uuid != domain_uuid:
             raise InvalidError(
-                "The manifest belongs to another domain: "
+                "the manifest belongs to another domain: "
                 f"domain_uuid={domain_uuid} manifest_domain_uuid={manifest.domain_uuid}.",
-                fix="Open it under its own uuid, or restore this domain from a manifest of its own.",
+                fix="Open it under its own uuid, or restore this domain from its own manifest.",
             )
         database = cls(
             files,
@@ -176,7 +176,8 @@ class Database:
             self._tasks.spawn(self.collector.run(self._roots, self._goes_on), name="metastore collection")
 
     async def _pre_open(self) -> None:
-        """What cannot be read now is told to whoever reads it later."""
+        """Read filters and indexes in advance. Failures are ignored here: the first read of the file raises them
+        again."""
         files = [file for level in self.version.levels for file in level][: self.options.pre_open]
         for first in range(0, len(files), PRE_OPEN_AT_ONCE):
             reading = (self.tables.meta(file) for file in files[first : first + PRE_OPEN_AT_ONCE])
@@ -188,14 +189,14 @@ class Database:
 
     @property
     def max_persisted_seqno(self) -> int:
-        """Every row at or below it is in files that a manifest names."""
+        """Seqno up to which every row is in files that a manifest names."""
         return self.versions.current.last_seqno
 
     def apply(self, seqno: int, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Make one batch visible, whole (L2). An empty value deletes its key (L8). No I/O.
+        """Make one batch visible, atomically. An empty value deletes its key. No I/O.
 
-        Raises InvalidError, and then nothing changed: for a seqno not above the last one, for what `batch_bytes`
-        refuses, and when the database is read-only. A follower skips what its manifest holds already.
+        Raises InvalidError, having changed nothing: for a seqno not above the last one, for a batch that `batch_bytes`
+        rejects, and if the database is read-only. A follower skips batches that its manifest already contains.
         """
         if (seqno <= self.max_applied_seqno or not self._takes_batches) and self._skips(seqno):
             return
@@ -210,20 +211,21 @@ class Database:
             self.wake.ring()
 
     def _skips(self, seqno: int) -> bool:
-        """True for what a follower has in its files. Raises for every other batch that may not be applied."""
+        """Return True for a batch that a follower has in its files. Raises for every other batch that may not be
+        applied."""
         self.check()
         if not self._takes_batches:
-            raise InvalidError(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
+            raise InvalidError(f"the database is read-only: domain_uuid={self.domain_uuid}.")
         if self.follower and seqno <= self.max_persisted_seqno:
             return True
         raise InvalidError(
-            f"Seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}.",
+            f"seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}.",
             fix="Apply batches in the order of their log, each once.",
         )
 
     @property
     def struggle(self) -> object:
-        """How the last flush or merge failed; falsy while neither does."""
+        """Error of the last flush or compaction; falsy if neither failed."""
         return self.flusher.error or self.compactor.stats.failure
 
     @property
@@ -231,70 +233,73 @@ class Database:
         return self.memtable.live_bytes >= self._full_bytes and not self.read_only
 
     async def room(self) -> None:
-        """Wait until writing may go on: call it before each batch, outside of any lock that reads need.
+        """Wait until writing may continue. Call it before each batch, outside of any lock that reads need.
 
-        Returns at once while level 0 and the memtable are small, later and later as level 0 grows, and only
-        after a flush or a merge once they are too large. May be cancelled. Raises what keeps the background work from
-        making room.
+        Returns immediately while level 0 and the memtable are small, with growing delay as level 0 grows, and only
+        after a flush or a compaction once they are too large. May be cancelled. Raises the error that keeps the
+        background work from making room.
         """
         self.check()
         await self.room_keeper.wait()
 
     async def flush(self, timeout_s: float | None = None) -> int:
-        """Until all that was applied before the call is in files that a manifest names; the seqno it reaches.
+        """Wait until everything applied before the call is in files that a manifest names; return the seqno reached.
 
-        Raises what stopped it, and then the rows stay as they are and the next flush takes them along;
-        Unavailable after `timeout_s` seconds, and then it goes on in the background.
+        Raises the error of a failed flush; the rows then stay in memory and the next flush includes them. Unavailable
+        after `timeout_s` seconds; the flush then continues in the background.
         """
         self._check_writable()
         await self.flusher.flush(timeout_s)
         return self.max_persisted_seqno
 
     async def compact(self) -> None:
-        """Flush, then merge all there is into the deepest level, without tombstones."""
+        """Flush, then compact everything into the deepest level, without tombstones."""
         await self.flush()
         await self.compactor.settle()
 
     # reading -----------------------------------------------------------------------------------------
 
     def peek(self, key: bytes) -> bytes | Pending | None:
-        """The live value or None when memory knows; PENDING when something must be read to know."""
+        """Return the live value, or None, if that is known from memory; PENDING if something must be read."""
         return self._view.peek(key)
 
     async def get(self, key: bytes) -> bytes | None:
-        """The live value, None when there is none. Reads at most filter, index and one block of each file asked."""
+        """Return the live value, or None. Reads at most filter, index and one block of each file that may hold the
+        key."""
         value = self._view.peek(key)
         return await self._view.get(key) if value is PENDING else value
 
     def peek_row(self, key: bytes) -> Row | Pending | None:
-        """As `peek`, with the seqno of the row's batch."""
+        """Return the row as `peek` does, with the seqno of its batch."""
         return self._view.peek_row(key)
 
     async def get_row(self, key: bytes) -> Row | None:
-        """The live row with the seqno of its batch; None when it is absent or deleted."""
+        """Return the live row with the seqno of its batch; None if it is absent or deleted."""
         row = self._view.peek_row(key)
         return await self._view.get_row(key) if row is PENDING else row
 
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """One value, or None, for each key, in order, all of one moment; neighbours in a file share reads."""
+        """Return one value, or None, for each key, in order, all from one snapshot. Adjacent keys of a file share
+        reads."""
         self.check()
         return await self._view.get_many(keys)
 
     def stamp(self, first: bytes) -> tuple[object, int]:
-        """Another one once a row was written whose key begins with this byte, and perhaps without that."""
+        """Return a change stamp. It differs once a row whose key begins with this byte was written, perhaps without
+        that too."""
         return self._life, max(self._stamps.get(first, 0), self._unseen_seqno)
 
     def scan(self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False) -> Scan:
-        """Chunks of the live rows in [lower, upper), as they are at this call."""
+        """Iterate over chunks of the live rows in [lower, upper), as of this call."""
         self.check()
         return Scan(self._pin(), lower, upper, reverse)
 
     def prefix(self, prefix: bytes, *, reverse: bool = False) -> Scan:
-        """As `scan`, of the keys that start with `prefix`."""
+        """Iterate as `scan` does over the keys that start with `prefix`."""
         return self.scan(prefix, prefix_end(prefix), reverse=reverse)
 
     def snapshot(self) -> Snapshot:
-        """The database as it is now, until it is closed."""
+        """Return a snapshot of the present state, valid until it is closed."""
         self.check()
         return Snapshot(self._pin(), self.max_applied_seqno)
 
@@ -304,9 +309,9 @@ class Database:
     # following ---------------------------------------------------------------------------------------
 
     async def refresh(self) -> bool:
-        """Go over to the newest manifest; False when it is the one in use. Snapshots keep what they saw.
+        """Switch to the newest manifest; return False if it is the one in use. Snapshots keep their state.
 
-        Raises InvalidError when the database is writable or the manifest goes back.
+        Raises InvalidError if the database is writable or the manifest is older.
         """
         self._check_following()
         async with self._refreshing:
@@ -315,17 +320,17 @@ class Database:
             if manifest is None and self.versions.manifest is None:
                 return False
             if manifest is None:
-                raise InvalidError(f"The manifest in use is gone: domain_uuid={self.domain_uuid} epoch={self.epoch}.")
+                raise InvalidError(f"the manifest in use is gone: domain_uuid={self.domain_uuid} epoch={self.epoch}.")
             return self.refresh_to(manifest)
 
     def refresh_to(self, manifest: Manifest) -> bool:
-        """As `refresh`, to a manifest that came by another way, such as the replicated state."""
+        """Switch as `refresh` does, to a manifest from another source, such as the replicated state."""
         self._check_following()
         if not self.versions.adopt(manifest):
             return False
         self.memtable.drop_through(manifest.last_seqno)
         if manifest.last_seqno > self.max_applied_seqno:
-            self._unseen_seqno = manifest.last_seqno  # it holds batches of which nobody here knows the keys
+            self._unseen_seqno = manifest.last_seqno  # it contains batches whose keys are unknown here
         self.max_applied_seqno = max(self.max_applied_seqno, manifest.last_seqno)
         self._renew_view()
         self.wake.ring()
@@ -338,10 +343,10 @@ class Database:
         return self.versions.current
 
     async def commit_edit(self, edit: Edit, installed: Callable[[], None] | None = None) -> None:
-        """Write a manifest with this edit, swap the version, call `installed`, in one step; after those before it.
+        """Write a manifest with this edit, swap the version and call `installed` in one step, after earlier commits.
 
-        A cancelled caller leaves it running. Raises Conflict when the edit no longer fits; Unavailable and
-        what else `Manifests.write` raises; after Unknown and Fenced the database has ended.
+        Continues if the caller is cancelled. Raises Conflict if the edit no longer fits; Unavailable and what else
+        `Manifests.write` raises; after Unknown and Fenced the database has ended.
         """
         self._check_writable()
         committing = self._tasks.spawn(self._commit(edit, installed), name="metastore manifest")
@@ -350,7 +355,7 @@ class Database:
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if self._ended is not None and committing.cancelled() and not (me is not None and me.cancelling()):
-                raise again(self._ended) from None  # the database was closed beneath a caller whom nobody cancelled
+                raise again(self._ended) from None  # the database was closed; the caller was not cancelled
             raise
 
     async def _commit(self, edit: Edit, installed: Callable[[], None] | None) -> None:
@@ -376,7 +381,8 @@ class Database:
         return self.versions.pinned_files()
 
     async def collect_garbage(self) -> Collected:
-        """One round of collection (L7). Raises InvalidError when read-only, and what `Collector.collect` raises."""
+        """Run one round of garbage collection. Raises InvalidError if read-only, and what `Collector.collect`
+        raises."""
         self._check_writable()
         return await self.collector.collect(self._roots, self._goes_on)
 
@@ -397,24 +403,24 @@ class Database:
 
     @property
     def ended(self) -> TidemillError | None:
-        """Why every call raises: Closed, Unknown or Fenced; None while all is well."""
+        """Reason why every call raises: Closed, Unknown or Fenced; None while the database is open."""
         return self._ended
 
     def check(self) -> None:
-        """Raise when the database has ended."""
+        """Raise if the database has ended."""
         if self._ended is not None:
             raise again(self._ended)
 
     def _check_writable(self) -> None:
         self.check()
         if self.read_only:
-            raise InvalidError(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
+            raise InvalidError(f"the database is read-only: domain_uuid={self.domain_uuid}.")
 
     def _check_following(self) -> None:
         self.check()
         if not self.read_only:
             raise InvalidError(
-                f"A writable database has no other manifest to go over to: domain_uuid={self.domain_uuid}."
+                f"a writable database cannot switch to another manifest: domain_uuid={self.domain_uuid}."
             )
 
     def _end(self, error: TidemillError) -> None:
@@ -429,12 +435,12 @@ class Database:
             self._view = View(self.memtable.layers, self.versions, self.tables)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
-        if name != "metastore manifest":  # that one's error has reached whoever committed
+        if name != "metastore manifest":  # its error is raised to the committing caller
             self.failure = error
             self.wake.ring()
 
     def stats(self) -> Stats:
-        """Sizes now and totals since the database was opened."""
+        """Return current sizes, and totals since the database was opened."""
         flusher, merging, room, tables = self.flusher, self.compactor.stats, self.room_keeper, self.tables
         flushed = flusher.file_bytes
         return Stats(
@@ -467,15 +473,15 @@ class Database:
         )
 
     async def aclose(self) -> None:
-        """Stop the background work; flushes nothing. Idempotent."""
-        self._end(ClosedError(f"The database was closed: domain_uuid={self.domain_uuid}."))
+        """Stop the background work, without a flush. Idempotent."""
+        self._end(ClosedError(f"the database is closed: domain_uuid={self.domain_uuid}."))
         await self._tasks.aclose()
         if self._owns_merger:
             await self._merger.aclose()
 
 
 def again(error: TidemillError) -> TidemillError:
-    """A fresh instance: one that is raised many times would carry every traceback."""
+    """Return a copy: raising one instance repeatedly would accumulate tracebacks."""
     copy = type(error)(error.message, fix=error.fix)
     copy.__cause__ = error.__cause__
     return copy

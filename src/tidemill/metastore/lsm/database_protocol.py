@@ -1,4 +1,4 @@
-"""What flushes and back-pressure ask of the database they belong to, so that they need not know it."""
+"""Interface of the database for flushes and write stalls, to avoid a cyclic dependency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidemill.metastore.lsm.version import Edit, Version
 
 
 class DatabaseProtocol(Protocol):
-    """`Database` is one. Attributes are its own; nothing here changes them but by these methods."""
+    """Part of `Database` that they use. They change its attributes only through these methods."""
 
     domain_uuid: str
     options: Options
@@ -39,7 +39,7 @@ class DatabaseProtocol(Protocol):
     def ended(self) -> TidemillError | None: ...
     @property
     def struggle(self) -> object:
-        """How the last flush or merge failed; falsy while neither does."""
+        """Error of the last flush or compaction; falsy if neither failed."""
         ...
 
     def check(self) -> None: ...

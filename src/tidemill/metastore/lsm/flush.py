@@ -1,11 +1,11 @@
-"""Flushes: the rows in memory become one file of level 0.
+"""Flush: the rows in memory become one file of level 0.
 
-Order (L5): rows frozen together with their seqno → file durable → manifest written → version swapped and
-rows dropped, in one step. Until that last step the rows stay readable where they are; when anything fails
-before it they go back to being ordinary layers, and the next flush takes them along.
+Invariant (order): rows frozen together with their seqno → file durable → manifest written → version swapped and
+rows dropped, in one step. Until that last step the rows stay readable in memory; if anything fails before it they
+become ordinary layers again, and the next flush includes them.
 
-One flush at a time, in a task of its own: a caller that gives up leaves it running. Callers share: each
-waits for the first flush that covers what was applied when it called.
+One flush runs at a time, in its own task: a caller that times out does not stop it. Callers share flushes: each waits
+for the first flush that covers what was applied when it called.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tidemill.metastore.lsm.version import Edit
 
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0
-"""Between two flushes of a full buffer that failed; doubled from the first to the last, with jitter."""
+"""Pause between failed flushes of a full buffer; it doubles from the first value to the maximum, with jitter."""
 
 
 class Flusher:
-    """Owns the frozen part of the memtable. `error` is how the last flush failed, None after one that did not."""
+    """Flush task. Owns the frozen part of the memtable. `error`: how the last flush failed, None if it succeeded."""
 
     def __init__(self, database: DatabaseProtocol) -> None:
         self._database = database
@@ -43,8 +43,8 @@ class Flusher:
     # callers ---------------------------------------------------------------------------------------
 
     async def flush(self, timeout_s: float | None) -> None:
-        """Until everything applied before the call is persisted. Raises what the flush that failed raised;
-        Unavailable after `timeout_s` seconds.
+        """Wait until everything applied before the call is persisted. Raises the error of a failed flush; Unavailable
+        after `timeout_s` seconds.
         """
         target = self._database.max_applied_seqno
         if self._database.max_persisted_seqno >= target:
@@ -60,9 +60,9 @@ class Flusher:
             if self._database.max_persisted_seqno >= target:
                 return
             raise UnavailableError(
-                "The flush did not end in time; it goes on in the background: "
+                "the flush did not end in time, it continues in the background: "
                 f"timeout_s={timeout_s} target_seqno={target} persisted_seqno={self._database.max_persisted_seqno}.",
-                fix="Wait longer, or look at why the object store is slow.",
+                fix="Wait longer, or find out why the object store is slow.",
             ) from self.error
         finally:
             if waiter in self._waiters:
@@ -75,7 +75,7 @@ class Flusher:
     # the task --------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """For ever: flush when somebody waits or the buffer is full."""
+        """Flush when a caller waits or the buffer is full, until the database ends."""
         database = self._database
         retry_s = 0.0
         try:
@@ -90,7 +90,7 @@ class Flusher:
                 try:
                     await self._flush_once()
                 except Exception as error:
-                    # Not only foreseen kinds: a flush that dies of a bug must not leave its callers waiting.
+                    # Unexpected errors too: a bug in a flush must not leave its callers waiting.
                     self.error = error
                     retry_s = min(RETRY_MAX_S, max(RETRY_FIRST_S, 2 * retry_s))
                     self._settle(asked, error)
@@ -100,15 +100,15 @@ class Flusher:
                     retry_s = 0.0
                     persisted = database.max_persisted_seqno
                     self._settle([waiter for waiter in self._waiters if waiter[0] <= persisted], None)
-                    # A batch without rows does not exist, so whoever asked before is served by now.
+                    # There is no batch without rows, so this flush covers everything applied before it.
                     assert not set(asked) & set(self._waiters)
         finally:
             self._settle(
-                self._waiters, database.ended or ClosedError("The flush was cut off: the database is closing.")
+                self._waiters, database.ended or ClosedError("the flush was interrupted: the database is closing.")
             )
 
     async def _pause(self, retry_s: float) -> None:
-        """Back off, unless somebody asks meanwhile."""
+        """Back off, unless a caller arrives in the meantime."""
         wake = self._database.wake
         try:
             async with asyncio.timeout(retry_s * self._database.rand.uniform(0.5, 1.0)):
@@ -131,7 +131,7 @@ class Flusher:
 
     async def _flush_once(self) -> None:
         database = self._database
-        # L4: no await between these two lines, so the seqno never exceeds what the file will hold.
+        # Invariant: a manifest's last_seqno never exceeds what its files hold. So no await between these two values.
         frozen, last_seqno = database.memtable.freeze(), database.max_applied_seqno
         if not frozen:
             return
@@ -153,8 +153,8 @@ class Flusher:
             try:
                 await database.files.put(name, buffers)
             except (UnknownOutcomeError, ConflictError) as error:
-                # No manifest names the file, so whether it is there does not matter: the next try has another name.
-                raise UnavailableError(f"A file may not have been stored: file={database.files.key(name)}.") from error
+                # No manifest names the file, so it does not matter whether it exists: the next attempt uses a new name.
+                raise UnavailableError(f"a file may not have been stored: file={database.files.key(name)}.") from error
             file: FileMeta = summary.named(name.epoch, name.number, name.nonce)
             await database.commit_edit(Edit(((0, file),), (), last_seqno), database.memtable.drop_frozen)
             self.flushes += 1
@@ -168,7 +168,7 @@ class Flusher:
 
 
 def frozen_rows(layers: tuple[Layer, ...], count: int) -> Iterator[tuple[list[bytes], list[bytes], list[int]]]:
-    """All rows of sorted layers (newest first) in key order, the newest of each key; about `count` at a time."""
+    """Yield all rows of sorted layers (newest first) in key order, the newest of each key, about `count` at a time."""
     sorted_keys = [layer.sorted_keys or [] for layer in layers]
     if len(layers) == 1:
         values, seqnos = layers[0].values, layers[0].seqnos
@@ -182,7 +182,7 @@ def frozen_rows(layers: tuple[Layer, ...], count: int) -> Iterator[tuple[list[by
         ends = [keys[at + share - 1] for keys, at in zip(sorted_keys, places, strict=True) if at + share < len(keys)]
         bound = min(ends, default=None)
         owner: dict[bytes, Layer] = {}
-        for index in reversed(range(len(layers))):  # oldest first: a newer layer's claim replaces an older one's
+        for index in reversed(range(len(layers))):  # oldest first, so that a newer layer replaces an older one
             keys, start = sorted_keys[index], places[index]
             end = len(keys) if bound is None else bisect_right(keys, bound, start)
             places[index] = end

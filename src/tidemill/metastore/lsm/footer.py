@@ -1,10 +1,10 @@
-"""The end of an SST: where its sections are, and what must agree with the manifest.
+"""Footer of an SST: the offsets of its sections, and values that must match the manifest.
 
 footer  filter_start, index_start, footer_start, blocks, rows  uint64 | min_seqno, max_seqno  int64
         | footer_bytes uint16 | format uint16 = 1 | 'TIDEMSST' | crc32c uint32 of the footer before it
 
-Integers are little end first. The last 16 bytes keep their place and meaning in every later format: so an
-old program can tell "newer than I am" from "damaged".
+Integers are little end first. The last 16 bytes keep their position and meaning in every later format, so that an
+old program can distinguish a newer format from damage.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ def encode_footer(footer: Footer) -> bytes:
 
 
 def decode_footer(data: bytes, end: int, name: str) -> Footer:
-    """From the last bytes of a file, whose size is `end`. Raises Corrupt; Invalid for a newer format."""
+    """Decode the footer from the last bytes of a file of size `end`. Raises Corrupt; Invalid for a newer format."""
     if len(data) < _TAIL.size:
-        raise corrupt(name, "footer", end - len(data), f"it is cut off after {len(data)} bytes")
+        raise corrupt(name, "footer", end - len(data), f"it ends after {len(data)} bytes")
     size, found, magic, stored = _TAIL.unpack_from(data, len(data) - _TAIL.size)
     offset = end - min(size, len(data))
     if magic != MAGIC or not _TAIL.size <= size <= len(data):
         raise corrupt(name, "footer", offset, "the file does not end as an SST")
-    # The checksum before the format: a flipped bit must not look like a newer program's work.
+    # The checksum is checked before the format: a flipped bit must not look like a newer format.
     computed = int(crc32c.crc32c(memoryview(data)[-size:-_CRC_BYTES]))
     if stored != computed:
         raise corrupt(name, "footer", offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
     if found > FORMAT:
         raise InvalidError(
-            f"The file was written by a newer version of tidemill: file={name} format={found} supported={FORMAT}.",
-            fix="Run the version of tidemill that wrote it, or a newer one.",
+            f"the file was written by a newer version of tidemill: file={name} format={found} supported={FORMAT}.",
+            fix="Use the version of tidemill that wrote it, or a newer one.",
         )
     if size != FOOTER_BYTES:
         raise corrupt(name, "footer", offset, f"its length is {size} bytes, not {FOOTER_BYTES}")

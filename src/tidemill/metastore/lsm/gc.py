@@ -1,25 +1,24 @@
-"""Collection of what nothing needs: old manifests first, then files (rule L7).
+"""Garbage collection of one domain: old manifests first, then files.
 
-A file is needed while it is in the current version, pinned by a snapshot or a scan, or named by a
-retained manifest of the bucket. Retained are the newest `manifests_kept` of the bucket and always the
-replicated one, from which this database was opened or which it wrote last, and all of newer epochs.
-What else may look dead but is not:
+A file is needed while it is in the current version, pinned by a snapshot or a scan, or named by a retained manifest of
+the bucket. Retained are the newest `manifests_kept` of the bucket, all of newer epochs, and always the replicated
+manifest, from which this database was opened or which it wrote last. Some files look dead but must not be deleted yet:
 
     of a newer epoch                   another leader's, whose manifest this process does not know
-    of this epoch, number ≥ the lowest  being written now: its manifest comes after it
+    of this epoch, number ≥ the lowest  being written now: its manifest follows
       one in flight
     of an older epoch, before this      the dead leader's last manifest may be newer than the replicated
-      epoch has a manifest in the       one, and a restore would start from it; its upload may even be
-      bucket                            on its way still
-    dead for less than gc_delay_ms,     readers without a pin here: followers, and whoever loaded a
-      or written less than that ago     manifest a moment ago
+      epoch has a manifest in the       one, and a restore would start from it; its upload may even
+      bucket                            still be running
+    dead for less than gc_delay_ms,     readers without a pin here: followers, and processes that have
+      or written less than that ago     just loaded a manifest
 
-Why a round is safe though time passes in it: the roots are taken in one synchronous step at its start.
-A file that is no root then, with a number below every one in flight, can enter no later version: versions
-gain only files made after that step. So nothing that happens during the round can make it live again.
+Invariant (roots before listing): the roots are read in one synchronous step at the start of a round. A file that is not
+a root then, with a number below every one in flight, can enter no later version: versions gain only files created after
+that step. So nothing that happens during the round can make it live again.
 
-A dead file that cannot be deleted is met again in the next round. Deletion is idempotent, and names are
-never used again, so a round may be cut off anywhere.
+A dead file that cannot be deleted is found again in the next round. Deletion is idempotent and names are never reused,
+so a round may be interrupted at any point.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ DELETES_AT_ONCE = 8
 PAUSE_MIN_S = 1.0
 
 FAULT_NEWER_EPOCH = "gc-newer-epoch"
-"""Planted: files of a newer epoch are treated as if they were of an older one. Only simulations pass it."""
+"""Fault: treat files of a newer epoch as if they were of an older one. Only simulations plant it."""
 
 _Name = TypeVar("_Name", ManifestName, FileName)
 Identity = tuple[int, int, str]
@@ -52,11 +51,11 @@ Identity = tuple[int, int, str]
 
 
 class Roots(msgspec.Struct, frozen=True):
-    """What the database needs, read in one synchronous step.
+    """Files and manifest that the database needs, read in one synchronous step.
 
-    lowest_in_flight   the lowest file number of this epoch that is being written, else the next one to be given
+    lowest_in_flight   the lowest file number of this epoch that is being written, else the next one to be assigned
     files              of the current version and of every pinned one
-    manifest           epoch and number of the replicated manifest, None when there is none yet
+    manifest           epoch and number of the replicated manifest, None before the first one
     """
 
     epoch: int
@@ -66,11 +65,11 @@ class Roots(msgspec.Struct, frozen=True):
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What one round did and why it left the rest.
+    """Result of one round, with the reasons why files were not deleted.
 
     waiting    dead, but not for long enough, or until this epoch has a manifest in the bucket
-    failed     deletes that failed; the next round meets them again
-    missing    keys of files that a retained manifest or the current version names and the bucket lacks
+    failed     deletes that failed; the next round retries them
+    missing    keys of files that a retained manifest or the current version names but the bucket lacks
     """
 
     deleted_files: int = 0
@@ -84,7 +83,7 @@ class Collected(msgspec.Struct, frozen=True):
 
 
 class Collector:
-    """Collects for one writable database, one round at a time. Remembers between rounds since when a file is dead."""
+    """Collector of one writable database, one round at a time. It remembers since when each file is dead."""
 
     def __init__(
         self,
@@ -104,12 +103,12 @@ class Collector:
         self._named: dict[str, frozenset[FileMeta]] = {}
         self._lock = asyncio.Lock()
         self.last: Collected | None = None
-        """What the newest round that came to its end did."""
+        """Result of the last completed round."""
         self.error: TidemillError | None = None
-        """How the last round of `run` failed; None after one that did not."""
+        """Error of the last round of `run`; None if it succeeded."""
 
     async def run(self, roots: Callable[[], Roots], may_go_on: Callable[[], bool]) -> None:
-        """Collect until `may_go_on` ends it, with pauses."""
+        """Collect, with pauses, until `may_go_on` returns False."""
         while True:
             await asyncio.sleep(max(PAUSE_MIN_S, self._options.gc_delay_ms / 2000))
             if not may_go_on():
@@ -122,10 +121,10 @@ class Collector:
                 self.error = None
 
     async def collect(self, roots: Callable[[], Roots], may_go_on: Callable[[], bool] = lambda: True) -> Collected:
-        """One round. `may_go_on` is asked before every delete: a broken database deletes nothing more (L6).
+        """Run one round. `may_go_on` is checked before every delete: a broken database deletes nothing more.
 
-        Raises Corrupt or Invalid when a retained manifest cannot be read: then what it needs is unknown and
-        nothing at all is deleted. Unavailable when the bucket cannot be listed; Closed when `may_go_on` ended it.
+        Raises Corrupt or Invalid if a retained manifest cannot be read: then the needed files are unknown and nothing
+        is deleted. Unavailable if the bucket cannot be listed; Closed if `may_go_on` ended it.
         """
         async with self._lock:
             done = await self._round(roots(), may_go_on)
@@ -141,10 +140,10 @@ class Collector:
         named = await self._named_by(retained)
         old = [name for name in names if name not in retained and name.epoch <= roots.epoch]
         deleted_manifests, lasting = await self._delete(old, lambda name: self._manifests.delete(name.key), may_go_on)
-        # A manifest that would not go is still there to be chosen: what it names stays too.
+        # A manifest that could not be deleted can still be chosen for a restore, so its files stay too.
         named |= await self._named_by(lasting)
 
-        # Listed only now: a file named by a manifest read above was durable before that manifest was.
+        # Files are listed after the manifests were read: every file they name was durable before, so it is listed.
         listed = [name async for name in self._files.list()]
         live = {_identity(file) for file in roots.files | named}
         own_manifest = any(name.epoch == roots.epoch for name in names)
@@ -176,7 +175,7 @@ class Collector:
         )
 
     def _due(self, dead: list[FileName], epoch: int, own_manifest: bool) -> list[FileName]:
-        """Those dead for long enough. First seen dead counts, and the age of the object as the store tells it."""
+        """Return the files dead for long enough, both since first seen dead and by the object's age in the store."""
         now_s, delay_s = self._clock.monotonic_s(), self._options.gc_delay_ms / 1000
         written_before_ms = self._clock.now_ms() - self._options.gc_delay_ms
         before = self._dead_since_s
@@ -190,16 +189,16 @@ class Collector:
         ]
 
     async def _named_by(self, names: Iterable[ManifestName]) -> frozenset[FileMeta]:
-        """Files that these manifests name. Each is read once: a manifest never changes."""
+        """Return the files that these manifests name. Each manifest is read once: it never changes."""
         named: set[FileMeta] = set()
         for name in names:
             if name.key not in self._named:
                 try:
                     manifest = await self._manifests.load(name.key)
                 except MissingError as error:
-                    # Another leader pruned it since the listing. What replaced it was not listed, so what is
-                    # needed now is not known: the round ends.
-                    raise UnavailableError(f"Another leader collects here too: manifest={name.key}.") from error
+                    # Another leader deleted it since the listing, and wrote a newer one that was not listed. The needed
+                    # files are therefore unknown and the round ends.
+                    raise UnavailableError(f"another leader collects garbage here too: manifest={name.key}.") from error
                 self._named[name.key] = frozenset(file for files in manifest.levels for file in files)
             named |= self._named[name.key]
         return frozenset(named)
@@ -210,19 +209,20 @@ class Collector:
         delete: Callable[[_Name], Awaitable[None]],
         may_go_on: Callable[[], bool],
     ) -> tuple[int, list[_Name]]:
-        """(how many are gone, those that failed). A lost acknowledgement counts as failed and is met again."""
+        """Delete; return (number deleted, those that failed). A lost acknowledgement counts as failed and is
+        retried."""
         failed: list[_Name] = []
 
         async def one(name: _Name) -> None:
             if not may_go_on():
-                raise ClosedError("The database may not collect any more: it was closed or it broke.")
+                raise ClosedError("garbage collection has ended: the database was closed or is broken.")
             try:
                 await delete(name)
             except (UnavailableError, UnknownOutcomeError):
                 failed.append(name)
 
         for first in range(0, len(names), DELETES_AT_ONCE):
-            # All of them end before an error goes up: nothing is deleted after the round is over.
+            # All deletes of the group end before an error is raised: none is running after the round.
             ended = await asyncio.gather(*map(one, names[first : first + DELETES_AT_ONCE]), return_exceptions=True)
             for error in ended:
                 if error is not None:
@@ -237,11 +237,11 @@ class Collector:
 def retained_manifests(
     names: Iterable[ManifestName], replicated: tuple[int, int] | None, kept: int, epoch: int
 ) -> list[ManifestName]:
-    """The newest `kept` of the bucket, the replicated one whatever its age, and every one of an epoch above `epoch`:
-    which of those its leader opened from, or still needs, a deposed leader cannot know.
+    """Return the newest `kept` manifests, the replicated one regardless of its age, and all of epochs above `epoch`: a
+    superseded leader cannot know which of those the new leader opened from or still needs.
 
-    Uploads of one manifest under several nonces count once, so a series of failed attempts at one
-    number cannot push what came before it out of the bucket.
+    Uploads of one manifest under several nonces count once, so a series of failed attempts with one number cannot
+    displace the manifests before it.
     """
     names = list(names)
     numbers = sorted({(name.epoch, name.number) for name in names})[-kept:]

@@ -1,10 +1,10 @@
-"""Where manifests are kept: the protocol the database writes through, and a bucket on its own.
+"""Storage of manifests: the protocol that the database writes through, and its implementation on a bucket alone.
 
 <prefix>manifest/<epoch, 20 digits>-<number, 20 digits>-<nonce>      prefix = metastore/<domain uuid>/
 
-In a cluster the replicated state decides which manifest counts, and the bucket holds the copies that
-a restore starts from: `upload` first, then replicate. Alone (tools, tests, benchmarks) the greatest
-(epoch, number) in the bucket counts, and there is one writer: a bucket cannot fence a second one.
+In a cluster the replicated state decides which manifest is current, and the bucket holds the copies that a restore
+starts from: `upload` first, then replicate. On a bucket alone (tools, tests, benchmarks) the manifest with the greatest
+(epoch, number) is current, and there must be one writer only: a bucket cannot fence a second one.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from tidemill.objects.verified_read import checked
 _NAME = re.compile(r"(\d{20})-(\d{20})-([0-9a-zA-Z]+)")
 
 _ALONE = "alone"
-"""The nonce of what `write` makes: one name per (epoch, number), so that of two writers one meets Conflict."""
+"""Nonce of manifests that `write` stores: one name per (epoch, number), so that one of two writers gets Conflict."""
 
 
 class Manifests(Protocol):
-    """Metadata persistence of one domain."""
+    """Manifest persistence of one domain."""
 
     async def read(self, max_epoch: int) -> Manifest | None:
-        """The newest manifest whose epoch is at most `max_epoch`, or None. Raises CorruptError, Unavailable."""
+        """Return the newest manifest whose epoch is at most `max_epoch`, or None. Raises CorruptError, Unavailable."""
         ...
 
     async def write(self, manifest: Manifest) -> None:
-        """Make it the newest, atomically.
+        """Make the manifest the newest one, atomically.
 
-        Raises FencedError when a newer epoch has written, ConflictError when it was refused for another reason,
-        Unavailable, Unknown (rule L6: the database is broken then).
+        Raises FencedError if a newer epoch has written, ConflictError if it was rejected for another reason,
+        Unavailable, Unknown (the database is broken then).
         """
         ...
 
 
 class ManifestName(msgspec.Struct, frozen=True):
-    """A manifest in the bucket by its name alone."""
+    """Name of a manifest in the bucket."""
 
     epoch: int
     number: int
@@ -59,17 +59,18 @@ class BucketManifests:
 
     def __init__(self, objects: ObjectStore, prefix: str, rand: Rand) -> None:
         if not prefix.endswith("/"):
-            raise InvalidError(f"The prefix of a domain's manifests must end with a slash: prefix={prefix!r}.")
+            raise InvalidError(f"the prefix of a domain's manifests must end with a slash: prefix={prefix!r}.")
         self._objects = objects
         self._rand = rand
         self._folder = f"{prefix}manifest/"
 
     async def upload(self, manifest: Manifest) -> str:
-        """Its key, durable when this returns. Every upload has a name of its own. Raises Unavailable, Unknown."""
+        """Upload under a new name; return the key, which is durable then. Raises Unavailable, Unknown."""
         return await self._put(manifest, self._rand.nonce())
 
     async def list(self) -> AsyncIterator[ManifestName]:
-        """In order of (epoch, number, nonce), oldest first. Keys that are not manifest names are left out."""
+        """Yield manifests in order of (epoch, number, nonce), oldest first. Keys that are not manifest names are
+        skipped."""
         async for found in self._objects.list(self._folder):
             parts = _NAME.fullmatch(found.key, len(self._folder))
             if parts is not None:
@@ -77,7 +78,7 @@ class BucketManifests:
                 yield ManifestName(int(epoch), int(number), nonce, found.key, found.size_bytes, found.modified_ms)
 
     async def newest(self, max_epoch: int) -> ManifestName | None:
-        """The greatest (epoch, number) among the names whose epoch is at most `max_epoch`; looks at no content."""
+        """Return the greatest (epoch, number) among the names whose epoch is at most `max_epoch`; reads no content."""
         newest = None
         async for name in self.list():
             if name.epoch > max_epoch:
@@ -86,8 +87,8 @@ class BucketManifests:
         return newest
 
     async def load(self, key: str) -> Manifest:
-        """Raise MissingError, CorruptError (also when its content is not what its name says), InvalidError for a newer
-        format."""
+        """Load a manifest. Raises MissingError, CorruptError (also if its content does not match its name),
+        InvalidError for a newer format."""
 
         async def read() -> Manifest:
             return decode_manifest(await self._objects.get(key), key)
@@ -95,25 +96,26 @@ class BucketManifests:
         try:
             manifest = await checked(self._objects, key, read)
         except MissingError as error:
-            raise MissingError(f"The manifest is not in the bucket: manifest={key}.") from error
+            raise MissingError(f"the manifest is not in the bucket: manifest={key}.") from error
         if not key.startswith(f"{self._folder}{manifest.epoch:020d}-{manifest.number:020d}-"):
             raise CorruptError(
-                "The manifest is stored under another one's name: "
+                "the manifest's content does not match its name: "
                 f"manifest={key} epoch={manifest.epoch} number={manifest.number}."
             )
         return manifest
 
     async def delete(self, key: str) -> None:
-        """An absent manifest is success."""
+        """Delete a manifest. An absent manifest is not an error."""
         await self._objects.delete(key)
 
     async def read(self, max_epoch: int) -> Manifest | None:
-        """As the protocol says. A damaged newest manifest is Corrupt, never passed over for an older one."""
+        """Read as the protocol defines. If the newest manifest is damaged, raises Corrupt; never falls back to an older
+        one."""
         name = await self.newest(max_epoch)
         return None if name is None else await self.load(name.key)
 
     async def write(self, manifest: Manifest) -> None:
-        """As the protocol says, for one writer. Fenced and Conflict carry the manifest that is there."""
+        """Write as the protocol defines, for one writer. Fenced and Conflict carry the stored manifest."""
         newest = await self.newest(_ANY_EPOCH)
         current = None if newest is None else await self.load(newest.key)
         if current is not None:
@@ -122,20 +124,20 @@ class BucketManifests:
             await self._put(manifest, _ALONE)
         except ConflictError as error:
             raise ConflictError(
-                f"Another writer has written this manifest: epoch={manifest.epoch} number={manifest.number}.",
+                f"another writer has written this manifest: epoch={manifest.epoch} number={manifest.number}.",
                 current=await self.read(_ANY_EPOCH),
             ) from error
 
     def _check_follows(self, manifest: Manifest, current: Manifest) -> None:
         if manifest.epoch < current.epoch:
             raise FencedError(
-                "A manifest of a newer epoch exists: "
+                "a manifest of a newer epoch exists: "
                 f"folder={self._folder} epoch={manifest.epoch} current_epoch={current.epoch}.",
                 current=current,
             )
         if manifest.number <= current.number or manifest.last_seqno < current.last_seqno:
             raise ConflictError(
-                "The manifest does not follow the one that is there: "
+                "the manifest does not follow the stored one: "
                 f"folder={self._folder} number={manifest.number} current_number={current.number} "
                 f"last_seqno={manifest.last_seqno} current_last_seqno={current.last_seqno}.",
                 current=current,

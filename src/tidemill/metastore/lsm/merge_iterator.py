@@ -1,11 +1,11 @@
-"""Many sorted runs as one, forward and backward, in chunks.
+"""Merge of many sorted runs, forward and backward, in chunks.
 
-Each run has a window of rows at hand. The smallest of the windows' last keys (of runs that have more) is
-as far as all of them can go: up to there the rows are put into one dict, oldest run first, so that the
-newest row of a key is what remains, and sorted: timsort takes ascending runs as they are. All of that is
-loops in C. Where one run only has rows, they pass as they are. Backward is the same from the other end.
+Each run has a window of rows in memory. The smallest of the windows' last keys (of runs that have more rows) bounds how
+far all of them can advance. The rows up to it are put into one dict, oldest run first, so that the newest row of each
+key remains, and sorted: timsort merges ascending runs in linear time. All of these loops run in C. If only one run has
+rows, they are passed on unchanged. Backward is the same from the other end.
 
-A run is filled from what is cached by a plain call; only when something must be read does anybody wait.
+Filling a run from the cache is synchronous; the scan waits only if something must be read.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from tidemill.metastore.lsm.table_cache import Tables
 Rows = tuple[list[bytes], list[bytes]]
 
 LAYER_ROWS = 1_024
-"""Rows of a layer at hand at once."""
+"""Rows in a layer's window."""
 
 WINDOW_BLOCKS = 16
-"""Most blocks in one window: about a thousand rows, more would not stay in the processor's cache while merged."""
+"""Limit of blocks in one window: about a thousand rows. More would not stay in the processor's cache during the
+merge."""
 
 READ_BLOCKS = 64
-"""Most blocks that one read takes: half a MiB before compression, so that a distant bucket is not asked too often."""
+"""Limit of blocks in one read: half a MiB before compression, to limit the number of requests to a distant bucket."""
 
 READ_BYTES = 512 << 10
-"""Most bytes of one read, if it takes more than one block: blocks of large values are larger than others."""
+"""Limit of bytes in one read of several blocks: blocks with large values are larger than others."""
 
 FEW_BLOCKS = 4
-"""A range of at most so many blocks is read whole; a longer one begins with one block and doubles."""
+"""A range of at most this many blocks is read whole; for a longer one the reads begin with one block and double."""
 
 
 FREE_SHARE = 0.75
-"""A cache filled less than this takes whatever is read."""
+"""Share of the cache below which scans put everything they read into it."""
 
 
 class Run:
-    """One sorted run within [lower, upper). The window is `keys[start:end]`, ascending, and `values` beside it."""
+    """One sorted run within [lower, upper). The window is `keys[start:end]`, ascending, with the same slice of
+    `values`."""
 
     __slots__ = ("done", "end", "keys", "start", "values")
 
@@ -52,19 +54,19 @@ class Run:
         self.values: list[bytes] = []
         self.start = self.end = 0
         self.done = False
-        """No row comes after the window (before it, when going backward)."""
+        """True if no row follows the window (or precedes it, when going backward)."""
 
     def refill(self) -> bool:
-        """Give an empty window its next rows, or find the run done. False: `read` must come first."""
+        """Fill an empty window with the next rows, or set `done`. Return False if `read` must be awaited first."""
         raise NotImplementedError
 
     async def read(self) -> None:
-        """Wait for what `refill` lacked."""
+        """Read what `refill` was missing."""
         raise NotImplementedError
 
 
 class LayerRun(Run):
-    """A pinned layer: it stands still. Its keys may have to be sorted first, by and by."""
+    """Run over a pinned layer, which does not change. Its keys may have to be sorted first, in steps."""
 
     __slots__ = ("_at", "_layer", "_lower", "_reverse", "_sorted", "_stop", "_upper")
 
@@ -107,7 +109,7 @@ class LayerRun(Run):
 
 
 async def sort(layer: Layer) -> None:
-    """Sort the keys of a layer that stands still, a step at a time."""
+    """Sort the keys of an unchanging layer, step by step."""
     sorted_now = layer.sort_step()
     while not sorted_now:
         await asyncio.sleep(0)
@@ -115,7 +117,7 @@ async def sort(layer: Layer) -> None:
 
 
 class FilesRun(Run):
-    """Disjoint files in key order, opened when the scan gets there. Neighbouring blocks are read at once."""
+    """Run over disjoint files in key order, each opened when the scan reaches it. Adjacent blocks are read together."""
 
     __slots__ = (
         "_ahead",
@@ -144,16 +146,16 @@ class FilesRun(Run):
     ) -> None:
         super().__init__()
         self._tables = tables
-        self._todo = list(files if reverse else reversed(files))  # the one being read is the last
+        self._todo = list(files if reverse else reversed(files))  # the last one is being read
         self._lower = lower
         self._upper = upper
         self._reverse = reverse
-        self._fill_blocks = fill_blocks  # how many blocks more may go into the cache
+        self._fill_blocks = fill_blocks  # number of blocks that may still be put into the cache
         self._ahead = 1
         self._meta: TableMeta | None = None
-        self._got: list[Block] = []  # read, not yet in a window
-        self._left = self._right = 0  # blocks still to come: [left, right)
-        self._first = self._last = 0  # the blocks where the range begins and where it ends
+        self._got: list[Block] = []  # read but not in a window yet
+        self._left = self._right = 0  # remaining blocks: [left, right)
+        self._first = self._last = 0  # blocks in which the range begins and ends
 
     def refill(self) -> bool:
         meta = self._meta
@@ -165,7 +167,7 @@ class FilesRun(Run):
         blocks = self._got or self._cached()
         if not blocks:
             return False
-        # What was read may be more than a window takes; the rest waits.
+        # More blocks may have been read than fit in a window; the rest stays for the next one.
         if self._reverse:
             self._got = blocks[:-WINDOW_BLOCKS]
             self._show(blocks[-WINDOW_BLOCKS:])
@@ -177,14 +179,14 @@ class FilesRun(Run):
     async def read(self) -> None:
         file = self._todo[-1]
         if self._meta is None:
-            # Kept here too: a cache without room must not send us round for ever.
+            # Retained here too: with a cache that has no room, refill and read would loop forever.
             self._enter(await self._tables.meta(file))
             self._got = self._cached()
             if self._got:
                 return
         first, count = self._next_read()
         cache = self._tables.cache
-        # Into room that nobody uses a scan may put all it reads.
+        # A scan may fill unused room in the cache with everything it reads.
         fill = self._fill_blocks > 0 or cache.used_bytes < cache.budget_bytes * FREE_SHARE
         if count == 1 and fill:
             self._got = [await self._tables.block(file, first)]
@@ -193,7 +195,7 @@ class FilesRun(Run):
         self._fill_blocks -= count
 
     def _enter(self, meta: TableMeta) -> None:
-        """Open the next file: which of its blocks may hold keys of the range."""
+        """Open the next file and determine which of its blocks may hold keys of the range."""
         last_keys, lower, upper = meta.last_keys, self._lower, self._upper
         self._meta = meta
         self._left = self._first = bisect_left(last_keys, lower) if lower else 0
@@ -206,7 +208,7 @@ class FilesRun(Run):
         return count if count <= FEW_BLOCKS else min(self._ahead, count)
 
     def _next_read(self) -> tuple[int, int]:
-        """First block and number of blocks: those that come next, up to READ_BYTES, but at least one."""
+        """Return the first block and the number of blocks to read next: up to READ_BYTES, but at least one block."""
         assert self._meta is not None
         starts, count = self._meta.starts, self._count()
         if self._reverse:
@@ -219,7 +221,7 @@ class FilesRun(Run):
         return first, max(end, first + 1) - first
 
     def _cached(self) -> list[Block]:
-        """The next blocks as far as they are cached; in key order."""
+        """Return the next blocks, in key order, up to the first one that is not cached."""
         find, file, blocks = self._tables.cached_block, self._todo[-1], []
         if self._reverse:
             for index in range(self._right - 1, self._right - 1 - min(self._count(), WINDOW_BLOCKS), -1):
@@ -237,9 +239,9 @@ class FilesRun(Run):
         return blocks
 
     def _show(self, blocks: list[Block]) -> None:
-        """Make the window of these blocks, cut to the range, and go on behind them."""
+        """Make these blocks, cut to the range, the window, and advance past them."""
         if len(blocks) == 1:
-            keys, values = blocks[0].keys, blocks[0].values  # the cache's own: whoever passes rows on slices them
+            keys, values = blocks[0].keys, blocks[0].values  # the cache's lists: rows are passed on as slices of them
         else:
             keys, values = [], []
             for block in blocks:
@@ -265,9 +267,9 @@ class FilesRun(Run):
 
 
 def take(runs: list[Run], reverse: bool) -> Rows:
-    """The next rows of all runs, tombstones left out; ascending, or descending when `reverse`. May be empty.
+    """Return the next rows of all runs without tombstones, ascending, or descending if `reverse`. May be empty.
 
-    `runs` are oldest first, and each has a window or is done. What is returned is nobody else's.
+    `runs` are oldest first, and each has a window or is done. The returned lists belong to the caller.
     """
     if reverse:
         return _take_backward(runs)
@@ -311,7 +313,7 @@ def _take_backward(runs: list[Run]) -> Rows:
 
 
 def _merged(parts: list[Rows], *, reverse: bool) -> Rows:
-    """Of a key in several parts the last one's row; without tombstones."""
+    """Merge parts, oldest first: the last part's row of each key wins. Drops tombstones."""
     if not parts:
         return [], []
     keys, values = parts[0]

@@ -1,4 +1,4 @@
-"""A bell for several listeners, none of whom misses a ring between a look at the state and the wait."""
+"""Notification of several listeners. None misses a notification between checking the state and waiting."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Notifier:
-    """`rings` only grows. Read it, look at the state, then wait for it to be passed."""
+    """Counter of notifications. Read `rings`, check the state, then wait until the count is exceeded."""
 
     def __init__(self) -> None:
         self.rings = 0
@@ -18,7 +18,7 @@ class Notifier:
         event.set()
 
     async def after(self, seen: int) -> int:
-        """Returns `rings` once it is above `seen`; at once when it is already."""
+        """Wait until `rings` is above `seen` and return it; return immediately if it already is."""
         while self.rings <= seen:
             await self._event.wait()
         return self.rings

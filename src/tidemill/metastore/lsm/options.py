@@ -1,4 +1,4 @@
-"""Sizes and triggers of one database. The defaults fit a node of 64 MiB for its metastore."""
+"""Sizes and triggers of one database. The defaults suit a node with 64 MiB for its metastore."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ KIB = 1 << 10
 
 
 class Options(msgspec.Struct, frozen=True):
-    """Raise InvalidError when a size is not positive or the three triggers of level 0 are out of order."""
+    """Options. Raises InvalidError if a size is not positive or the three triggers of level 0 are out of order."""
 
     write_buffer_bytes: int = 16 * MIB
-    """A stack of layers larger than this is flushed; counts keys, values and their overhead."""
+    """Size of the memtable from which it is flushed; counts keys, values and their overhead."""
 
     block_bytes: int = 8 * KIB
     """Size of a block before compression. A block may hold up to twice this, or one larger row."""
 
     file_bytes: int = 16 * MIB
-    """Target size of a file made by a merge."""
+    """Target size of a file written by a compaction."""
 
     pre_open: int = 0
-    """Files whose filter and index are read right after opening, newest first; any other one at its first use."""
+    """Number of files whose filter and index are read right after opening, newest first; others at their first use."""
 
     cache_bytes: int = 32 * MIB
-    """Decoded blocks, indexes and filters together, counted as the memory they take when decoded."""
+    """Budget for decoded blocks, indexes and filters, counted as the memory they take when decoded."""
 
     bloom_bits_per_key: int = 12
-    """About 1 % false positives; 0 = no filter."""
+    """Bloom filter size; 12 gives about 1 % false positives; 0 = no filter."""
 
     l0_compact: int = 4
     l0_slow: int = 8
     l0_stop: int = 12
-    """Files in level 0 at which a merge starts, writers are slowed, writers wait."""
+    """Numbers of files in level 0 at which a compaction starts, writers are slowed, writers wait."""
 
     level_base_bytes: int = 64 * MIB
     level_factor: int = 10
     levels: int = 7
-    """Level 1 holds `level_base_bytes`, each deeper level `level_factor` times its elder; `levels` counts level 0."""
+    """Level 1 holds `level_base_bytes`, each deeper level `level_factor` times the one above; `levels` counts level
+    0."""
 
     inline_merge_rows: int = 100_000
-    """A merge of more rows goes to a worker process."""
+    """A compaction of more rows runs in a worker process."""
 
     slice_rows: int = 500
     """Rows between two yields to the event loop."""
 
     compaction_bytes_per_s: int = 0
-    """0 = as fast as it goes."""
+    """Rate limit of compactions; 0 = unlimited."""
 
     gc_delay_ms: int = 600_000
-    """An unreferenced file lives at least this long after it was written."""
+    """Minimum age of an unreferenced file before it is deleted."""
 
     manifests_kept: int = 3
-    """The newest manifests in the bucket, whose files are never collected."""
+    """Number of the newest manifests in the bucket whose files are never deleted."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -63,7 +64,7 @@ class Options(msgspec.Struct, frozen=True):
         )
         for name in positive.split():
             if getattr(self, name) <= 0:
-                raise InvalidError(f"The option must be positive: option={name} value={getattr(self, name)}.")
+                raise InvalidError(f"the option must be positive: option={name} value={getattr(self, name)}.")
         for name in (
             "pre_open",
             "cache_bytes",
@@ -73,11 +74,11 @@ class Options(msgspec.Struct, frozen=True):
             "gc_delay_ms",
         ):
             if getattr(self, name) < 0:
-                raise InvalidError(f"The option must not be negative: option={name} value={getattr(self, name)}.")
+                raise InvalidError(f"the option must not be negative: option={name} value={getattr(self, name)}.")
         if self.levels < 2:
-            raise InvalidError(f"A database needs level 0 and one below it: option=levels value={self.levels}.")
+            raise InvalidError(f"a database needs level 0 and one below it: option=levels value={self.levels}.")
         if not self.l0_compact <= self.l0_slow <= self.l0_stop:
             raise InvalidError(
-                "The triggers of level 0 must rise from merging over slowing to stopping: "
+                "the level 0 triggers must ascend from compaction over slowing to stopping: "
                 f"l0_compact={self.l0_compact} l0_slow={self.l0_slow} l0_stop={self.l0_stop}."
             )

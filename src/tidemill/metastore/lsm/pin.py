@@ -1,5 +1,5 @@
-"""A pin: a view that stands still until it is released. The newest layer gets no more rows (M1), the version's
-files are not collected (L7).
+"""Pin: a view that does not change until it is released. The newest layer gets no more rows, and the version's files
+are not deleted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tidemill.metastore.lsm.version_set import Versions
 
 
 class Pin:
-    """Made and released in plain steps. `check` raises when the database may not be read any more."""
+    """Pinned view. Created and released synchronously. `check` raises if the database may not be read any more."""
 
     __slots__ = ("_released", "_versions", "check", "options", "view")
 
@@ -27,11 +27,11 @@ class Pin:
         versions.pin(view.version)
 
     def again(self) -> Pin:
-        """Another pin of the same view."""
+        """Return another pin of the same view."""
         return Pin(self.view, self._versions, self.options, self.check)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the pin. Idempotent."""
         if not self._released:
             self._released = True
             if self.view.layers:

@@ -1,9 +1,9 @@
-"""What a reader sees: layers and a version. Point reads, without waiting where everything is cached.
+"""View of a reader: layers and a version. Point reads are synchronous if everything they need is cached.
 
-A view is made anew whenever the stack of layers or the version changes; only the newest layer's contents
-change beneath it, and not even those while it is pinned. The order of a look-up is the order of age:
-layers from the newest, files of level 0 from the newest, then one file of each level. The first row found
-is the answer, a tombstone too; no file is passed over because of its seqnos.
+A view is replaced whenever the stack of layers or the version changes. Only the contents of the newest layer can change
+within it, and not while that layer is pinned. A look-up goes by age: layers from the newest, files of level 0 from the
+newest, then one file of each level. The first row found is the answer, even a tombstone; no file is skipped because of
+its seqnos.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tidemill.metastore.lsm.version_set import Versions
 
 
 class Pending(Enum):
-    """What `peek` returns when the answer is not in memory."""
+    """Result of `peek` if the answer is not in memory."""
 
     PENDING = "pending"
 
@@ -40,9 +40,8 @@ class Row(NamedTuple):
 
 
 class View:
-    """`layers` newest first. Whoever waits pins the version meanwhile: a merge must not take its files away.
-
-    The waiting reads raise Missing, Corrupt, Invalid (newer format), Unavailable.
+    """View of the database. `layers` are newest first. Asynchronous reads pin the version, so that its files are not
+    deleted after a compaction. They raise Missing, Corrupt, Invalid (newer format), Unavailable.
     """
 
     __slots__ = ("_deep", "_dicts", "_entries", "_level0", "_versions", "layers", "tables", "version")
@@ -58,7 +57,7 @@ class View:
         self._entries = cast("dict[Any, Any]", tables.cache.entries)  # metas by file, blocks by (file, index)
 
     def peek(self, key: bytes) -> bytes | Pending | None:
-        """The live value, None when there is none, PENDING when something must be read to know."""
+        """Return the live value, None if there is no live row, PENDING if something must be read to know."""
         for values in self._dicts:
             value = values.get(key)
             if value is not None:
@@ -79,7 +78,7 @@ class View:
         return None
 
     def _peek_file(self, file: FileMeta, key: bytes) -> bytes | Pending | None:
-        """The stored value, b"" for a tombstone, None when the file has no row for the key."""
+        """Return the stored value, b"" for a tombstone, None if the file has no row for the key."""
         entries = self._entries
         meta: TableMeta | None = entries.get(file)
         if meta is None:
@@ -88,17 +87,17 @@ class View:
         block: Block | None = entries.get((file, bisect_left(meta.last_keys, key)))
         if block is None:
             return PENDING if meta.may_hold(key) else None
-        # The only block that can hold the key is here: it knows for sure, and sooner than the filter.
+        # The only block that can hold the key is cached: it gives a certain answer, faster than the filter.
         block.hot = True
         return (block.by_key or block.index()).get(key)
 
     async def get(self, key: bytes) -> bytes | None:
-        """The live value of a key for which `peek` just said PENDING: the layers are not asked again."""
+        """Return the live value of a key for which `peek` just returned PENDING. Does not search the layers again."""
         found = await self._find(key)
         return (found[0].values[found[1]] or None) if found else None
 
     def peek_row(self, key: bytes) -> Row | Pending | None:
-        """As `peek`, with the seqno."""
+        """Return the row as `peek` does, with the seqno."""
         for layer in self.layers:
             value = layer.values.get(key)
             if value is not None:
@@ -118,7 +117,7 @@ class View:
         return None
 
     async def get_row(self, key: bytes) -> Row | None:
-        """The live row of a key for which `peek_row` just said PENDING."""
+        """Return the live row of a key for which `peek_row` just returned PENDING."""
         found = await self._find(key)
         if found is None:
             return None
@@ -126,7 +125,7 @@ class View:
         return Row(block.seqno(at), block.values[at]) if block.values[at] else None
 
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The live value or None for each key, in order."""
+        """Return the live value or None for each key, in order."""
         values = list(map(self.peek, keys))
         lacking = {key for key, value in zip(keys, values, strict=True) if value is PENDING}
         found = await self._find_many(sorted(lacking)) if lacking else {}
@@ -135,9 +134,9 @@ class View:
         ]
 
     async def _find(self, key: bytes) -> tuple[Block, int] | None:
-        """The block and the place in it of the file row for `key`, tombstones too.
+        """Return the block, and the index in it, of the newest file row for `key`, including tombstones.
 
-        The filter before any block; at most one read for filter and index and one for the block, of each
+        Checks the filter before any block. Needs at most one read for filter and index and one for the block, for each
         file that may hold the key.
         """
         tables = self.tables
@@ -156,9 +155,9 @@ class View:
             self._versions.unpin(self.version)
 
     async def _find_many(self, keys: list[bytes]) -> dict[bytes, bytes]:
-        """Stored values of the file rows for these ascending keys, b"" for tombstones.
+        """Return the stored values of the file rows for these ascending keys, b"" for tombstones.
 
-        Keys of one file's neighbouring blocks share a read; the reads of one file run at once.
+        Keys in adjacent blocks of one file share a read; the reads of one file run concurrently.
         """
         found: dict[bytes, bytes] = {}
         self._versions.pin(self.version)
@@ -200,7 +199,7 @@ class View:
 
 
 class ClosedView(View):
-    """Takes the place of the view when the database ends, so that the fast path needs no check of its own."""
+    """Replacement of the view after the database has ended, so that the fast path needs no check."""
 
     __slots__ = ("_check",)
 
@@ -218,7 +217,7 @@ class ClosedView(View):
 
 
 def _by_file(files: tuple[FileMeta, ...], keys: list[bytes]) -> Iterator[tuple[FileMeta, list[bytes]]]:
-    """Of disjoint files by key, each with those of the ascending keys that lie within it."""
+    """Yield each of the disjoint files, in key order, with the ascending keys within its range."""
     for file in files:
         start = bisect_left(keys, file.smallest)
         end = bisect_left(keys, file.largest + b"\0", start)
@@ -227,7 +226,7 @@ def _by_file(files: tuple[FileMeta, ...], keys: list[bytes]) -> Iterator[tuple[F
 
 
 def _spans(indexes: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) of each run of neighbours in ascending indexes."""
+    """Yield (first, count) of each run of consecutive indexes; `indexes` ascend."""
     first = count = 0
     for index in indexes:
         if count and index == first + count:

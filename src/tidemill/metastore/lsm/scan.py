@@ -1,7 +1,7 @@
-"""Scans: an iterator of chunks over a view that stands still.
+"""Scans: an iterator of chunks over a pinned view.
 
-The view is taken and pinned when the scan is made, not when it is first awaited: rows put between the two
-are not seen. The pins end with the last chunk, with `aclose`, or with the last reference to the scan.
+The view is taken and pinned when the scan is created, not when it is first awaited: rows written in between are not
+seen. The pin is released with the last chunk, by `aclose`, or with the last reference to the scan.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from tidemill.metastore.lsm.merge_iterator import FilesRun, LayerRun, Rows, Run,
 from tidemill.metastore.lsm.pin import Pin
 
 FILL_SHARE = 8
-"""A run of a scan puts at most one in so many of the cache's bytes into it: long scans do not flush the cache."""
+"""Each run of a scan fills at most 1/FILL_SHARE of the cache, so that long scans do not flush it."""
 
 BLOCK_COST_FACTOR = 3
-"""A decoded block takes about so many times its raw size."""
+"""Approximate ratio of a decoded block's memory to its raw size."""
 
 YIELD_SLICES = 16
-"""The loop gets its turn after so many times `slice_rows` rows: some milliseconds."""
+"""Number of times `slice_rows` rows after which a scan yields to the event loop: some milliseconds."""
 
 
 class Scan:
-    """`async for keys, values in scan`: live rows in order, in two lists of equal length, never empty, the caller's."""
+    """Iterator: `async for keys, values in scan`. Live rows in order, in two non-empty lists of equal length, which
+    belong to the caller."""
 
     def __init__(self, pin: Pin, lower: bytes, upper: bytes | None, reverse: bool) -> None:
         self._pin = pin
@@ -48,7 +49,7 @@ class Scan:
         return self
 
     async def __anext__(self) -> Rows:
-        """Raise Missing, Corrupt, Invalid, Unavailable; after an error the scan is over."""
+        """Return the next chunk. Raises Missing, Corrupt, Invalid, Unavailable; after an error the scan has ended."""
         runs = self._runs
         if not runs:
             raise StopAsyncIteration
@@ -67,7 +68,7 @@ class Scan:
                 keys, values = take(runs, self._reverse)
                 for run in runs:
                     if run.done and run.start >= run.end:
-                        # A new list: the loop above must not run over one that changes.
+                        # A new list: the loop above must not iterate over a list that changes.
                         self._runs = runs = [run for run in runs if not run.done or run.start < run.end]
                         break
                 if not runs:
@@ -84,7 +85,7 @@ class Scan:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """End early. Idempotent."""
+        """End the scan early. Idempotent."""
         self._close()
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""A snapshot: the database as it was when the snapshot was made, until it is closed."""
+"""Snapshot: the database as of the snapshot's creation, until it is closed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from tidemill.metastore.lsm.version import prefix_end
 
 
 class Snapshot:
-    """Stable over batches, flushes and merges. While it is open its files stay; close it with `with` or `close()`.
+    """Consistent state, unaffected by batches, flushes and compactions. While it is open its files are not deleted.
 
-    Every read raises ClosedError after that, and what the database's own reads raise.
+    Close it with `with` or `close()`. After that every read raises ClosedError; reads also raise what the database's own
+    raise.
     """
 
     def __init__(self, pin: Pin, seqno: int) -> None:
         self._pin = pin
         self.seqno = seqno
-        """The seqno of the newest batch it sees."""
+        """Seqno of the newest batch that it contains."""
 
     def peek(self, key: bytes) -> bytes | Pending | None:
-        """The value without waiting; PENDING when something must be read to know."""
+        """Return the value synchronously; PENDING if something must be read to know."""
         self._check()
         return self._pin.view.peek(key)
 
@@ -34,18 +35,19 @@ class Snapshot:
         return await self._pin.view.get(key) if value is PENDING else value
 
     async def get_row(self, key: bytes) -> Row | None:
-        """The live row with its seqno; None when it is absent or deleted."""
+        """Return the live row with its seqno; None if it is absent or deleted."""
         self._check()
         row = self._pin.view.peek_row(key)
         return await self._pin.view.get_row(key) if row is PENDING else row
 
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """One value, or None, for each key, in order."""
+        """Return one value, or None, for each key, in order."""
         self._check()
         return await self._pin.view.get_many(keys)
 
     def scan(self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False) -> Scan:
-        """Chunks of the live rows in [lower, upper). Outlives the snapshot: it has a pin of its own."""
+        """Iterate over chunks of the live rows in [lower, upper). The scan has its own pin and outlives the
+        snapshot."""
         self._check()
         return Scan(self._pin.again(), lower, upper, reverse)
 
@@ -53,7 +55,7 @@ class Snapshot:
         return self.scan(prefix, prefix_end(prefix), reverse=reverse)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the snapshot. Idempotent."""
         self._pin.release()
 
     def __enter__(self) -> Self:
@@ -64,7 +66,7 @@ class Snapshot:
 
     def _check(self) -> None:
         if self._pin.released:
-            raise ClosedError(f"The snapshot was closed: seqno={self.seqno}.")
+            raise ClosedError(f"the snapshot is closed: seqno={self.seqno}.")
         self._pin.check()
 
     def __del__(self) -> None:

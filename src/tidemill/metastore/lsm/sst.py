@@ -1,11 +1,11 @@
-"""One file of sorted rows: written in one go, opened with one ranged read.
+"""A file of sorted rows (SST): written in one pass, opened with one ranged read.
 
 sst     block ... | filter | index | footer          sections as in block.py; filter begins at meta_start
 filter  a raw section: the words of bloom.py, or nothing
 index   a section whose payload is the msgpack array [[last ...], [start ...], [rows ...]], one entry per block
         and one more start: the end of the last block. `last` is at least the block's last key and less
-        than the next block's first; of the last block it is the file's largest key itself.
-footer  as in footer.py; carries the format's number
+        than the next block's first; for the last block it is the file's largest key itself.
+footer  as in footer.py; contains the format's number
 
 The whole format is drawn in docs/metastore-format.md.
 """
@@ -29,7 +29,7 @@ from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 
 _JOIN_BYTES = MIB
-"""Blocks are handed to the store in buffers of about this size, not one by one."""
+"""Blocks are passed to the store in buffers of about this size, not one by one."""
 
 _FIRST_GUESS_ROWS = 16
 
@@ -38,7 +38,7 @@ _decode_index = msgspec.msgpack.Decoder(tuple[list[bytes], list[int], list[int]]
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What a manifest says of a file, before the file has a name."""
+    """Description of a file in a manifest, before the file has a name."""
 
     size_bytes: int
     rows: int
@@ -66,10 +66,10 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class SstWriter:
-    """Turns sorted rows into the buffers of one file. Plain calls, no I/O.
+    """Encoder of sorted rows into the buffers of one file. Synchronous, no I/O.
 
-    Blocks are cut by the number of rows that filled the last one; a block that came out more than
-    twice too large is cut in halves. So no row is measured on its own.
+    Blocks are cut by the number of rows that filled the last one; a block that turns out more than twice too large is
+    split in halves. So no row is measured individually.
     """
 
     def __init__(self, options: Options) -> None:
@@ -89,7 +89,7 @@ class SstWriter:
         self._min_seqno = 0
         self._max_seqno = 0
         self._tombstones = 0
-        self._last_keys: list[bytes] = []  # the true ones, until a successor allows to shorten them
+        self._last_keys: list[bytes] = []  # exact keys, shortened once the next block's first key is known
         self._starts: list[int] = [0]
         self._rows: list[int] = []
 
@@ -99,21 +99,21 @@ class SstWriter:
 
     @property
     def size_bytes(self) -> int:
-        """About what the file would have if it ended here: blocks as stored, waiting rows as they are."""
+        """Approximate size of the file if it ended here: blocks as stored, buffered rows uncompressed."""
         waiting = sum(map(len, self._keys)) + sum(map(len, self._values))
         return self._written_bytes + waiting + len(self._hashes) * self._bits_per_key // 8
 
     def add(self, keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequence[int]) -> None:
-        """Rows above all earlier ones, ascending and unique. Raises InvalidError, and then the writer is of no more
-        use."""
+        """Add rows above all earlier ones, ascending and unique. Raises InvalidError; the writer is unusable after
+        that."""
         if not keys:
             return
         if not len(keys) == len(values) == len(seqnos):
             raise InvalidError(
-                f"A chunk of rows is ragged: keys={len(keys)} values={len(values)} seqnos={len(seqnos)}.",
+                f"a chunk's columns differ in length: keys={len(keys)} values={len(values)} seqnos={len(seqnos)}.",
             )
         if not (all(map(lt, keys, keys[1:])) and (self._smallest is None or self._largest < keys[0])):
-            raise InvalidError(f"Keys must ascend and be unique: first={keys[0]!r} after={self._largest!r}.")
+            raise InvalidError(f"keys must ascend and be unique: first={keys[0]!r} after={self._largest!r}.")
         if self._smallest is None:
             self._smallest = keys[0]
             self._min_seqno = self._max_seqno = seqnos[0]
@@ -126,9 +126,9 @@ class SstWriter:
         self._cut_full_blocks()
 
     def finish(self) -> tuple[list[bytes], Summary]:
-        """The buffers of the file, in order, and what a manifest says of it. Raises InvalidError without rows."""
+        """Return the buffers of the file, in order, and its description. Raises InvalidError without rows."""
         if self._smallest is None:
-            raise InvalidError("A file holds at least one row: rows=0.")
+            raise InvalidError("a file needs at least one row: rows=0.")
         if self._keys:
             self._cut(self._keys, self._values, self._seqnos)
             self._keys, self._values, self._seqnos = [], [], []
@@ -172,10 +172,10 @@ class SstWriter:
             del keys[:at], values[:at], seqnos[:at]
 
     def _cut(self, keys: list[bytes], values: list[bytes], seqnos: list[int]) -> None:
-        """One block of these rows, or several when they are too many; the next guess follows its size."""
+        """Cut one block of these rows, or several if they are too many, and adapt the next guess to its size."""
         payload, low, high = encode_block(keys, values, seqnos)
         rows, target = len(keys), self._target_bytes
-        # At most doubled: a block of tombstones says little about the rows after it.
+        # At most doubled: a block of tombstones does not predict the size of the rows after it.
         self._guess_rows = max(1, min(2 * rows, rows * target // len(payload)))
         if rows > 1 and len(payload) > 2 * target:
             half = rows // 2
@@ -210,11 +210,11 @@ class TableMeta:
 
     name: str
     last_keys: list[bytes]
-    """One per block: at least its last key, less than the first key of the next; the last one is a key."""
+    """One per block: at least its last key, less than the first key of the next; the last one is an existing key."""
     starts: array[int]
     """One per block, and the end of the last block."""
     rows: array[int]
-    """Arrays, not lists: an index of ten million rows would hold 6 MB of int objects."""
+    """Rows per block. Arrays, not lists: for ten million rows a list would hold 6 MB of int objects."""
     cost_bytes: int
     hot: bool
 
@@ -232,20 +232,20 @@ class TableMeta:
         self.cost_bytes = 1000 + 8 * len(words) + sum(map(len, last_keys)) + len(rows) * (33 + 8 + 8 + 8 + 4)
 
     def may_hold(self, key: bytes) -> bool:
-        """False: the file certainly has no row for `key`. The body of `bloom.may_hold`, to save a call."""
+        """Return False only if the file has no row for `key`. An inlined copy of `bloom.may_hold`, to save a call."""
         h = crc32(key)
         mask = MASKS[h & 16383]
         return self._words[h * self._word_count >> 32] & mask == mask
 
     def find(self, key: bytes) -> int:
-        """The only block that can hold `key`; the number of blocks when the key is above the largest."""
+        """Return the only block that can hold `key`; the number of blocks if the key is above the largest."""
         return bisect_left(self.last_keys, key)
 
 
 def decode_meta(data: bytes, file: FileMeta, name: str) -> TableMeta:
-    """Filter, index and footer from the bytes [meta_start, size_bytes) of the file.
+    """Decode filter, index and footer from the bytes [meta_start, size_bytes) of the file.
 
-    Raises Corrupt, naming section and offset; Invalid when the file's format is newer than this program's.
+    Raises Corrupt, naming section and offset; Invalid if the file's format is newer than this program's.
     """
     footer = decode_footer(data, file.meta_start + len(data), name)
     filter_start, index_start, footer_start, blocks, rows, min_seqno, max_seqno = footer
@@ -257,7 +257,7 @@ def decode_meta(data: bytes, file: FileMeta, name: str) -> TableMeta:
         file.min_seqno,
         file.max_seqno,
     ):
-        raise corrupt(name, "footer", file.meta_start + at, "it is whole but not the one that the manifest describes")
+        raise corrupt(name, "footer", file.meta_start + at, "it is intact but does not match the manifest")
     words = unseal(data[: index_start - filter_start], name, "filter", filter_start)
     if len(words) % 8:
         raise corrupt(name, "filter", filter_start, f"its {len(words)} bytes are not words")
@@ -275,13 +275,13 @@ def decode_meta(data: bytes, file: FileMeta, name: str) -> TableMeta:
 
 
 def separator(last: bytes, following: bytes) -> bytes:
-    """A key at or above `last` and below `following` (last < following), as short as is easily found."""
+    """Return a short key at or above `last` and below `following` (last < following)."""
     shared = shared_bytes(last, following)
     if shared == len(last):
         return last
     if last[shared] + 1 < following[shared]:
         return last[:shared] + bytes((last[shared] + 1,))
-    # Whatever continues last's own byte at `shared` stays below `following`: raise the first later byte that can be.
+    # Every key that shares last's bytes through `shared` is below `following`: increment the first later byte possible.
     for at in range(shared + 1, len(last)):
         if last[at] < 0xFF:
             return last[:at] + bytes((last[at] + 1,))

@@ -1,4 +1,4 @@
-"""What a database tells of itself, for `status` and benchmarks."""
+"""Statistics of a database, for `status` and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class LevelStats(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Sizes are of this moment, totals since the database was opened.
+    """Statistics. Sizes are current, totals are since the database was opened.
 
-    memtable_bytes         rows in memory with their overhead; frozen ones too
+    memtable_bytes         rows in memory with their overhead, including frozen ones
     pins                   open snapshots and scans
-    flushed_bytes          of files made by flushes; merged_bytes of those made by merges
-    write_amplification    both together over flushed_bytes; 0 before the first flush
+    flushed_bytes          size of files written by flushes; merged_bytes of those written by compactions
+    write_amplification    sum of both over flushed_bytes; 0 before the first flush
     object_reads           ranged reads of files; read_bytes their bytes
-    slowed, stopped        batches that waited a little, or for room; waited_s their time together
-    flush_error, merge_error, collection_error   "" when the last attempt succeeded
+    slowed, stopped        batches that were delayed, or waited for room; waited_s their total time
+    flush_error, merge_error, collection_error   "" if the last attempt succeeded
     """
 
     levels: tuple[LevelStats, ...]

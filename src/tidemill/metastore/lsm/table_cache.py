@@ -1,7 +1,7 @@
-"""All open files of a database: filters, indexes and blocks, read once and kept while the budget lasts.
+"""Open files of a database: filters, indexes and blocks, read once and cached while the budget lasts.
 
-Readers of the same missing thing at the same moment share one read. Whoever comes first reads; its
-failure reaches all who wait and is not kept. When it is cancelled, one of the waiting reads instead.
+Concurrent readers of the same missing item share one read. The first caller reads; its failure is raised to all waiting
+callers and is not cached. If it is cancelled, one of the waiting callers reads instead.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tidemill.metastore.lsm.sst import TableMeta, decode_meta
 from tidemill.objects.verified_read import checked, read_again
 
 DECODE_SLICE = 64
-"""Blocks decoded between two yields to the event loop: about a millisecond."""
+"""Number of blocks decoded between two yields to the event loop: about a millisecond."""
 
 _Flight = asyncio.Future["Block | TableMeta | Exception | None"]
-"""A read under way. Its result is what was read, the failure, or None when its reader was cancelled."""
+"""Running read. Its result is the item read, the failure, or None if its reader was cancelled."""
 
 
 class Tables:
-    """The `cached_` calls are plain and fast; the others wait for the bucket when they must."""
+    """Open files. The `cached_` methods are synchronous and fast; the others read from the bucket if they must."""
 
     def __init__(self, files: Files, cache: BlockCache) -> None:
         self.files = files
         self.cache = cache
         self.reads = 0
         self.read_bytes = 0
-        # One dictionary in three types: metas are kept by file, blocks by (file, index).
+        # One dictionary with entries of two types: metas by file, blocks by (file, index).
         self._entries = cast("dict[Any, Any]", cache.entries)
-        self._flights: dict[Hashable, _Flight | None] = {}  # reads under way; a future once somebody waits
+        self._flights: dict[Hashable, _Flight | None] = {}  # running reads; a future once another caller waits
         self._block_counts: dict[FileMeta, int] = {}
 
     def cached_meta(self, file: FileMeta) -> TableMeta | None:
@@ -52,7 +52,8 @@ class Tables:
         return found
 
     async def meta(self, file: FileMeta) -> TableMeta:
-        """Filter and index, by one ranged read. Raises Missing, CorruptError, Unavailable, Invalid (newer format)."""
+        """Return filter and index, by one ranged read. Raises Missing, CorruptError, Unavailable, Invalid (newer
+        format)."""
         while True:
             found = self.cached_meta(file)
             if found is not None:
@@ -64,7 +65,8 @@ class Tables:
                 return cast(TableMeta, landed)
 
     async def block(self, file: FileMeta, index: int) -> Block:
-        """As `blocks`, one of them. The path of a cold get: it does no more than it must."""
+        """Return one block, see `blocks`. This is the path of a get that misses the cache, kept as short as
+        possible."""
         found = self.cached_block(file, index)
         if found is not None:
             return found
@@ -90,10 +92,10 @@ class Tables:
         return block
 
     async def blocks(self, file: FileMeta, first: int, count: int, *, fill_cache: bool = True) -> list[Block]:
-        """`count` blocks from `first` on, some tens; those not cached by one ranged read where they are neighbours.
+        """Return `count` blocks from `first` on, a few dozen at most. Adjacent uncached blocks share one ranged read.
 
-        `fill_cache=False` leaves the cache as it is: for merges and long scans. What others read meanwhile is
-        shared either way. Raises as `meta`.
+        `fill_cache=False` does not add to the cache: for long scans. Concurrent reads are shared in either case. Raises
+        as `meta`.
         """
         meta = self.cached_meta(file) or await self.meta(file)
         wanted = range(first, first + count)
@@ -102,7 +104,7 @@ class Tables:
             return await self._read_blocks(file, meta, wanted, fill_cache)
         found: dict[int, Block] = {}
         while len(found) < count:
-            # Looked up and claimed without an await between: two readers never claim the same block.
+            # Looked up and claimed without an await in between, so two readers never claim the same block.
             mine: list[int] = []
             others: list[int] = []
             for index in wanted:
@@ -121,7 +123,7 @@ class Tables:
         return [found[index] for index in wanted]
 
     def forget(self, file: FileMeta) -> None:
-        """Drop what is kept of a file that no version needs any more. A read under way may still put some back."""
+        """Drop the cached items of a file that no version needs any more. A running read may still add some again."""
         self.cache.remove(file)
         for index in range(self._block_counts.pop(file, 0)):
             self.cache.remove((file, index))
@@ -186,18 +188,18 @@ class Tables:
     def _land(self, key: Hashable, outcome: Block | TableMeta | BaseException) -> None:
         flight = self._flights.pop(key)
         if flight is not None:
-            # A cancelled reader says nothing about the file: whoever waits tries again.
+            # Cancellation of the reader says nothing about the file: a waiting caller retries.
             lost = isinstance(outcome, BaseException) and not isinstance(outcome, Exception)
             flight.set_result(None if lost else cast("Block | TableMeta | Exception", outcome))
 
     async def _landing(self, key: Hashable) -> Block | TableMeta | None:
-        """What a read under way brings; None when it was cancelled, or is over by now. Raises its failure."""
+        """Await a running read; return its item, or None if it was cancelled or has ended. Raises its failure."""
         if key not in self._flights:
             return None
         flight = self._flights[key]
         if flight is None:
             flight = self._flights[key] = asyncio.get_running_loop().create_future()
-        # Shielded: cancelling one who waits must not cancel the future that the others wait for.
+        # Shielded: cancelling one waiting caller must not cancel the future that the others await.
         outcome = await asyncio.shield(flight)
         if isinstance(outcome, Exception):
             raise outcome
@@ -205,7 +207,7 @@ class Tables:
 
 
 def _runs(indexes: Iterable[int]) -> Iterable[tuple[int, int]]:
-    """Half-open runs of neighbours in ascending indexes."""
+    """Yield half-open ranges of consecutive indexes; `indexes` ascend."""
     first = end = -1
     for index in indexes:
         if index != end:

@@ -1,10 +1,10 @@
-"""A version: which files are live, by level. Immutable; every change makes a new one.
+"""Version: the live files, by level. Immutable; every change makes a new one.
 
     level 0     files as flushed, newest first; their keys may overlap
-    level 1…    files by key, disjoint: one sorted run each
+    level 1…    files in key order, disjoint: one sorted run each
 
-Where a key is in several places the first of them wins: level 0 from newest to oldest, then the levels
-downwards. A look-up never leaves a file out because of its seqnos, and a tombstone ends it as a value does.
+If a key is in several places the first of them wins: level 0 from newest to oldest, then the levels downwards. A
+look-up never skips a file because of its seqnos, and a tombstone ends it like a value does.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Level = tuple[FileMeta, ...]
 
 
 class Edit(msgspec.Struct, frozen=True):
-    """What one flush or one merge changes: files removed first, then files added, each to its level.
+    """Change by one flush or one compaction: files removed first, then files added, each to its level.
 
-    A file in both moves. `last_seqno` is that of the frozen memtable for a flush (L4), 0 for a merge.
+    A file in both moves. `last_seqno` is that of the frozen memtable for a flush, 0 for a compaction.
     """
 
     added: tuple[tuple[int, FileMeta], ...] = ()
@@ -33,7 +33,8 @@ class Edit(msgspec.Struct, frozen=True):
 
 
 class Version:
-    """`levels[0]` newest first, the others by key. Compared and hashed by identity: pins count on it."""
+    """Live files. `levels[0]` is newest first, the others are in key order. Compared and hashed by identity, as pins
+    need."""
 
     __slots__ = ("_files", "deep", "last_seqno", "levels")
 
@@ -41,7 +42,7 @@ class Version:
         self.levels = levels
         self.last_seqno = last_seqno
         self.deep = tuple((level, [file.largest for file in level]) for level in levels[1:] if level)
-        """The levels from 1 that hold files, each with the largest keys of its files, for bisect."""
+        """Non-empty levels from 1 on, each with the largest keys of its files, for bisect."""
         self._files: frozenset[FileMeta] | None = None
 
     @property
@@ -59,7 +60,7 @@ class Version:
         return sum(file.size_bytes for level in self.levels for file in level)
 
     def candidates(self, key: bytes) -> Iterator[FileMeta]:
-        """The files that may hold `key`, in the order in which the first row found is the right one."""
+        """Yield the files that may hold `key`, in an order in which the first row found is the newest."""
         for file in self.levels[0] if self.levels else ():
             if file.smallest <= key <= file.largest:
                 yield file
@@ -69,7 +70,7 @@ class Version:
                 yield files[at]
 
     def overlapping(self, level: int, smallest: bytes, largest: bytes) -> Level:
-        """The files of `level` with keys in [smallest, largest], both inclusive, in the level's order."""
+        """Return the files of `level` with keys in [smallest, largest], both inclusive, in the level's order."""
         if level >= len(self.levels):
             return ()
         files = self.levels[level]
@@ -79,7 +80,7 @@ class Version:
         return files[start : max(start, bisect_right(files, largest, key=_smallest))]
 
     def runs(self, lower: bytes, upper: bytes | None) -> Iterator[Level]:
-        """The sorted runs that touch [lower, upper), newest first: each file of level 0, then each level."""
+        """Yield the sorted runs that overlap [lower, upper), newest first: each file of level 0, then each level."""
         for file in self.levels[0] if self.levels else ():
             if lower <= file.largest and (upper is None or file.smallest < upper):
                 yield (file,)
@@ -94,12 +95,12 @@ class Version:
                 yield files[start:end]
 
     def edited(self, edit: Edit) -> Version:
-        """The next version. Raises ConflictError when a removed file is not here, InvalidError when a level would
-        overlap."""
+        """Return the next version. Raises ConflictError if a removed file is not in this version, InvalidError if files
+        of a level would overlap."""
         removed = set(edit.removed)
         if not removed <= self.files:
             gone = sorted(f"{file.epoch}-{file.number}" for file in removed - self.files)
-            raise ConflictError(f"An edit removes files that are not live: files={','.join(gone)}.", current=self)
+            raise ConflictError(f"an edit removes files that are not live: files={','.join(gone)}.", current=self)
         levels = [[file for file in level if file not in removed] for level in self.levels]
         for level, file in edit.added:
             while len(levels) <= level:
@@ -113,7 +114,7 @@ class Version:
             for left, right in pairwise(files):
                 if left.largest >= right.smallest:
                     raise InvalidError(
-                        f"Two files of one level overlap: level={number} "
+                        f"two files of one level overlap: level={number} "
                         f"left={left.epoch}-{left.number} right={right.epoch}-{right.number}."
                     )
         while len(levels) > 1 and not levels[-1]:
@@ -133,6 +134,6 @@ def _largest(file: FileMeta) -> bytes:
 
 
 def prefix_end(prefix: bytes) -> bytes | None:
-    """The smallest key above every key that starts with `prefix`; None when there is none (empty, or all 0xff)."""
+    """Return the smallest key above every key that starts with `prefix`; None if no key is (prefix empty or all 0xff)."""
     head = prefix.rstrip(b"\xff")
     return head[:-1] + bytes((head[-1] + 1,)) if head else None

@@ -1,9 +1,12 @@
-"""The current version, who pins which, the file numbers being written, and the one way to change all that.
+"""Version set: the current version, the pins of versions, the file numbers in flight, and the commit of edits.
 
-V1  Manifest writes are serialised; each is made from the newest version at its turn (L5).
-V2  What was committed is installed, and what depends on it is done, in one synchronous step.
-V3  A write that may or may not have happened halts everything: nobody here can tell which version is current (L6).
-V4  A number is in flight from when its name is given until its file is in a version or will never be (L7).
+- Invariant (serial manifests): manifest writes are serialised; each is made from the newest version at its turn.
+- Invariant (atomic install): the committed version is installed, and the work that depends on it done, in one
+  synchronous step.
+- Invariant (halt on unknown): a manifest write of unknown outcome halts everything: this process cannot know any more
+  which version is current.
+- Invariant (in flight): a file number is in flight from when its name is assigned until its file is in a version or
+  never will be.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from tidemill.metastore.lsm.version import EMPTY, Edit, Version
 
 
 class Versions:
-    """`current` is never changed, only replaced. `manifest` is the one it was read from or written to last."""
+    """Version set. `current` is never modified, only replaced. `manifest` is the one last read or written."""
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class Versions:
         self.manifest = manifest
         self.current = Version(manifest.levels or ((),), manifest.last_seqno) if manifest else EMPTY
         self.halted: TidemillError | None = None
-        """Set once, after Unknown or Fenced; then nothing is written or collected any more."""
+        """Set once, after Unknown or Fenced. Then nothing is written or collected any more."""
 
     # pins --------------------------------------------------------------------------------------------
 
@@ -65,8 +68,8 @@ class Versions:
             self._forget(version.files)
 
     def pinned_files(self) -> set[FileMeta]:
-        """Files of every version somebody reads from, the current one aside."""
-        # A copy in one step: an abandoned scan may unpin from its finaliser, at any allocation.
+        """Return the files of all pinned versions."""
+        # list() copies in one step: the finaliser of an abandoned scan may unpin at any allocation.
         return {file for version in list(self._pins) for file in version.files}
 
     @property
@@ -82,19 +85,20 @@ class Versions:
     # file numbers --------------------------------------------------------------------------------------
 
     def next_file_name(self) -> FileName:
-        """A name never given before; in flight until it is released."""
+        """Return a name that was never used before; its number is in flight until released."""
         number = self._next_number
         self._next_number += 1
         self._in_flight.add(number)
         return FileName(self._epoch, number, self._rand.nonce())
 
     def release_file_names(self, names: Iterable[FileName]) -> None:
-        """Their files are in a version by now, or are orphans. Idempotent."""
+        """Release names whose files are in a version now, or are orphans. Idempotent."""
         self._in_flight.difference_update(name.number for name in names)
 
     @property
     def lowest_in_flight(self) -> int:
-        """The lowest number still being written, else the next one to be given (L7)."""
+        """Lowest number still being written, else the next one to be assigned. Garbage collection spares files from it
+        on."""
         return min(self._in_flight, default=self._next_number)
 
     # changes -------------------------------------------------------------------------------------------
@@ -102,8 +106,8 @@ class Versions:
     async def commit(self, edit: Edit, installed: Callable[[], None]) -> None:
         """Write the manifest with `edit`, then swap the version and call `installed` in one step.
 
-        Not to be cancelled but at the end of the process's interest in the database: the caller shields it.
-        Raises Conflict when the edit does not fit the newest version, and what `Manifests.write` raises.
+        Must not be cancelled unless the database is being closed: the caller shields it. Raises Conflict if the edit
+        does not fit the newest version, and what `Manifests.write` raises.
         """
         async with self._lock:
             if self.halted is not None:
@@ -118,8 +122,8 @@ class Versions:
                 created_ms=self._clock.now_ms(),
                 levels=version.levels,
             )
-            # Spent whatever comes of it: a copy uploaded in vain must not share the number of the one that
-            # counts, because a restore takes the greatest number in the bucket for the newest.
+            # The number is used up regardless of the outcome: a copy uploaded in vain must not share the number of the
+            # manifest that counts, because a restore takes the greatest number in the bucket for the newest.
             self._manifest_number = manifest.number
             try:
                 await self._manifests.write(manifest)
@@ -139,13 +143,13 @@ class Versions:
             installed()
 
     def adopt(self, manifest: Manifest) -> bool:
-        """Go over to a manifest written by somebody else; False when it is the one we have.
+        """Switch to a manifest written by another process; return False if it is the current one.
 
-        Raises InvalidError for another domain's, or one that goes back.
+        Raises InvalidError for another domain's manifest, or an older one.
         """
         if manifest.domain_uuid != self._domain_uuid:
             raise InvalidError(
-                "The manifest belongs to another domain: "
+                "the manifest belongs to another domain: "
                 f"domain_uuid={self._domain_uuid} manifest_domain_uuid={manifest.domain_uuid}.",
                 fix="Reopen the database: the domain was reset.",
             )
@@ -154,7 +158,7 @@ class Versions:
             return False
         if manifest.last_seqno < self.current.last_seqno or (old is not None and manifest.epoch < old.epoch):
             raise InvalidError(
-                "The manifest is older than the one in use: "
+                "the manifest is older than the one in use: "
                 f"last_seqno={manifest.last_seqno} current_last_seqno={self.current.last_seqno} "
                 f"epoch={manifest.epoch} current_epoch={old.epoch if old else 0}.",
                 fix="Read the newest manifest, or reopen the database.",
@@ -171,7 +175,7 @@ class Versions:
 
 def broken(manifest: Manifest, cause: BaseException) -> UnknownOutcomeError:
     return UnknownOutcomeError(
-        "The database is broken: a manifest may or may not have been written: "
+        "the database is broken, a manifest write has an unknown outcome: "
         f"domain_uuid={manifest.domain_uuid} epoch={manifest.epoch} number={manifest.number} cause={cause!r}.",
-        fix="Close the database and open it again from the newest manifest.",
+        fix="Close the database and reopen it from the newest manifest.",
     )

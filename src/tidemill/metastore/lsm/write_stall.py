@@ -1,8 +1,8 @@
-"""Back-pressure: how long a writer waits before its next batch.
+"""Write stalls: how long a writer waits before its next batch.
 
-Slow from `l0_slow` files in level 0, by a little more for each; stop from `l0_stop` files, or when
-more than two write buffers are full. A writer that waits holds nothing that flush or compaction need: those
-two make room whatever writers do, so nobody waits for himself.
+From `l0_slow` files in level 0 on, each batch is delayed, more for each further file. Writers stop from `l0_stop` files
+on, or when more than two write buffers are full. A waiting writer holds nothing that flush or compaction need, and
+these two make room independently of writers, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from tidemill.base.errors import UnavailableError
 from tidemill.metastore.lsm.database_protocol import DatabaseProtocol
 
 SLOW_STEP_S = 0.001
-"""One batch waits so long for each file of level 0 from `l0_slow` on."""
+"""Delay of a batch for each file of level 0 from `l0_slow` on."""
 
 BUFFERS_MAX = 2
-"""Rows in memory, frozen ones too, in write buffers."""
+"""Limit of rows in memory, including frozen ones, in write buffers."""
 
 LOOK_S = 1.0
-"""A stopped writer looks again so often for a failure that nobody rang for."""
+"""Interval at which a stopped writer checks for failures that did not ring."""
 
 PATIENCE_S = 10.0
-"""A stop that lasts because the background work keeps failing is told to the writer after so long."""
+"""Duration of a stop after which the writer gets the error of the failing background work."""
 
 
 class WriteStall:
-    """Counts the stops and the time that writers waited."""
+    """Write stall. It counts the stops and the time that writers waited."""
 
     def __init__(self, database: DatabaseProtocol) -> None:
         self._database = database
@@ -39,11 +39,11 @@ class WriteStall:
         database = self._database
         if database.memtable.size_bytes > BUFFERS_MAX * database.options.write_buffer_bytes:
             return True
-        # Without the loop that merges level 0 nothing would end the stop.
+        # Without the compaction loop nothing would reduce level 0 and end the stop.
         return len(database.version.levels[0]) >= database.options.l0_stop and database.compacts
 
     async def wait(self) -> None:
-        """Raise UnavailableError when the stop lasts because flush or compaction fail, or what ended one of them."""
+        """Wait for room. Raises UnavailableError if the stop lasts because flush or compaction fail or have ended."""
         database = self._database
         if database.read_only:
             return
@@ -71,14 +71,14 @@ class WriteStall:
         database = self._database
         if database.failure is not None:
             raise UnavailableError(
-                "No room for writes, and the work that makes room has ended: "
+                "no room for writes, and the background work that makes room has ended: "
                 f"domain_uuid={database.domain_uuid} cause={database.failure!r}.",
-                fix="Close the database and open it again.",
+                fix="Close and reopen the database.",
             ) from database.failure
         failing = database.struggle
         if failing and waited_s >= PATIENCE_S:
             raise UnavailableError(
-                "No room for writes, and the work that makes room keeps failing: "
+                "no room for writes, and the background work that makes room keeps failing: "
                 f"domain_uuid={database.domain_uuid} waited_s={waited_s:.1f} cause={failing}.",
-                fix="Look at the object store.",
+                fix="Check the object store.",
             )

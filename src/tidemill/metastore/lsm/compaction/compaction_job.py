@@ -1,16 +1,17 @@
-"""The merge itself, as a generator that asks for its I/O: the same code runs on a loop and in a process.
+"""The merge of one compaction, as a generator that requests its I/O: the same code runs on an event loop and in a
+process.
 
-    Read(file, start, end, ahead)   the driver sends back these bytes, and may begin to read `ahead`
-    Put(name, buffers)              the driver stores them durably, then goes on
-    Pause(rows_done)                about every `slice_rows` rows: the driver may let others run
+    Read(file, start, end, ahead)   the driver sends back these bytes, and may start reading `ahead`
+    Put(name, buffers)              the driver stores them durably, then continues
+    Pause(rows_done)                about every `slice_rows` rows: the driver may yield to other tasks
 
-Rows go through in chunks. Each run has the rows of a few decoded blocks at hand; the smallest of their last
-keys is as far as all runs can go. Up to there their rows are put into one dict, oldest run first, so that
-the newest row of a key is what remains, and sorted: timsort takes ascending runs as they are. All of this
-is loops in C; one Python step handles many rows. Where only one run has rows, they pass as they are.
+Rows are processed in chunks. Each run has the rows of a few decoded blocks in memory; the smallest of their last keys
+bounds how far all runs can advance. Up to it their rows are put into one dict, oldest run first, so that the newest row
+of each key remains, and sorted: timsort merges ascending runs in linear time. All of these loops run in C; one Python
+step handles many rows. If only one run has rows, they are passed on unchanged.
 
-No cache is read or filled. A run holds one window of raw bytes and one chunk of decoded rows, and the next
-window may be on its way; so memory is bounded by twice WINDOWS_BYTES and one output file, whatever the job.
+No cache is read or filled. A run holds one window of raw bytes and one chunk of decoded rows, and the next window may
+be read ahead. So memory is bounded by twice WINDOWS_BYTES and one output file, regardless of the size of the job.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import SstWriter, TableMeta, decode_meta
 
 WINDOWS_BYTES = 8 * MIB
-"""Raw input held at once, over all runs; as much again may be read ahead."""
+"""Raw input held in memory over all runs; the same amount again may be read ahead."""
 WINDOW_BYTES_MIN = 128 << 10
 WINDOW_BYTES_MAX = 2 * MIB
-"""One ranged read: large enough that a request costs little beside its bytes."""
+"""Limits of one ranged read: large enough that the cost of a request is small compared to its bytes."""
 
 CHUNK_BYTES = 512 << 10
-"""Decoded rows of one run held at once, beyond one block; large values make chunks of few rows."""
+"""Limit of a run's decoded rows in memory, exceeded by one block at most; large values give chunks of few rows."""
 
 CHUNK_ROWS_MIN = 64
 
 
 class Read(msgspec.Struct, frozen=True):
-    """`ahead` is the read of this run that will follow, except that its own `ahead` is not known yet."""
+    """Request for bytes of a file. `ahead` is the following read of this run, except that its own `ahead` is unset."""
 
     file: FileMeta
     start: int
@@ -58,31 +59,32 @@ class Put(msgspec.Struct, frozen=True):
 
 
 class Pause(msgspec.Struct, frozen=True):
-    """`rows_done` of the job's rows have been read and merged."""
+    """Report that `rows_done` of the job's rows have been read and merged."""
 
     rows_done: int
 
 
 Step = Read | Put | Pause
 Steps = Generator[Step, bytes, list[FileMeta]]
-"""Is sent the bytes of a Read, and b"" after the other two; returns the files made, by key."""
+"""Generator of steps. It is sent the bytes of a Read, and b"" after other steps; returns the new files by key."""
 
 _Reading = Generator[Step, bytes, None]
 
 
 def names_needed(job: Job, options: Options) -> int:
-    """How many names to reserve. More than the outputs can need, since merged rows may compress a little worse."""
+    """Return how many names to reserve: more than the outputs can need, since merged rows may compress slightly
+    worse."""
     return 2 * -(-job.size_bytes // options.file_bytes) + 1
 
 
 def merge_steps(job: Job, options: Options) -> Steps:
-    """Merge `job`: of each key the newest row, without the tombstones that nothing below needs (P3).
+    """Merge `job`: keep the newest row of each key, without the tombstones that no file below needs.
 
-    The outputs take `job.names` in order; none is made when no row remains. Raises Corrupt, naming the file,
-    when an input is damaged, and InvalidError without names.
+    The outputs take `job.names` in order; without remaining rows there is no output. Raises Corrupt, naming the file,
+    if an input is damaged, and InvalidError without names.
     """
     if not job.names:
-        raise InvalidError(f"A merge needs names for its outputs: level={job.level} target={job.target}.")
+        raise InvalidError(f"a compaction needs names for its outputs: level={job.level} target={job.target}.")
     window_bytes = min(WINDOW_BYTES_MAX, max(WINDOW_BYTES_MIN, WINDOWS_BYTES // len(job.runs)))
     chunk_rows = max(CHUNK_ROWS_MIN, options.slice_rows // len(job.runs))
     runs = [_Run(files, job.prefix, window_bytes, chunk_rows) for files in job.runs]
@@ -116,7 +118,7 @@ def merge_steps(job: Job, options: Options) -> Steps:
 
 
 def _finish(writer: SstWriter, name: FileName, made: list[FileMeta], rows_done: int) -> _Reading:
-    # Building filter and index is the longest single step: others run before it and after it.
+    # Building filter and index is the longest single step, so other tasks may run before and after it.
     yield Pause(rows_done)
     buffers, summary = writer.finish()
     yield Pause(rows_done)
@@ -125,9 +127,9 @@ def _finish(writer: SstWriter, name: FileName, made: list[FileMeta], rows_done: 
 
 
 def _merge_chunk(runs: Sequence[_Run]) -> tuple[list[bytes], list[bytes], list[int], int]:
-    """The rows up to where all runs can go: keys ascending, values, seqnos, and how many rows went in.
+    """Return the rows up to which all runs can advance: ascending keys, values, seqnos, and the number of input rows.
 
-    `runs` oldest first, each with rows at hand. At least one of them is used up, so every call gets on.
+    `runs` are oldest first, each with rows in memory. At least one of them is exhausted, so every call makes progress.
     """
     reach = min(run.keys[-1] for run in runs)
     parts = [part for run in runs if (part := run.take(reach))[0]]
@@ -149,7 +151,7 @@ def _merge_chunk(runs: Sequence[_Run]) -> tuple[list[bytes], list[bytes], list[i
 
 
 class _Run:
-    """One sorted run of the job. `keys`, `values` and `seqnos` are what is decoded and not yet taken."""
+    """One sorted run of the job. `keys`, `values` and `seqnos` are the decoded rows that were not taken yet."""
 
     __slots__ = (
         "_at",
@@ -182,7 +184,7 @@ class _Run:
         self._data_start = 0
 
     def take(self, reach: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
-        """The rows at hand whose key is at most `reach`; they are gone from here."""
+        """Remove and return the decoded rows whose key is at most `reach`."""
         at, count = self._at, len(self.keys)
         end = bisect_right(self.keys, reach, at)
         self._at = end
@@ -191,7 +193,7 @@ class _Run:
         return self.keys[at:end], self.values[at:end], self.seqnos[at:end]
 
     def fill(self) -> _Reading:
-        """Decode the next chunk if all rows at hand are taken; `keys` stays empty when the run has ended."""
+        """Decode the next chunk if all decoded rows were taken; `keys` stays empty at the end of the run."""
         if self._at < len(self.keys):
             return
         keys: list[bytes] = []
@@ -238,7 +240,7 @@ class _Run:
         self._data = yield Read(file, self._data_start, meta.starts[self._window_end], ahead)
 
     def _window_from(self, meta: TableMeta, block: int) -> int:
-        """Where the window that begins with `block` ends: as many blocks as fit, and at least one."""
+        """Return the end of the window that begins with `block`: as many blocks as fit, and at least one."""
         end = bisect_right(meta.starts, meta.starts[block] + self._window_bytes) - 1
         return min(max(end, block + 1), len(meta.rows))
 
@@ -248,7 +250,7 @@ def _meta_of(file: FileMeta) -> Read:
 
 
 class _Ranges:
-    """Where an older file may hold a key: there a tombstone must stay."""
+    """Key ranges in which an older file may hold a key. Tombstones within them must be kept."""
 
     def __init__(self, ranges: Sequence[tuple[bytes, bytes]]) -> None:
         self._smallest = [low for low, _ in ranges]
@@ -257,7 +259,7 @@ class _Ranges:
     def without_dead(
         self, keys: list[bytes], values: list[bytes], seqnos: list[int]
     ) -> tuple[list[bytes], list[bytes], list[int]]:
-        """The rows without those tombstones that no older file can need."""
+        """Return the rows without the tombstones that no older file can need."""
         stays: Sequence[object] = values
         if self._smallest and bisect_left(self._largest, keys[0]) <= bisect_right(self._smallest, keys[-1]) - 1:
             stays = [value or self._holds(key) for key, value in zip(keys, values, strict=True)]

@@ -1,12 +1,12 @@
-"""The loop that keeps a database's levels in shape: pick, merge, commit; one job at a time.
+"""Compaction loop of a database: pick a job, execute it, commit it; one job at a time.
 
-C1  Only this loop removes files from a version; a flush only adds to level 0. So what was picked is still
-    there when its edit is committed, however long the merge took.
-C2  Nothing counts before the commit. A merge that is cut off, fails, or loses its process leaves orphans
-    and is picked again, under new names.
-C3  A commit that failed as Unavailable is tried again with the same outputs, which stay in flight: the work is
-    not lost. After Unknown or Fenced the database is broken (L6) and the loop ends.
-C4  Reads are never blocked: they hold their version, whose files stay until nobody pins them.
+- Invariant (sole remover): only this loop removes files from a version; a flush only adds to level 0. So the picked
+  files are still live when the job's edit is committed, however long the job took.
+- Invariant (commit decides): nothing has an effect before the commit. A job that is interrupted, fails, or loses its
+  process leaves orphans and is picked again, under new names.
+- Invariant (no lost work): a commit that failed with Unavailable is retried with the same outputs, whose names stay in
+  flight. After Unknown or Fenced the database is broken and the loop ends.
+- Invariant (reads never wait): a read pins its version, whose files stay until no reader pins them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BACKOFF_MAX_S = 30.0
 
 
 class VersionsLike(Protocol):
-    """What the loop needs of version_set.py."""
+    """Interface of the version set that the loop uses."""
 
     @property
     def current(self) -> Version: ...
@@ -53,7 +53,7 @@ class VersionsLike(Protocol):
 
 
 class Merging(msgspec.Struct):
-    """The job under way, for marks: position `rows_done`, target `rows`."""
+    """Progress of the running job, for the stage status: position `rows_done`, target `rows`."""
 
     level: int
     target: int
@@ -64,9 +64,9 @@ class Merging(msgspec.Struct):
 
 
 class CompactionStats(msgspec.Struct):
-    """Totals since the database was opened. Bytes are those of whole files, as stored.
+    """Totals since the database was opened. Bytes are those of whole files as stored.
 
-    `failure` is the last error of a job that has not succeeded since, "" when all is well.
+    `failure` is the error of the last job if it failed, "" if it succeeded.
     """
 
     merges: int = 0
@@ -80,7 +80,8 @@ class CompactionStats(msgspec.Struct):
 
 
 class Compactor:
-    """`commit` makes an edit durable and current, shielded from cancellation; `wake` rings at every new version."""
+    """Compaction loop. `commit` makes an edit durable and current, shielded from cancellation; `wake` rings at every
+    new version."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Compactor:
         self.stats = CompactionStats()
 
     async def run(self) -> None:
-        """Until cancelled. Ends with the commit's error when that broke the database, or refused the edit."""
+        """Run until cancelled. Ends with the commit's error if that broke the database or rejected the edit."""
         delay_s = 0.0
         while True:
             rings = self._wake.rings
@@ -116,8 +117,8 @@ class Compactor:
             except ClosedError:
                 raise
             except Exception:
-                # Also after Corrupt and Missing: an object that the operator restores heals them. And after what
-                # nobody foresaw: a loop that died of it would stop all writers in the end.
+                # Corrupt and Missing are retried too: an operator may restore the object. So are unexpected errors: if
+                # this loop ended, writers would stop eventually.
                 delay_s = min(BACKOFF_MAX_S, 2 * delay_s or BACKOFF_FIRST_S)
                 await asyncio.sleep(delay_s)
                 continue
@@ -126,9 +127,10 @@ class Compactor:
                 await self._wake.after(rings)
 
     async def settle(self) -> None:
-        """Bring what is in the database at this moment into one level, without tombstones; waits for its turn.
+        """Compact everything that is in the database now into one level, without tombstones; wait for a running job
+        first.
 
-        Raises what the merge or the commit raised; nothing is lost then, and the call may be repeated.
+        Raises what the job or its commit raised; nothing is lost then, and the call may be repeated.
         """
         try:
             await self._step(lambda version: settle(version.levels, self._options))
@@ -136,7 +138,7 @@ class Compactor:
             raise failed.error from failed
 
     async def _step(self, choose: Callable[[Version], Job | None]) -> bool:
-        """Choose one job and do it; False when there is none."""
+        """Choose one job and execute it; return False if no job is due."""
         async with self._turn:
             job = choose(self._versions.current)
             if job is None:
@@ -164,7 +166,7 @@ class Compactor:
                 made = await self._merge(msgspec.structs.replace(job, names=names, prefix=self._prefix))
                 await self._commit_patiently(_edit(job, made))
             finally:
-                # In a version by now, or orphans for good: the names are not used again (V4).
+                # The files are in a version now, or orphans forever: the names are not reused.
                 self._versions.release_file_names(names)
             self.stats.merges += 1
             self.stats.rows_read += job.rows
@@ -183,7 +185,7 @@ class Compactor:
         return await self._merger.merge(job, progress)
 
     async def _commit_patiently(self, edit: Edit) -> None:
-        """Commit, again after Unavailable: the outputs are good, only the manifest is missing (C3)."""
+        """Commit, and retry after Unavailable: the outputs are complete, only the manifest is missing."""
         delay_s = BACKOFF_FIRST_S
         while True:
             try:
@@ -199,13 +201,13 @@ class Compactor:
     def _note_failure(self, error: Exception) -> None:
         text = str(error) if isinstance(error, TidemillError) else repr(error)
         if text != self.stats.failure:
-            _log.warning("a merge failed", prefix=self._prefix, cause=text)
+            _log.warning("compaction failed", prefix=self._prefix, cause=text)
         self.stats.failures += 1
         self.stats.failure = text
 
 
 class _CommitFailedError(Exception):
-    """Tells an error of the commit, which ends the loop, from the same kind of error of a merge, which does not."""
+    """Error of the commit, which ends the loop. The same error of the job itself does not."""
 
     def __init__(self, error: TidemillError) -> None:
         super().__init__(str(error))

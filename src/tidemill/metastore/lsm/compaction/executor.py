@@ -1,4 +1,4 @@
-"""Who carries a job out: the protocol, and the choice between the loop and the worker process."""
+"""Execution of compaction jobs: the protocol, and the choice between the event loop and the worker process."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 
 DEATHS_TOLERATED = 3
-"""After so many deaths in a row the worker is no longer trusted with a job: it is merged on the loop."""
+"""Number of consecutive deaths of the worker after which jobs run on the event loop instead."""
 
 Progress = Callable[[int], None]
-"""Is told how many of the job's rows are done, now and then."""
+"""Callback that occasionally gets the number of the job's rows that are done."""
 
 
 class Merger(Protocol):
-    """Does one job at a time; further calls wait for their turn. Several domains may share one."""
+    """Executor of compaction jobs, one at a time; further calls wait for their turn. Several domains may share one."""
 
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
-        """The outputs by key, durable. `job` carries names for them and the files' prefix.
+        """Execute a job; return its outputs by key, durable. `job` carries names for them and the files' prefix.
 
-        Whatever it raises, at most orphans are left: Unavailable and Unknown (try again, with new names),
-        Missing and Corrupt (an input is gone or damaged).
+        An error leaves orphans at most: Unavailable and Unknown (retry, with new names), Missing and Corrupt (an input
+        is gone or damaged).
         """
         ...
 
@@ -31,19 +31,20 @@ class Merger(Protocol):
 
 
 class MortalMerger(Merger, Protocol):
-    """A merger in a process of its own."""
+    """Merger that runs in a separate process."""
 
     @property
     def deaths(self) -> int:
-        """How often in a row its process ended in the middle of a job."""
+        """Number of consecutive times that its process died during a job."""
         ...
 
 
 class ChoosingMerger:
-    """Jobs of more than `options.inline_merge_rows` rows go to the worker, the others to the loop. Owns both.
+    """Merger that passes jobs of more than `options.inline_merge_rows` rows to the worker, others to the loop. Owns
+    both.
 
-    A worker that dies again and again (no memory, no permission to start one) must not stop merges for
-    good, because then level 0 grows until writers stop. The loop stalls no more than a slice either way.
+    A worker that dies repeatedly (no memory, no permission to start one) must not stop compactions permanently: level 0
+    would grow until writers stop. The loop never blocks for more than a slice in either case.
     """
 
     def __init__(self, inline: Merger, worker: MortalMerger, options: Options) -> None:

@@ -1,4 +1,4 @@
-"""The merger that fits a store: with a worker process where another process can see the objects."""
+"""Factory of the merger for a store: it uses a worker process if another process can access the objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidemill.objects.store import ObjectStore
 
 
 def open_merger(objects: ObjectStore, objects_url: str, options: Options, clock: Clock) -> Merger:
-    """One merger for all domains of a node, on `objects`, whose URL this is. No process starts before a large job."""
+    """Return one merger for all domains of a node, on `objects` at this URL. No process starts before a large job."""
     inline = InlineMerger(objects, options, clock)
     if objects_url.startswith("memory:"):
         return inline

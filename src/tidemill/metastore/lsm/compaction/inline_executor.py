@@ -1,4 +1,4 @@
-"""Merges on the event loop, in slices: for small jobs, for memory objects, and in the simulation."""
+"""Compaction on the event loop, in slices: for small jobs, for memory objects, and in the simulation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tidemill.objects.store import ObjectStore
 
 
 class Throttle:
-    """A token bucket over the bytes that merges read and write. 0 bytes per second = no limit.
+    """Token bucket for the bytes that compactions read and write. 0 bytes per second = no limit.
 
-    Bytes are taken first and waited for afterwards, so one request may be larger than the bucket;
-    the next one pays for it. A quiet time saves up at most BURST_S.
+    Bytes are consumed first and waited for afterwards, so one request may be larger than the bucket; the next one
+    waits for it. Idle time accumulates at most BURST_S.
     """
 
     BURST_S = 0.1
@@ -33,7 +33,7 @@ class Throttle:
         self._paid_until_s = 0.0
 
     def delay_s(self, size_bytes: int) -> float:
-        """Take the bytes, and tell how long to wait for them."""
+        """Consume the bytes and return how long to wait for them."""
         if not self._bytes_per_s:
             return 0.0
         now_s = self._clock.monotonic_s()
@@ -49,14 +49,14 @@ class Throttle:
 async def drive(
     job: Job, objects: ObjectStore, options: Options, throttle: Throttle, progress: Progress | None
 ) -> list[FileMeta]:
-    """Run the merge's steps with their I/O, and let the loop run others after every slice."""
+    """Run the job's steps with their I/O, and yield to the event loop after every slice."""
     files = Files(objects, job.prefix)
     steps = merge_steps(job, options)
     answer: bytes | None = None
     async with _Reader(files) as reader:
         while True:
             try:
-                # The first `send` of a generator must be None; its type cannot say so.
+                # The first `send` of a generator must be None, which its type does not allow.
                 step = next(steps) if answer is None else steps.send(answer)
             except StopIteration as ended:
                 made: list[FileMeta] = ended.value
@@ -75,11 +75,12 @@ async def drive(
 
 
 class _Reader:
-    """Reads what is asked, and what will be asked next while the rows of this are merged: a bucket is far away."""
+    """Reader that also starts the next read while the present rows are merged, to hide the latency of the bucket."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        # A failed read is told when its bytes are asked for; if the merge ends before that, nobody needs them.
+        # A failed read-ahead raises when its bytes are requested. If the job ends before that, the failure is
+        # irrelevant.
         self._tasks = Tasks(on_failure=lambda name, error: None)
         self._ahead: dict[Read, asyncio.Task[bytes]] = {}
 
@@ -101,7 +102,7 @@ class _Reader:
 
 
 class InlineMerger:
-    """Merges on the loop it is called on, for any domain in this store."""
+    """Merger on the calling event loop, for any domain in this store."""
 
     def __init__(self, objects: ObjectStore, options: Options, clock: Clock) -> None:
         self._objects = objects
@@ -114,4 +115,4 @@ class InlineMerger:
             return await drive(job, self._objects, self._options, self._throttle, progress)
 
     async def aclose(self) -> None:
-        """Nothing to close: a merge under way belongs to its caller, who cancels it."""
+        """Do nothing: a running job belongs to its caller, who cancels it."""

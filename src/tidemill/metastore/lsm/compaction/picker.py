@@ -1,15 +1,17 @@
-"""Which files to merge next. Pure: levels and options in, a job out.
+"""Choice of the files to compact next. Pure: levels and options in, a job out.
 
-Level 0 holds whole flushes, newest first, and they may overlap. Every deeper level holds disjoint files
-by key. For any key, a file of level n is newer than any of level n + 1 that holds it; every job keeps that:
+Level 0 holds whole flushes, newest first, and they may overlap. Every deeper level holds files with disjoint key
+ranges. For any key, a file of level n is newer than any file of level n + 1 that holds it. Every job preserves that
+order:
 
-P1  A job of level 0 takes, with any file, all level 0 files that overlap it, transitively. So no older
-    version stays above a newer one that went down.
-P2  A job takes all files of its target level that overlap its sources. So the target stays disjoint.
-P3  A tombstone may go only where no file outside the job may hold an older version of its key. By P1 and P2
-    such files lie below the target level only; `Job.older` are their key ranges.
+- Invariant (level 0 overlap): a level 0 job that takes a file takes all level 0 files that overlap it, transitively. So
+  no older version stays above a newer one that moved down.
+- Invariant (target overlap): a job takes all files of its target level that overlap its sources. So the target level
+  stays disjoint.
+- Invariant (tombstones): a tombstone is dropped only if no file outside the job may hold an older version of its key.
+  By the first two invariants such files are below the target level only; `Job.older` are their key ranges.
 
-Scores follow LevelDB: level 0 by files against `l0_compact`, because each costs a look-up; the others by
+Scores follow LevelDB: level 0 by number of files against `l0_compact`, because each costs a look-up; the others by
 bytes against their target, `level_base_bytes × level_factor^(n-1)`. The deepest level has no target.
 """
 
@@ -28,19 +30,19 @@ Levels = Sequence[Sequence[FileMeta]]
 Files = tuple[FileMeta, ...]
 
 SMALL_SHARE = 4
-"""A file below `file_bytes / SMALL_SHARE` is small: it is merged with a new neighbour instead of left beside it."""
+"""A file below `file_bytes / SMALL_SHARE` is small: it is merged with a new neighbour instead of staying next to it."""
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One merge. The compactor adds `names` and `prefix` before it hands the job to a merger.
+    """One compaction. The compactor adds `names` and `prefix` before it passes the job to a merger.
 
-    level     where the sources lie; the lowest of them when the job takes several levels
-    target    where the outputs go
-    runs      inputs, oldest run first; the files of one run are disjoint and by key
-    older     inclusive key ranges, disjoint and by key, in which a file below the target may hold a key
-    move      nothing overlaps: the inputs go to the target level as they are, without any I/O
-    names     names reserved for the outputs; the last one takes all that is left
-    prefix    where the files lie in the object store
+    level     level of the sources; the lowest number if the job takes several levels
+    target    level of the outputs
+    runs      inputs, oldest run first; the files of one run are disjoint and in key order
+    older     inclusive key ranges, disjoint and in key order, in which a file below the target may hold a key
+    move      nothing overlaps: the inputs move to the target level unchanged, without any I/O
+    names     names reserved for the outputs; the last one takes all remaining rows
+    prefix    prefix of the files in the object store
     """
 
     level: int
@@ -65,12 +67,13 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def target_bytes(level: int, options: Options) -> int:
-    """Bytes that level ≥ 1 should hold at most."""
+    """Return the maximum size of a level ≥ 1, in bytes."""
     return options.level_base_bytes * int(options.level_factor ** (level - 1))
 
 
 def scores(levels: Levels, options: Options) -> list[tuple[float, int]]:
-    """(score, level) of every level that may be a source, the most urgent first; from 1 on it is due."""
+    """Return (score, level) of every level that may be a source, the most urgent first. From score 1 on a level is
+    due."""
     found = [(len(levels[0]) / options.l0_compact, 0)] if levels else []
     for level in range(1, min(len(levels), options.levels - 1)):
         found.append((sum(file.size_bytes for file in levels[level]) / target_bytes(level, options), level))
@@ -78,10 +81,10 @@ def scores(levels: Levels, options: Options) -> list[tuple[float, int]]:
 
 
 def pick(levels: Levels, options: Options, pointers: Mapping[int, bytes]) -> Job | None:
-    """The most urgent job, or None when no level is over its limit.
+    """Return the most urgent job, or None if no level exceeds its limit.
 
-    `pointers` tells per level the largest key that the last job of that level took; the next file after
-    it is taken, round-robin, so that every part of the key space goes down in turn.
+    `pointers` gives, per level, the largest key that the last job of that level took. The next file after it is taken,
+    round-robin, so that every part of the key space moves down in turn.
     """
     ranked = scores(levels, options)
     if not ranked or ranked[0][0] < 1.0:
@@ -96,10 +99,10 @@ def pick(levels: Levels, options: Options, pointers: Mapping[int, bytes]) -> Job
 
 
 def settle(levels: Levels, options: Options) -> Job | None:
-    """The job that brings everything into one level, without tombstones; None when it is so already.
+    """Return the job that brings everything into one level, without tombstones; None if that is already the case.
 
-    That level is the deepest in use, or a deeper one if its target is below what the database holds.
-    The job takes every file, so nothing older is left outside and every tombstone goes.
+    That level is the deepest in use, or a deeper one if its target size is below the size of the database. The job
+    takes every file, so no older version is outside it and every tombstone can be dropped.
     """
     used = [level for level, files in enumerate(levels) if files]
     if not used:
@@ -116,7 +119,7 @@ def settle(levels: Levels, options: Options) -> Job | None:
 
 
 def overlapping(files: Sequence[FileMeta], smallest: bytes, largest: bytes) -> Sequence[FileMeta]:
-    """Those of a level's disjoint files that may hold a key in [smallest, largest]."""
+    """Return the files of a level of disjoint files that may hold a key in [smallest, largest]."""
     first, end = _span(files, smallest, largest)
     return files[first:end]
 
@@ -133,13 +136,13 @@ def _pick_level_0(levels: Levels, options: Options) -> Job:
     due = next(job for job, group in zip(jobs, groups, strict=True) if oldest in group)
     if not due.move:
         return due
-    # Files that touch nothing go down together: one edit, one manifest write.
+    # Files that overlap nothing move down together: one edit, one manifest write.
     moved = sorted((job.inputs[0] for job in jobs if job.move), key=lambda file: file.smallest)
     return Job(0, 1, (tuple(moved),), older=(), move=True)
 
 
 def _overlap_groups(files: Sequence[FileMeta]) -> list[list[FileMeta]]:
-    """Level 0 files by transitive overlap; each group in the order given (P1)."""
+    """Group level 0 files by transitive overlap; each group keeps the given order."""
     groups: list[list[FileMeta]] = []
     reach = b""
     by_key = sorted(range(len(files)), key=lambda at: files[at].smallest)
@@ -157,7 +160,7 @@ def _overlap_groups(files: Sequence[FileMeta]) -> list[list[FileMeta]]:
 
 
 def _job(levels: Levels, options: Options, level: int, sources: tuple[Files, ...]) -> Job:
-    """The job of `sources` (runs, oldest first) of `level`, with what it must take of the next level (P2)."""
+    """Return the job of `sources` (runs, oldest first) of `level`, with the overlapping files of the next level."""
     target = level + 1
     below = levels[target] if target < len(levels) else ()
     smallest = min(file.smallest for run in sources for file in run)
@@ -168,7 +171,7 @@ def _job(levels: Levels, options: Options, level: int, sources: tuple[Files, ...
     if taken:
         smallest, largest = min(smallest, taken[0].smallest), max(largest, taken[-1].largest)
     older = _older(levels, target, smallest, largest)
-    # A file of tombstones that nothing below needs must not sink to the bottom with them: it is merged with itself.
+    # A file with tombstones that nothing below needs must not move to the bottom with them: it is rewritten.
     if not taken and len(sources) == 1 and (older or not any(file.tombstones for file in sources[0])):
         return Job(level, target, sources, older=(), move=True)
     return Job(level, target, ((taken,) if taken else ()) + sources, older)
@@ -177,10 +180,10 @@ def _job(levels: Levels, options: Options, level: int, sources: tuple[Files, ...
 def _with_small_neighbours(
     below: Sequence[FileMeta], first: int, end: int, sources: tuple[Files, ...], options: Options
 ) -> tuple[int, int]:
-    """Small files beside the job join it, so that frequent small flushes do not pile up small files.
+    """Extend the job by adjacent small files, so that frequent small flushes do not accumulate small files.
 
-    Only while a neighbour is not much larger than what the job has: each row is rewritten a bounded
-    number of times before its file is no longer small, as in a size-tiered merge.
+    Only if the neighbour is not much larger than the job's files so far. So each row is rewritten a bounded number of
+    times before its file is no longer small, as in size-tiered compaction.
     """
     bytes_so_far = sum(file.size_bytes for run in sources for file in run)
     bytes_so_far += sum(file.size_bytes for file in below[first:end])
@@ -201,7 +204,7 @@ def _with_small_neighbours(
 
 
 def _older(levels: Levels, target: int, smallest: bytes, largest: bytes) -> tuple[tuple[bytes, bytes], ...]:
-    """Where files below the target may hold a key of the job, as disjoint ranges by key (P3)."""
+    """Return the key ranges of the job in which files below the target may hold a key, disjoint and in key order."""
     ranges = sorted(
         (file.smallest, file.largest)
         for files in levels[target + 1 :]

@@ -2,5 +2,5 @@
 
     client.py (parent) ◄── protocol.py ──► main.py (worker)
 
-Owns the process and its protocol. The merge itself is `compaction_job`.
+Owns the process and its protocol. The merge itself is in `compaction_job`.
 """

@@ -1,11 +1,11 @@
-"""Merges in one worker process, so that large ones cost the loop nothing but the frames of protocol.py.
+"""Compaction in one worker process, so that large jobs cost the event loop nothing but the frames of protocol.py.
 
-The process is started when the first job comes, and again when it is gone: it ends by itself after
-`idle_s` without work, which gives its memory back. It opens its own object store, reads the inputs and
-writes the outputs; no byte of a file passes through this process.
+The process is started for the first job, and again after it ended: it exits after `idle_s` without work, which frees
+its memory. It opens its own object store, reads the inputs and writes the outputs; no byte of a file passes through the
+parent.
 
-It holds nothing that matters. When it dies in the middle of a job, or is killed because the job was
-cancelled, the files it wrote are orphans and the job is done again, under new names.
+It holds no state. If it dies during a job, or is killed because the job was cancelled, the files it wrote are orphans
+and the job is executed again, under new names.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 
 NICE = 5
-"""It yields to the server but is not starved by a busy machine: level 0 grows while it waits, and then writers do."""
+"""Niceness. The worker yields to the server but must not starve: level 0 grows while it waits, which stalls writers."""
 IDLE_S = 60.0
 DYING_S = 2.0
-"""A process whose pipe has closed is given this long to be gone."""
+"""Time that a process gets to exit after its pipe closed."""
 _MAIN = "tidemill.metastore.lsm.compaction.worker.main"
 
 
 class WorkerMerger:
-    """One process, for any domain in the store of this URL. Raises InvalidError for `memory:`: no other can see
-    that."""
+    """Merger in one process, for any domain in the store at this URL. Raises InvalidError for `memory:`, which another
+    process cannot access."""
 
     def __init__(self, objects_url: str, options: Options, *, nice: int = NICE, idle_s: float = IDLE_S) -> None:
         if objects_url.startswith("memory:"):
             raise InvalidError(
-                "A merge worker cannot see objects in another process's memory: objects.url=memory:.",
-                fix="Merge on the loop, or keep the objects in a directory or a bucket.",
+                "a compaction worker cannot access objects in another process's memory: objects.url=memory:.",
+                fix="Compact on the event loop, or store the objects in a directory or a bucket.",
             )
         self._setup = Setup(objects_url, options, nice, idle_s)
         self._process: asyncio.subprocess.Process | None = None
@@ -51,33 +51,33 @@ class WorkerMerger:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Pid of the running process, if any."""
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
-        """Raise UnavailableError when the process cannot be started or dies; else as the protocol says."""
+        """Execute a job, see `Merger`. Also raises UnavailableError if the process cannot be started or dies."""
         async with self._turn:
             if self._closed:
-                raise ClosedError("The merge worker was closed.")
+                raise ClosedError("the compaction worker is closed.")
             try:
                 return await self._exchange(job, progress)
             except (asyncio.IncompleteReadError, ConnectionError) as error:
                 returncode = await self._end(grace_s=DYING_S)
                 if self._closed:
-                    raise ClosedError("The merge worker was closed during a merge.") from error
+                    raise ClosedError("the compaction worker was closed during a job.") from error
                 self._deaths += 1
                 raise UnavailableError(
-                    "The merge worker died during a merge: "
+                    "the compaction worker died during a job: "
                     f"returncode={returncode} deaths_in_a_row={self._deaths} level={job.level} rows={job.rows}.",
-                    fix="If it goes on, look at the machine's memory; the merge is tried again by itself.",
+                    fix="If this repeats, check the machine's memory. The job is retried automatically.",
                 ) from error
             except asyncio.CancelledError:
-                # Nobody waits for this job any more: what it would still write could only be litter.
+                # The caller no longer waits for this job, so everything it would still write would be an orphan.
                 await asyncio.shield(self._end())
                 raise
 
     async def aclose(self) -> None:
-        """Kill the process. A merge under way ends with Closed. Idempotent."""
+        """Kill the process. A running job ends with Closed. Idempotent."""
         self._closed = True
         await self._end()
 
@@ -101,7 +101,7 @@ class WorkerMerger:
         if self._process is not None and self._process.returncode is None:
             return self._process
         try:
-            # A session of its own: a Ctrl-C at the terminal is for the server, which then closes us.
+            # In a separate session: Ctrl-C at the terminal signals only the server, which then closes this worker.
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",
@@ -114,8 +114,8 @@ class WorkerMerger:
         except OSError as error:
             self._deaths += 1
             raise UnavailableError(
-                f"The merge worker cannot be started: program={sys.executable} reason={error}.",
-                fix="Look at the machine's limits on processes and memory.",
+                f"the compaction worker cannot be started: program={sys.executable} reason={error}.",
+                fix="Check the machine's limits on processes and memory.",
             ) from error
         self._process = process
         if self._closed:
@@ -125,14 +125,14 @@ class WorkerMerger:
         return process
 
     async def _end(self, grace_s: float = 0.0) -> int | None:
-        """Make sure that the process is gone, and tell how it ended. It may end by itself within `grace_s`."""
+        """Make sure that the process has ended; return its exit code. It gets `grace_s` to exit before it is killed."""
         process, self._process = self._process, None
         if process is None:
             return None
         if process.stdin is not None:
             process.stdin.close()
         if grace_s:
-            # Popen.kill would reap a process that has just died, and its return code would be lost.
+            # Popen.kill would reap a process that has just died, and its exit code would be lost.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     return await process.wait()

@@ -1,7 +1,7 @@
-"""The merge worker: `python -m` this, frames on stdin and stdout. It is started by client.py and by nothing else.
+"""The compaction worker: run with `python -m`, frames on stdin and stdout. Only client.py starts it.
 
-It ends when stdin ends: the database's process has died or does not want it any more, and whatever it is
-writing could only become an orphan.
+It ends when stdin ends: the parent has died or no longer needs it, and everything it is still writing could only become
+an orphan.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tidemill.objects.store import ObjectStore
 
 
 async def main() -> None:
-    # Whatever prints must not get between the frames.
+    # Redirect stdout to stderr, so that nothing printed gets between the frames.
     answers = os.dup(1)
     os.dup2(2, 1)
     reader = asyncio.StreamReader()
@@ -56,13 +56,13 @@ async def main() -> None:
 
 
 def _listening_failed(name: str, error: BaseException) -> None:
-    """Without ears this process is of no use: whoever started it starts another."""
+    """Exit after a failure to read stdin: no job can arrive any more. The parent starts another worker."""
     sys.stderr.write(f"merge worker: {name}: {error!r}\n")
     os._exit(1)
 
 
 async def _listen(reader: asyncio.StreamReader, jobs: asyncio.Queue[Job]) -> None:
-    """Jobs as they come. A merge lets this run after every slice, so the end of stdin ends it at once."""
+    """Queue jobs as they arrive. A running job yields after every slice, so the end of stdin ends it immediately."""
     while True:
         try:
             message = to_worker.decode(await read_frame(reader))

@@ -1,8 +1,8 @@
-"""What a database and its merge worker say to each other over the worker's stdin and stdout.
+"""Protocol between a database and its compaction worker over the worker's stdin and stdout.
 
 frame  length uint32 little end first | msgpack of one of the structs below
 
-Only names and sizes travel here: the bytes of files go between the worker and the object store.
+Frames carry only names and sizes: the bytes of files go between the worker and the object store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LENGTH_BYTES = 4
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """The first frame. The URL may hold secrets, so it is no argument: those are for all to see."""
+    """The first frame. The URL may contain secrets, so it is not a command line argument: those are visible to all."""
 
     objects_url: str
     options: Options
@@ -42,7 +42,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """`kind` names a class of base.errors."""
+    """Error of a job. `kind` names a class of base.errors."""
 
     kind: str
     message: str
@@ -72,6 +72,6 @@ def frame(message: ToWorker | FromWorker) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The body of the next frame. Raises asyncio.IncompleteReadError when the other side is gone."""
+    """Return the body of the next frame. Raises asyncio.IncompleteReadError if the other side is gone."""
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
     return await reader.readexactly(length)
