@@ -271,7 +271,7 @@ def test_the_command_signs_what_the_server_accepts(tmp_path: Path) -> None:
         code, text = sign(*arguments)
         assert code != 0 and words in text, arguments
     path.write_text(f"[security.signing]\nkeys = {{ {keys} }}\n")
-    assert "several keys" in sign("item")[1]
+    assert "several signing keys" in sign("item")[1]
     path.write_text("")
     assert "security.signing.keys" in sign("item")[1]
 
