@@ -62,8 +62,7 @@ class Orphans:
                 break
         more = len(found) >= LISTED_AT_ONCE
         self._after = found[-1].key if more else ""
-        # Read after the listing: every shard with a listed object is registered, and its state names its objects
-        # .
+        # Read after the listing: every shard with a listed object is registered, and its state names them.
         created = {create.shard_id: create for create in await created_shards(g.consensus)}
         if self._created - created.keys():
             self._gone.clear()  # a dropped shard may have named parts under another id: their wait begins now

@@ -214,7 +214,7 @@ class Rest:
             if (deleted or not row.deleted) and subject in ("", row.subject)
         ]
 
-    # configuration -----------------------------------------------------------------------------------
+    # configuration --------------------------------------------------------------------------------
 
     async def _get_config(self, request: Request, subject: str = EVERY) -> Response:
         subject = subject_of(subject) if subject else EVERY
