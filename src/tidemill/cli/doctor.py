@@ -188,6 +188,8 @@ def own_node(config: Config) -> int:
 
 
 class Processes(msgspec.Struct):
+    """Part of the response of `/api/status`: pid by process."""
+
     processes: dict[str, int] = {}
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 
 class Bars:
+    """Progress bars of several steps; a context manager."""
+
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -33,6 +33,7 @@ class Spare:
         self._gone = False
 
     async def run(self) -> None:
+        """Check the reserve every LOOK_S until cancelled, then close it."""
         try:
             while True:
                 self.look()

@@ -118,6 +118,8 @@ class SwitchableApp:
 
 
 class Node:
+    """Node of one process: its parts, their start order, and their end."""
+
     def __init__(
         self, config: Config, more_routes: MoreRoutes, clock: Clock | None = None, rand: Rand | None = None
     ) -> None:

@@ -24,6 +24,8 @@ log = structlog.get_logger()
 
 
 class Peers:
+    """Poller of the reports of suspect nodes."""
+
     def __init__(self, membership: Membership, board: Board, clock: Clock) -> None:
         self._membership = membership
         self._board = board

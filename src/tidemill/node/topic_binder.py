@@ -53,6 +53,8 @@ class _Bound:
 
 
 class Binder:
+    """Binder of all stream topics of one node."""
+
     def __init__(
         self,
         topics: Led,

@@ -31,6 +31,7 @@ class Understanding:
         self.refused = 0
 
     async def parse(self, given: SubmittedSchema, places: Mapping[Place, SchemaRow]) -> Parsed:
+        """Return the parsed schema. `places` has everything that it refers to."""
         key = (given, tuple(sorted((place, row.id, row.digest) for place, row in places.items())))
         found = self._parsed.get(key)
         if found is None:
@@ -40,6 +41,7 @@ class Understanding:
         return found
 
     async def problems(self, level: str, new: Parsed, old: Parsed) -> tuple[str, ...]:
+        """Return why two schemas are not compatible at a level."""
         key = (level, new.deep, old.deep)
         found = self._verdicts.get(key)
         if found is None:

@@ -7,6 +7,8 @@ from tidemill.registry.schema_types import SubmittedSchema
 
 
 class Registrar:
+    """Registrar of schemas for other parts of this process."""
+
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 

@@ -29,6 +29,8 @@ EVERY = ""
 
 
 class Found(NamedTuple):
+    """Version of a subject together with its schema."""
+
     version: VersionRow
     schema: SchemaRow
 

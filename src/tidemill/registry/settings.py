@@ -20,6 +20,8 @@ WRITE_BUDGET_S = 20.0
 
 
 class RegistrySettings(msgspec.Struct, frozen=True):
+    """Configurable limits of the registry."""
+
     schema_bytes: int = 192 << 10
     subjects: int = 20_000
     versions_per_subject: int = 1_000

@@ -72,6 +72,7 @@ def writable(subject: str, mode: str) -> None:
 
 
 def may_register(subject: str, mode: str, wanted_id: int) -> None:
+    """Raise RegistryError if the subject's mode forbids this registration or import."""
     writable(subject, mode)
     if wanted_id > 0 and mode != "IMPORT":
         raise not_permitted(f"Subject {subject} is not in import mode")

@@ -162,6 +162,8 @@ def _tell_taken_back(capture: str, done: TakenBack, configured: bool) -> None:
 
 
 def find_table(opened: Stores, table: str, capture: str) -> CaptureTableRow:
+    """Return the one captured table of that name. Raises MissingError without a match, InvalidError if several
+    captures have it."""
     from tidemill.capture.naming import split_name, table_name
 
     name = table_name(*split_name(table))

@@ -31,12 +31,16 @@ class LineRecord(msgspec.Struct, frozen=True):
 
 
 class Reading(Protocol):
+    """Parser of one line to one record."""
+
     def read(self, line: bytes) -> LineRecord:
         """Parse a line without its line ending. Raises InvalidError."""
         ...
 
 
 class Lines:
+    """Parser of text lines. An empty `separator` means lines without a key."""
+
     def __init__(self, separator: str, headers: Sequence[tuple[str, str]], *, tombstones: bool) -> None:
         self._separator = separator.encode()
         self._headers = tuple((name, value.encode()) for name, value in headers)

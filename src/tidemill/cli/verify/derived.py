@@ -44,6 +44,7 @@ class Recomputed:
         )
 
     async def rows(self, scratch: Path) -> AsyncIterator[list[Row]]:
+        """Yield the expected rows in key order, as `verify_expected` needs them."""
         contents = [await shard.snapshot(self.time_ms) for shard in self._inputs]
         result = await asyncio.to_thread(self._compute, contents)
         spool = Spool(scratch, "derived", self._output.schema)

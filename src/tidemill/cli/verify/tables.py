@@ -40,6 +40,8 @@ class Plan(msgspec.Struct):
 
 
 class Verifier:
+    """Verification of tables against their sources, with the stores of one configuration."""
+
     def __init__(
         self,
         config: Config,

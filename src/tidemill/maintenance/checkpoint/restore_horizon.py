@@ -29,6 +29,8 @@ class PersistedShard(NamedTuple):
 
 
 class Persisted:
+    """Queries about what the newest manifests of the bucket contain."""
+
     def __init__(self, metastore: Metastore) -> None:
         self._metastore = metastore
         self._seen: dict[str, deque[tuple[int, PersistedShard]]] = {}

@@ -52,6 +52,7 @@ def checkpointer(
     interval_s: float,
     tracker: StatusTracker | None = None,
 ) -> Checkpointer:
+    """Build the checkpoint job from its stages, in their order."""
     stages = (
         PartitionsStage(consensus, objects, metastore, clock),
         BindingsStage(consensus, metastore),

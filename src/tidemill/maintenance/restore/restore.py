@@ -91,6 +91,8 @@ Progress = Callable[[str, int, int], None]
 
 
 class Restored(NamedTuple):
+    """Result of a restore: counts of what was written back, and the findings of the walk."""
+
     cluster: Cluster
     attempt: Attempt
     partitions: int
@@ -102,6 +104,8 @@ class Restored(NamedTuple):
 
 
 class Restorer:
+    """Restore of one cluster into the given consensus."""
+
     def __init__(
         self, consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, progress: Progress = lambda *_: None
     ) -> None:

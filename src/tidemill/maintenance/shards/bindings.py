@@ -54,11 +54,15 @@ visit of the shard, a checkpoint and a manifest, so a pipeline that catches up h
 
 
 class _Tended(msgspec.Struct):
+    """Schedule of the visits of one source."""
+
     next_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
 
 
 class BindingsUpkeep:
+    """The job `bindings`."""
+
     def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:
         self._g = grounds
         self._told = FailureStatus("keeper:bindings", tracker, grounds.clock)

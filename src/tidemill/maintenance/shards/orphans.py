@@ -32,6 +32,8 @@ LISTED_AT_ONCE = 20_000
 
 
 class Orphans:
+    """The job `orphans`."""
+
     def __init__(self, grounds: JobContext) -> None:
         self._g = grounds
         self._persisted = Persisted(grounds.metastore)

@@ -38,6 +38,8 @@ CACHE_BYTES = 0
 
 
 class _Tended(msgspec.Struct):
+    """Handle of one shard, and the schedule of its visits."""
+
     shard: LogShard
     next_s: float = 0.0
     pause_s: float = BUSY_S
@@ -56,6 +58,8 @@ class Figures(msgspec.Struct):
 
 
 class ShardUpkeep:
+    """The job `shards`."""
+
     def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:
         self._g = grounds
         self._told = FailureStatus("keeper:shards", tracker, grounds.clock)

@@ -64,6 +64,8 @@ class Dirt(msgspec.Struct, frozen=True):
 
 
 class TopicCompaction:
+    """The job `topic-compaction`."""
+
     def __init__(
         self,
         grounds: JobContext,
@@ -98,6 +100,7 @@ class TopicCompaction:
         return msgspec.structs.asdict(self._figures)
 
     async def run(self, budget: Budget) -> bool:
+        """Run one step of the current pass, or of the next partition that is due. Return False when none is due."""
         if self._pass is None:
             self._pass = await self._next()
             if self._pass is None:

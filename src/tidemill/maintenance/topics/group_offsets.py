@@ -25,6 +25,8 @@ ROWS_AT_ONCE = 5_000
 
 
 class GroupOffsets:
+    """The job `group-offsets`."""
+
     def __init__(self, grounds: JobContext) -> None:
         self._g = grounds
         self._dropped = self._expired = self._forgotten = 0
@@ -39,6 +41,7 @@ class GroupOffsets:
         }
 
     async def run(self, budget: Budget) -> bool:
+        """Visit the groups after the last visited one. Return True when the budget ended before the last group."""
         metastore = self._g.metastore
         heads = [head for head in await metastore.rows(GROUPS) if head.group > self._after]
         while heads:

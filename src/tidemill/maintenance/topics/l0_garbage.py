@@ -88,6 +88,8 @@ class Figures(msgspec.Struct):
 
 
 class TopicObjects:
+    """The job `topic-objects`."""
+
     def __init__(self, grounds: JobContext, *, quiet_s: float = QUIET_S, fault: str = "") -> None:
         self._g = grounds
         self._quiet_s = quiet_s

@@ -49,6 +49,8 @@ class Figures(msgspec.Struct):
 
 
 class TopicL1:
+    """The job `topic-l1`."""
+
     def __init__(self, grounds: JobContext, *, registered_s: float = REGISTERED_S, fault: str = "") -> None:
         self._g = grounds
         self._registered_s = registered_s
@@ -68,6 +70,7 @@ class TopicL1:
         return msgspec.structs.asdict(self._figures)
 
     async def run(self, budget: Budget) -> bool:
+        """Check every row of L1 and one stretch of the objects. Return True while more may be deleted now."""
         topics = {row.topic_id for row in await self._g.metastore.rows(TOPICS)}
         of = await self._trim()
         of |= {row.topic_id for row in await self._g.metastore.rows(L1_CLEANED)}

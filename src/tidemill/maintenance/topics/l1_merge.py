@@ -40,6 +40,8 @@ class Figures(msgspec.Struct):
 
 
 class TopicL1Levels:
+    """The job `topic-l1-levels`."""
+
     def __init__(self, grounds: JobContext, *, target_bytes: int = L1_OBJECT_BYTES, fanout: int = FANOUT) -> None:
         self._g = grounds
         self._fanout = fanout

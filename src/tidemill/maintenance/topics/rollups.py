@@ -34,6 +34,8 @@ PREFIX = "rollup/topic/"
 
 
 class TopicRollups:
+    """The job `topic-rollups`."""
+
     def __init__(self, grounds: JobContext, *, fault: str = "") -> None:
         self._g = grounds
         self._fault = fault
@@ -47,6 +49,7 @@ class TopicRollups:
         return {"deleted_objects": self._deleted, "ended_logs": self._ended, "truncated_logs": self._truncated}
 
     async def run(self, budget: Budget) -> bool:
+        """Check all rollups and the logs of deleted topics. Return True when the budget ended before the last one."""
         by_place: dict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
         async for meta in self._g.objects.list(PREFIX):
             topic_id, partition, name = [*meta.key.removeprefix(PREFIX).split("/"), "", ""][:3]

@@ -32,6 +32,8 @@ LONGEST_S = 6 * 3600.0
 
 @dataclass
 class _Holding:
+    """State of a capture that this node holds."""
+
     worked: bool = False
     fails_since_s: float | None = None
     error: str = ""
@@ -39,6 +41,8 @@ class _Holding:
 
 @dataclass
 class _Pause:
+    """Time during which a capture is not offered."""
+
     length_s: float
     until_s: float
     error: str
@@ -72,6 +76,7 @@ class CaptureBackoff:
         self._holdings.pop(capture, None)
 
     def fails(self, capture: str, now_s: float) -> bool:
+        """Return whether a held capture has failed for longer than is tolerated."""
         holding = self._holdings.get(capture)
         if holding is None or holding.fails_since_s is None:
             return False

@@ -53,6 +53,8 @@ _CHALLENGE: Final = b'Bearer realm="tidemill", Basic realm="tidemill", charset="
 
 
 class Need(NamedTuple):
+    """Operation on a resource that a request needs to be allowed."""
+
     operation: Operation
     resource: Resource
     name: str

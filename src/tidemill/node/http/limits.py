@@ -32,6 +32,8 @@ SHAPES = "/v1/"
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
+    """Limits of one HTTP server; the module's docstring describes each."""
+
     connections: int = 4_096
     per_address: int = 1_000
     address_connections: int = 2_048

@@ -8,6 +8,8 @@ PRIMITIVES = frozenset({"null", "boolean", "int", "long", "float", "double", "by
 
 
 class Primitive:
+    """A primitive type."""
+
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
@@ -15,6 +17,8 @@ class Primitive:
 
 
 class Array:
+    """An array type."""
+
     __slots__ = ("items",)
 
     def __init__(self, items: Any) -> None:
@@ -22,6 +26,8 @@ class Array:
 
 
 class Map:
+    """A map type; its keys are strings."""
+
     __slots__ = ("values",)
 
     def __init__(self, values: Any) -> None:
@@ -29,6 +35,8 @@ class Map:
 
 
 class Union:
+    """A union type."""
+
     __slots__ = ("branches",)
 
     def __init__(self, branches: list[Any]) -> None:
@@ -50,6 +58,8 @@ class Named:
 
 
 class Fixed(Named):
+    """A fixed type of `size` bytes."""
+
     __slots__ = ("size",)
 
     def __init__(self, name: str, aliases: frozenset[str], size: int) -> None:
@@ -58,6 +68,8 @@ class Fixed(Named):
 
 
 class Enum(Named):
+    """An enum type."""
+
     __slots__ = ("default", "symbols")
 
     def __init__(self, name: str, aliases: frozenset[str], symbols: tuple[str, ...], default: str | None) -> None:
@@ -67,6 +79,8 @@ class Enum(Named):
 
 
 class Record(Named):
+    """A record type; `fields` are in schema order."""
+
     __slots__ = ("fields",)
 
     def __init__(self, name: str, aliases: frozenset[str]) -> None:
@@ -75,6 +89,8 @@ class Record(Named):
 
 
 class Field(NamedTuple):
+    """A field of a record."""
+
     name: str
     type: Any
     has_default: bool

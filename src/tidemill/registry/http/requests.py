@@ -49,6 +49,7 @@ def flag(request: Request, name: str) -> bool:
 
 
 def number(request: Request, name: str, default: int) -> int:
+    """Return an integer parameter. Raises RegistryError if it is not a number."""
     text = request.query_params.get(name, "")
     try:
         return int(text) if text else default
@@ -87,6 +88,7 @@ def version_of(text: str) -> int | None:
 
 
 async def body_of(request: Request) -> dict[str, Any]:
+    """Return the JSON object in the body of a request. Raises RegistryError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not kind.startswith(TAKEN):
         raise RegistryError(415, "HTTP 415 Unsupported Media Type")
@@ -107,6 +109,7 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 def given_in(body: dict[str, Any], *, normalize: bool = False) -> SubmittedSchema:
+    """Return the schema that a body submits. Raises RegistryError."""
     text = body.get("schema")
     if not isinstance(text, str) or not text.strip():
         raise bad_schema("it is empty")

@@ -55,6 +55,8 @@ def registry_routes(registry: Registry) -> list[BaseRoute]:
 
 
 class Rest:
+    """Handlers of the REST interface over one registry."""
+
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._table: list[tuple[str, tuple[str, ...], Handler]] = [
@@ -91,6 +93,7 @@ class Rest:
         ]
 
     async def serve(self, request: Request) -> Response:
+        """Dispatch a request by its path and method; errors become responses with Confluent's codes."""
         try:
             parts = parts_of(request.scope.get("raw_path") or request.scope["path"].encode())
             fitting = [(method, pattern, handler) for method, pattern, handler in self._table if _fits(pattern, parts)]

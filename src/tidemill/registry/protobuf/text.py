@@ -24,6 +24,7 @@ class _Unsayable(Exception):
 
 
 def text_of(file: Any) -> str | None:
+    """Return the .proto text of a linked descriptor, or None if the text would be incomplete."""
     try:
         return "\n".join(_file(file)) + "\n"
     except _Unsayable:
