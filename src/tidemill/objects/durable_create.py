@@ -236,7 +236,7 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
             return UnavailableError(f"{what} found no free inode: {where}", fix="Remove files from that file system.")
         return UnavailableError(f"{what} found no space: {where}", fix="Free space on the disk, or raise the quota.")
     if code in file_descriptors.EXHAUSTED:
-        fix = "Raise the limit of open files (ulimit -n), and check which process files hold them: /proc/PID/fd."
+        fix = "Raise the limit of open files (ulimit -n), and check which process holds them: /proc/PID/fd."
         return UnavailableError(f"{what} failed, {reason}: {where}", fix=fix)
     return UnavailableError(f"{what} failed, {reason}: {where}", fix="Check the disk and the mount.")
 

@@ -34,7 +34,8 @@ LIST_PAGE = 1000
 class S3Objects:
     """Object store in an S3 bucket.
 
-    `prefix` is empty or ends with '/'. `config`: obstore's S3 configuration without the bucket.
+    `prefix` is empty or ends with '/'.
+    `config`: obstore's S3 configuration without the bucket.
     """
 
     def __init__(

@@ -156,8 +156,9 @@ class FetchRead(msgspec.Struct, frozen=True):
 class Fetched(msgspec.Struct, frozen=True):
     """Whole batches, the first one containing the requested offset. If `error` is set there are no batches.
 
-    `last_stable`: −1 if unknown. `aborted`: (producer id, first offset) of the aborted transactions among the batches
-    of a committed read. The reader skips their records from there to the producer's next marker.
+    `last_stable`: −1 if unknown.
+    `aborted`: (producer id, first offset) of the aborted transactions among the batches of a committed read. The reader
+    skips their records from there to the producer's next marker.
     """
 
     high_watermark: int
@@ -177,7 +178,8 @@ class PartitionOffsets(msgspec.Struct, frozen=True):
 class ProducerStatus(msgspec.Struct, frozen=True):
     """State of a producer in a partition.
 
-    `last_sequence`: −1 if it wrote nothing in this epoch. `open_since`: first offset of its open transaction, or −1.
+    `last_sequence`: −1 if it wrote nothing in this epoch.
+    `open_since`: first offset of its open transaction, or −1.
     """
 
     producer_id: int
@@ -235,11 +237,12 @@ class TopicLog(Protocol):
 
         Calls for one producer id and partition take effect in call order, though their uploads overlap. The same holds
         for calls without a producer id that name the same `sender` (a connection; None is this process itself). The
-        whole batch is validated before any of it is stored. `within`: the batch may belong to this transaction; it is
-        placed only while the coordinator reports it as open. The future fails with NotLeaderError,
-        OutOfOrderSequenceError, InvalidProducerEpochError, InvalidTransactionError, CorruptBatchError, Missing,
-        Unavailable (did not happen: retry) or Unknown (may have: retry with the same sequence). Cancelling the future
-        never cancels reserved work. The buffer must stay unchanged until the future ends.
+        whole batch is validated before any of it is stored.
+        `within`: the batch may belong to this transaction; it is placed only while the coordinator reports it as open.
+        The future fails with NotLeaderError, OutOfOrderSequenceError, InvalidProducerEpochError,
+        InvalidTransactionError, CorruptBatchError, Missing, Unavailable (did not happen: retry) or Unknown (may have:
+        retry with the same sequence). Cancelling the future never cancels reserved work. The buffer must stay unchanged
+        until the future ends.
         """
         ...
 

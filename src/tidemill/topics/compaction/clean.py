@@ -40,8 +40,9 @@ class Pass(msgspec.Struct, frozen=True):
     """Inputs of one compaction pass over a partition.
 
     `keys` covers the keys below `end`. Tombstones below `tombstones_below` are removed; the remaining ones are counted
-    from `tombstones_from`. `captured`: the topic is a captured table's. No present or future fetch names transactions
-    that were aborted wholly below `markers_below`.
+    from `tombstones_from`.
+    `captured`: the topic is a captured table's. No present or future fetch names transactions that were aborted wholly
+    below `markers_below`.
     """
 
     keys: KeyMap

@@ -53,8 +53,8 @@ def altered(
     checked: they may be older than the checks.
 
     As in Kafka, deleting a config that is not set changes nothing, even if the name is unknown: tools that copy configs
-    from another cluster delete those that have their default there. `typed`: the names come from a person, and an
-    unknown one raises InvalidError.
+    from another cluster delete those that have their default there.
+    `typed`: the names come from a person, and an unknown one raises InvalidError.
     """
     twice = [name for name, count in Counter(name for name, _, _ in changes).items() if count > 1]
     if twice:

@@ -45,7 +45,7 @@ class _Piece:
 
 
 class SharedReads:
-    """Shared reads of L0 objects. Implements `topics.fetch.Ranges`."""
+    """Shared reads of L0 objects. Implements `batch_reads.Ranges` and `batch_reads.SharedRanges`."""
 
     def __init__(self, objects: ObjectStore, tasks: Tasks, *, limit_bytes: int = LIMIT_BYTES) -> None:
         self._objects = objects

@@ -53,7 +53,8 @@ _log = structlog.get_logger()
 class Figures(msgspec.Struct):
     """Counters since the start of this node.
 
-    `left_out`: partitions left out of an object because of an error. `corrected`: logs that lacked extents of the rows.
+    `left_out`: partitions left out of an object because of an error.
+    `corrected`: logs that lacked extents of the rows.
     `let_go`: skipped batches of lost objects.
     """
 
@@ -67,7 +68,8 @@ class Figures(msgspec.Struct):
 class Round(msgspec.Struct, frozen=True):
     """Result of a round.
 
-    `full`: there was more than the object could take. `failed`: the error that prevented some or all of the move.
+    `full`: there was more than the object could take.
+    `failed`: the error that prevented some or all of the move.
     `batches`: of the partition with the most.
     """
 

@@ -154,7 +154,8 @@ def replace_extents(
     """Replace extents by those of a new object.
 
     `standing`: by partition, the extents with an offset in the range of its regions, ascending, read with its row.
-    `held.objects`: their objects, and the new one. Raises InvalidError like `add`, and if every partition is stale.
+    `held.objects`: their objects, and the new one.
+    Raises InvalidError like `add`, and if every partition is stale.
     """
     known = _unregistered(held, request.object_id)
     rows: Written = []

@@ -50,7 +50,7 @@ class Scan(Protocol):
 
 
 class PartitionsStage:
-    """All partitions of all topics in the catalogue. Implements `metastore.checkpoint.Stage`.
+    """All partitions of all topics in the catalogue. Implements `metastore.backup.checkpoint.Stage`.
 
     A round examines only the partitions whose logs changed since they were last written.
     """

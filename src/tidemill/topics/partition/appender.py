@@ -23,8 +23,8 @@ FENCE_TRIES = 8
 class LeadershipLostError(Exception):
     """Signal that this leader must stop.
 
-    `certain`: the append that ended leadership did not happen and never will. `fault`: its cause, or None if
-    another leader took over.
+    `certain`: the append that ended leadership did not happen and never will.
+    `fault`: its cause, or None if another leader took over.
     """
 
     def __init__(self, reason: str, *, certain: bool, fault: BaseException | None = None) -> None:

@@ -33,7 +33,7 @@ class PlaceBatches(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Advance the marks of the log; none of them ever moves back.
+    """Advance the offsets of the log; none of them ever decreases.
 
     The log starts at `log_start`. Everything that `writer` numbered below `below` is decided: its batches for this
     partition are in the log before this record, or never will be. Offsets below `reconciled` are in L1. Compaction has

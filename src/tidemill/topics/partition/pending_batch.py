@@ -30,9 +30,11 @@ class Owner(Protocol):
 class Pending:
     """A batch that ends exactly once. Implements `l0.writer.Staged`.
 
-    `futures`: one entry per caller that shares the result. `checked`: validation has passed. Only then may the batch be
-    staged, and only then is `max_timestamp_ms` known. `keyed`: validation included the check that each record has a
-    key. `within`: the transaction of a data batch. `permit`: permission to begin that transaction here.
+    `futures`: one entry per caller that shares the result.
+    `checked`: validation has passed. Only then may the batch be staged, and only then is `max_timestamp_ms` known.
+    `keyed`: validation included the check that each record has a key.
+    `within`: the transaction of a data batch.
+    `permit`: permission to begin that transaction here.
     """
 
     __slots__ = (

@@ -35,10 +35,11 @@ async def catch_up(
 ) -> tuple[PartitionState, LogHead]:  # fmt: skip
     """Apply the log up to its head. Return the state (a new one if a rollup was loaded) and the head of the last read.
 
-    `seen`: a recent head, if the caller has one. If it shows an empty log, nothing is read. `pace`: budget for yielding
-    to other tasks of the loop. The caller must not share the state until this returns. With `pace`, records appended
-    during the replay are not waited for. Raises CorruptError if a truncated log starts with anything but a rollup,
-    UnavailableError if the log is truncated faster than it can be read.
+    `seen`: a recent head, if the caller has one. If it shows an empty log, nothing is read.
+    `pace`: budget for yielding to other tasks of the loop. The caller must not share the state until this returns.
+    With `pace`, records appended during the replay are not waited for.
+    Raises CorruptError if a truncated log starts with anything but a rollup, UnavailableError if the log is truncated
+    faster than it can be read.
     """
     if seen is not None and seen.next == state.applied == 0:
         return state, seen

@@ -45,8 +45,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 class Aborted(msgspec.Struct, frozen=True, array_like=True):
     """An aborted transaction.
 
-    Offsets are inclusive; the last one is the marker's. `stable`: every transaction that is aborted later begins at or
-    after it.
+    Offsets are inclusive; the last one is the marker's.
+    `stable`: every transaction that is aborted later begins at or after it.
     """
 
     producer_id: int
