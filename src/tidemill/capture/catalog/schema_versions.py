@@ -84,7 +84,7 @@ def version_of(row: CaptureTableRow, message: RelationMessage, lsn: int) -> int:
     there.
     """
     theirs = [(c.name, c.type_oid, c.type_mod) for c in message.columns]
-    if any(not c.type_oid or not c.attnum for c in row.columns):  # of an older tidemill: one version, in any order
+    if any(not c.type_oid or not c.attnum for c in row.columns):  # row of an older tidemill: one version, in any order
         known = all(c.type_oid for c in row.columns)
         ours = {(c.name, c.type_oid, c.type_mod) if known else (c.name, 0, 0) for c in row.columns}
         return int(ours == ({*theirs} if known else {(name, 0, 0) for name, _, _ in theirs}))
@@ -246,7 +246,7 @@ def _added(
         old, new = (wanted.type_oid, wanted.type_mod), (seen.type_oid, seen.type_mod)
         # The catalogue is ahead of the stream: a column that was added and then widened is described twice.
         if old != new and not widens(old, new)[0]:
-            return f"and column {wanted.name!r} has another type in the database by now"
+            return f"and column {wanted.name!r} now has another type in the database"
         if seen.attnum <= row.attributes:
             return f"column {wanted.name!r} existed before under another name"
         if seen.mixed or (rewritten and (seen.missing is None or found.partitioned)):

@@ -124,7 +124,7 @@ class Collector:
     def flushed(self, consumer: str, position: ChangePosition) -> None:
         self._put(_Flushed(consumer, position))
 
-    # the one task ---------------------------------------------------------------------------------
+    # task -----------------------------------------------------------------------------------------
     async def run(self) -> None:
         """Run until cancelled. Raises the errors of a sink, and CorruptError for a fragment that straddles the
         processed position.

@@ -95,7 +95,7 @@ class Capture:
         """Start of the last session that found no table to capture."""
         self._told = ""
 
-    # what others may ask --------------------------------------------------------------------------
+    # queries --------------------------------------------------------------------------------------
     @property
     def dsn(self) -> str:
         return self.config.dsn
@@ -311,7 +311,7 @@ class Capture:
             self._tracker.heal(name)
             self._tracker.remove(name)
 
-    # marks ----------------------------------------------------------------------------------------
+    # stage statuses -------------------------------------------------------------------------------
     def _set_phase(self, reason: str, held_by: str) -> None:
         self._phase = (reason, held_by)
 

@@ -492,7 +492,7 @@ class Session:
     def _on_bound(self, position: ChangePosition) -> None:
         self.flushed(self.topic_consumer, position)
 
-    # Stream, for taps -----------------------------------------------------------------------------
+    # taps.Stream ----------------------------------------------------------------------------------
     def flushed(self, consumer: str, position: ChangePosition) -> None:
         if self.collector is not None and self.running:
             self.collector.flushed(consumer, position)
@@ -513,7 +513,7 @@ class Session:
         copying = self.joining is not None and (self.desk.copying or self.desk.cut_off)
         return self.streaming and not copying and seen == before
 
-    # what is waited for ---------------------------------------------------------------------------
+    # waiting --------------------------------------------------------------------------------------
     async def _connect(self, purpose: str, *, replication: bool = False) -> Wire:
         name = self._config.name
         with self.answers.expected(f"a connection ({purpose} {name})"):

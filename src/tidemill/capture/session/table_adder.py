@@ -230,7 +230,7 @@ class TableAdder:
         elif now_s - self._waits_since_s >= self._config.copy_aside_after_s:
             raise RestartSession(f"changes of a table whose copy waits go to a side topic: table={','.join(names)}.")
 
-    # taking in ------------------------------------------------------------------------------------
+    # adding tables --------------------------------------------------------------------------------
     async def _pending(self, found: list[TableInfo]) -> tuple[frozenset[str], list[TableInfo]]:
         """Return the names of the tables to be added, and those of them that can be added now."""
         asked = {t.table for t in await self._catalogue.tables(self._config.name, fresh=False) if t.recopy}

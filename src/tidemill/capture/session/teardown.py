@@ -146,7 +146,7 @@ async def _publication_taken_back(wire: Wire, config: CaptureConfig, done: Taken
     owned, owner = rows[0][0] == "t", rows[0][1]
     if given or not owned:
         done.publication_left = True
-        done.for_administrator[statement] = f"the publication was not made by the capture: owner={owner}"
+        done.for_administrator[statement] = f"the publication was not created by the capture: owner={owner}"
         return True
     done.publication = await _try(wire, statement, done)
     return done.publication

@@ -370,9 +370,7 @@ class Copy:
             table.settle()
             if not table.failed and table.durable.done == table.plan.count:
                 await self._complete(snapshot, table)
-        raise CopyPreemptedError(
-            f"changes of tables that are being copied go to side topics:  table={','.join(waits)}."
-        )
+        raise CopyPreemptedError(f"changes of tables that are being copied go to side topics: table={','.join(waits)}.")
 
     async def _tell(self, table: _Table, now: TableCopy) -> None:
         generation = self._desk.rows[table.info.name].generation

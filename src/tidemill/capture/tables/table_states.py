@@ -188,7 +188,7 @@ class TableStates:
         why = self._refusals.get(name)
         return why.held_by if why is not None else ""
 
-    # changing -------------------------------------------------------------------------------------
+    # changes of state -----------------------------------------------------------------------------
     async def park(
         self,
         name: str,
@@ -447,7 +447,7 @@ class TableStates:
         """Abandon an interrupted copy. Raises TableStateUnknownError."""
         await self.change(name, lambda found: replace(found, copy=None, aside=None) if found is not None else None)
 
-    # marks ----------------------------------------------------------------------------------------
+    # stage statuses -------------------------------------------------------------------------------
     def heal_capture(self) -> None:
         """Clear the capture's failures: its positions belong to another history than those at which it failed."""
         for name in (self._config.mark, f"{self._config.mark}/topics"):

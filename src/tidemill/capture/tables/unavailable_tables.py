@@ -38,5 +38,5 @@ def standing_of(row: CaptureTableRow | None, now_ms: int) -> Standing | None:
         return Standing(f"the table is paused until it is copied: {row.reason}", 1)
     if row.again_ms:
         left_s = max(1, -(-(row.again_ms - now_ms) // 1000))
-        return Standing(f"the table is parked until it is copied: {row.reason}", min(LOOK_AGAIN_S, left_s))
+        return Standing(f"the table is paused until it is copied: {row.reason}", min(LOOK_AGAIN_S, left_s))
     return Standing(f"the table is paused until an operator has it copied: {row.reason}", LOOK_AGAIN_S)

@@ -83,7 +83,7 @@ class BatchSender:
         self._failure: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
 
-    # plain calls ----------------------------------------------------------------------------------
+    # synchronous calls ----------------------------------------------------------------------------
     def add(self, lane: PartitionWriter, record: Record) -> None:
         """Queue the record that `lane.take` has just assigned an offset to."""
         self._open_bytes += lane.add(record) + RECORD_MEMORY_BYTES

@@ -398,7 +398,7 @@ class TopicWriter:
         """Wait for the writer's failure and raise it."""
         await self._rounds.failed()
 
-    # state for marks ------------------------------------------------------------------------------
+    # state for stage statuses ---------------------------------------------------------------------
     @property
     def held_by(self) -> str:
         """Stage status name of a topic that currently does not accept its records, or ""."""
