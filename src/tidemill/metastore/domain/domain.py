@@ -136,7 +136,7 @@ class Domain(Reading):
             domain._compete_soon()
         return domain
 
-    # what it is ---------------------------------------------------------------------------------
+    # state --------------------------------------------------------------------------------------
 
     @property
     def leading(self) -> bool:
@@ -368,7 +368,7 @@ class Domain(Reading):
                 leader.step_down(ClosedError(f"no work is left for a temporary leader: domain={self.name}."))
                 return
 
-    # the end ------------------------------------------------------------------------------------
+    # closing ------------------------------------------------------------------------------------
 
     def trouble(self) -> str:
         """Return a failure that persists: it has repeated for CONFIRM_S and is at most TROUBLE_S old; else "".

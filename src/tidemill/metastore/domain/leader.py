@@ -7,7 +7,7 @@
 - Invariant (no mixed terms): the term has ended when the replica shows that another term persisted a manifest this one
   has not applied, or that the domain's uuid changed.
 - Invariant (newest epoch): its epoch is greater than that of any manifest in the bucket. If consensus lost terms, the
-  files written in them are older from then on, for a restore too. A term whose epoch is too low is given up for the
+  files written in them are older from then on, for a restore too. A term whose epoch is too low is abandoned for the
   next one.
 """
 
@@ -363,7 +363,7 @@ class Leader:
                 self.step_down(error)
                 return
 
-    # marks ---------------------------------------------------------------------------------------
+    # stage status --------------------------------------------------------------------------------
 
     @property
     def _mark_name(self) -> str:

@@ -267,8 +267,8 @@ class Writing:
         return self._log.state.volatile_bytes + self._group_bytes > self._volatile_bytes
 
     async def _make_room(self) -> None:
-        """Wait for room. Raises UnavailableError if none becomes free, FencedError if the term has ended: then nothing of
-        the commit has happened."""
+        """Wait for room. Raises UnavailableError if none becomes free, FencedError if the term has ended. Then nothing
+        of the commit has happened."""
         if self._stopped is not None:
             raise self._stopped
         if self._full():
@@ -310,7 +310,7 @@ class Writing:
             if not future.done():
                 future.set_result(None)
 
-    # the end --------------------------------------------------------------------------------------
+    # closing --------------------------------------------------------------------------------------
 
     def stop(self, error: TidemillError) -> None:
         """Reject commits from now on. Commits in groups still get their outcome from the log."""

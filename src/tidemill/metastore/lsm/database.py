@@ -399,7 +399,7 @@ class Database:
             manifest=None if manifest is None else (manifest.epoch, manifest.number),
         )
 
-    # the end -------------------------------------------------------------------------------------------
+    # closing -------------------------------------------------------------------------------------------
 
     @property
     def ended(self) -> TidemillError | None:

@@ -92,7 +92,7 @@ class Layer:
         self._undated.clear()
         return True
 
-    # sorted keys, by and by ------------------------------------------------------------------------
+    # incremental sorting ---------------------------------------------------------------------------
 
     @property
     def sorted_keys(self) -> list[bytes] | None:

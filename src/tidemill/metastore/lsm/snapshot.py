@@ -16,8 +16,8 @@ from tidemill.metastore.lsm.version import prefix_end
 class Snapshot:
     """Consistent state, unaffected by batches, flushes and compactions. While it is open its files are not deleted.
 
-    Close it with `with` or `close()`. After that every read raises ClosedError; reads also raise what the database's own
-    raise.
+    Close it with `with` or `close()`. After that every read raises ClosedError; reads also raise the errors of the
+    database's own reads.
     """
 
     def __init__(self, pin: Pin, seqno: int) -> None:

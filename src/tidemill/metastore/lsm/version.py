@@ -134,6 +134,6 @@ def _largest(file: FileMeta) -> bytes:
 
 
 def prefix_end(prefix: bytes) -> bytes | None:
-    """Return the smallest key above every key that starts with `prefix`; None if no key is (prefix empty or all 0xff)."""
+    """Return the smallest key above every key that starts with `prefix`; None if there can be no such key."""
     head = prefix.rstrip(b"\xff")
     return head[:-1] + bytes((head[-1] + 1,)) if head else None
