@@ -227,7 +227,7 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
             assert (await holder(world, client)).status == 409
             assert not young.done()
             go_on.set()
-            assert_heals(await young, "is parked")
+            assert_heals(await young, "is paused")
 
     run(main(), 150)
 

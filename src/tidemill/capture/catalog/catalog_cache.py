@@ -1,4 +1,4 @@
-"""Caches the results of polled queries to the database's catalogue, and repeats a query only if its result may have
+"""Cache the results of polled queries to the database's catalogue, and repeat a query only if its result may have
 changed.
 
 Invariant (cache by snapshot): a result is cached while PostgreSQL shows the same snapshot. Every change of a catalogue

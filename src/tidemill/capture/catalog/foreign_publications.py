@@ -1,4 +1,4 @@
-"""Determines the demands of all publications of a database, ours and others, on a table's REPLICA IDENTITY. Only reads.
+"""Determine the demands of all publications of a database, ours and others, on a table's REPLICA IDENTITY. Only reads.
 
 PostgreSQL rejects each UPDATE and DELETE of a table that a publication contains (by name, by schema, FOR ALL TABLES, or
 through a partitioned table above it) if the table's identity does not fit that publication:

@@ -1,4 +1,4 @@
-"""Looks up the present rows of a table by primary key, in the text of the stream."""
+"""Look up the present rows of a table by primary key, in the text of the stream."""
 
 from __future__ import annotations
 

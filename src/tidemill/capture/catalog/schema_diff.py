@@ -1,4 +1,4 @@
-"""Describes the difference between two descriptions of a table in one sentence. Pure.
+"""Describe the difference between two descriptions of a table in one sentence. Pure.
 
     stored      as of the table's snapshot: the description of its records and its shard
     stream      a Relation message: the description of the next rows (names and types only)

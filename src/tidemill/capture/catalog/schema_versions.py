@@ -1,4 +1,4 @@
-"""Decides how the description of a captured table may change while it flows: which version a message of the stream has,
+"""Decide how the description of a captured table may change while it flows: which version a message of the stream has,
 and whether a new description can be carried. Pure.
 
     a column at the end that older rows read as NULL or a constant          the next version

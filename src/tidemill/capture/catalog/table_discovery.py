@@ -1,4 +1,4 @@
-"""Reads tables from the database's catalogue: which exist, which can be captured, their columns, keys and types.
+"""Read tables from the database's catalogue: which exist, which can be captured, their columns, keys and types.
 
     refused    named, and cannot be captured in its present form: no primary key; unlogged or foreign; on PostgreSQL 18
                with a virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail;

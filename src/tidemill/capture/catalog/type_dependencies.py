@@ -1,4 +1,4 @@
-"""Finds the types of which a table's columns consist, and whether earlier values now read differently. Pure, except for
+"""Find the types of which a table's columns consist, and whether earlier values now read differently. Pure, except for
 one query.
 
     composite   ADD or DROP ATTRIBUTE, for a table's row type its columns     every old value reads differently

@@ -1,4 +1,4 @@
-"""Tuples by columns: finds every value of many rows with one step per column. Pure.
+"""Tuples by columns: find every value of many rows with one step per column. Pure.
 
     message   'I' oid 'N' new      'D' oid 'O' old      'U' oid 'O' old 'N' new
                                    'D' oid 'K' old      'U' oid 'N' new          if keys suffice (row_tuples.py)

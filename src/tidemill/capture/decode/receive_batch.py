@@ -1,4 +1,4 @@
-"""Splits the frames of one receive into steps, in order: ranges of rows, and single messages. Pure.
+"""Split the frames of one receive into steps, in order: ranges of rows, and single messages. Pure.
 
 A burst is joined into one buffer, and its row changes are found by columns (row_blocks.py), over all transactions
 together. A message that is no row change, is too large to be joined, belongs to a relation with few rows here, or is

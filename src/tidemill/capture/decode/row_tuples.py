@@ -1,4 +1,4 @@
-"""Decodes one message to one change: the per-row functions, which are the reference for the columnar ones
+"""Decode one message to one change: the per-row functions, which are the reference for the columnar ones
 (row_blocks.py).
 
     identity of the row's table   old tuple of an UPDATE             of a DELETE

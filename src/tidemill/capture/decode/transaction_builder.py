@@ -1,4 +1,4 @@
-"""Builds fragments of transactions from pgoutput messages. Pure: no I/O, no clock.
+"""Build fragments of transactions from pgoutput messages. Pure: no I/O, no clock.
 
     message          effect
     Begin            opens a transaction; within one stream commit LSNs grow

@@ -1,4 +1,4 @@
-"""Decodes one message of the stream and, if that fails, determines its position, its table, and whether only that table
+"""Decode one message of the stream and, if that fails, determine its position, its table, and whether only that table
 is affected. Pure.
 """
 

@@ -58,8 +58,9 @@ class _Progress(msgspec.Struct, frozen=True):
 
 
 class Collector:
-    """Implements sinks.FlushNotices. `on_keepalive(lsn)`: nothing up to the inclusive LSN is still to be delivered.
-    `on_status()`: received or flushed may have moved, or the server requested an answer.
+    """Queue and task between stream and consumers; implements sinks.FlushNotices. `on_keepalive(lsn)`: nothing up to
+    the inclusive LSN is still to be delivered. `on_status()`: received or flushed may have moved, or the server
+    requested an answer.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Resolves rows that share a primary key inside a transaction, which a DEFERRABLE key allows until the end of the
+"""Resolve rows that share a primary key inside a transaction, which a DEFERRABLE key allows until the end of the
 statement or the transaction. Pure, except for the query that the caller executes.
 
     UPDATE t SET id = id + 1     1→2   row a leaves key 1, takes key 2

@@ -119,7 +119,7 @@ class FlushTracker:
         return self._ordered[0][2] if self._ordered else ""
 
     def check(self) -> None:
-        """Assert that P and T have the same, incomplete members, and that G has not gone back."""
+        """Assert that every member of P is incomplete and has its place in T."""
         live = {(e.flushed.commit_lsn, e.flushed.ordinal, c) for c, e in self._pending.items()}
         assert live <= set(self._ordered), "an entry is missing from the order"
         assert all(e.flushed < e.sent for e in self._pending.values()), "a complete entry is still pending"

@@ -1,4 +1,4 @@
-"""Encodes the rows of a block as keys and values of records, by columns, with the same bytes as RowEncoder,
+"""Encode the rows of a block as keys and values of records, by columns, with the same bytes as RowEncoder,
 EventEncoder and partition_writer.py row by row.
 
     column   ──► text ──► JSON of each value ──► one element-wise join with the names ──► key, value
@@ -118,7 +118,7 @@ class Encoded:
 
 
 ONE_BY_ONE = object()
-"""Marks a block that cannot be encoded by columns: its rows are for the per-row functions."""
+"""Marker of a block that cannot be encoded by columns: its rows are for the per-row functions."""
 
 
 class Events(Protocol):

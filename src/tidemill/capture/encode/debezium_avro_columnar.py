@@ -1,4 +1,4 @@
-"""Encodes the rows of a block as Avro by columns, with the same bytes as AvroEncoder row by row (see
+"""Encode the rows of a block as Avro by columns, with the same bytes as AvroEncoder row by row (see
 columnar_encoder.py).
 
 column   ──► text ──► bodies of its kind ──► one element-wise join with the branches ──► key, row

@@ -1,4 +1,4 @@
-"""Registers the schemas of a capture's topics: a schema is registered before the first record that names its id."""
+"""Register the schemas of a capture's topics: a schema is registered before the first record that names its id."""
 
 from __future__ import annotations
 

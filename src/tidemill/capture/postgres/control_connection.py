@@ -71,7 +71,7 @@ class Answers:
 
 
 class Control:
-    """Sends one query at a time on one connection."""
+    """Connection that runs one query at a time."""
 
     def __init__(self, wire: Wire, answers: Answers) -> None:
         self._wire = wire

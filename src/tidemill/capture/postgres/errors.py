@@ -1,4 +1,4 @@
-"""Translates PostgreSQL's errors to those of base.errors: mistakes of the operator, and failures that may pass without
+"""Translate PostgreSQL's errors to those of base.errors: mistakes of the operator, and failures that may pass without
 action.
 """
 

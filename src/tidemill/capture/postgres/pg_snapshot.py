@@ -1,4 +1,4 @@
-"""Determines which transactions of the stream a snapshot already contains: the one rule, for topics and shapes alike.
+"""Determine which transactions of the stream a snapshot already contains: the one rule, for topics and shapes alike.
 Pure.
 
     xid < xmin                  in the snapshot

@@ -1,4 +1,4 @@
-"""Handles a row of the stream that cannot be read or written. Only its table is paused, before that transaction; if the
+"""Handle a row of the stream that cannot be read or written. Only its table is paused, before that transaction; if the
 table is being copied, its side topic ends there instead (side_topic.py). Both are durable before the transaction is
 handed on.
 """
@@ -21,7 +21,7 @@ from tidemill.capture.topics.topic_writer import CapturedTable
 
 
 class BadRowPolicy:
-    """Pauses the table of a bad row, or ends its side topic. `keep_wal()` is called when a side topic ends."""
+    """Policy for bad rows: pause the table, or end its side topic. `keep_wal()` is called when a side topic ends."""
 
     def __init__(
         self, desk: TableStates, converter: TransactionBuilder, taps: Taps, keep_wal: Callable[[], None]

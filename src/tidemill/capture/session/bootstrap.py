@@ -1,4 +1,4 @@
-"""Prepares a locked and checked database for streaming: publication, slot, topics, catalogue rows, snapshot.
+"""Prepare a locked and checked database for streaming: publication, slot, topics, catalogue rows, snapshot.
 
 The first session publishes all tables that can be captured, creates the slot, and copies the tables before the stream
 begins. Later, a fresh table is copied concurrently with the stream (table_adder.py), so that it delays no other table.

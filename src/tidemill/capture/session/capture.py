@@ -1,4 +1,4 @@
-"""Runs the sessions of a capture one after another, with back-off between them, and publishes the capture's status.
+"""Run the sessions of a capture one after another, with back-off between them, and publish the capture's status.
 
 All errors of a session are handled in one place, `base.runtime.tasks.keep` in `run`: an error of any type that ends a
 session is reported as a failure of `capture:<name>`, and the next session begins after a pause. No kinds of errors are

@@ -1,4 +1,4 @@
-"""Compares the database with what was captured of it, at the start of every session.
+"""Compare the database with what was captured of it, at the start of every session.
 
     what moved                               the sign                                       copied again
     the database: failover to a lagging      another history, or a WAL end below            tables with records or

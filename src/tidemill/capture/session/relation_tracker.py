@@ -1,4 +1,4 @@
-"""Tracks how the stream of a session describes its tables: columns, version, and how much of the old row an UPDATE
+"""Track how the stream of a session describes its tables: columns, version, and how much of the old row an UPDATE
 carries.
 """
 

@@ -95,7 +95,7 @@ async def watch_slot(
 
 
 class StreamWatch:
-    """Detects a silent stream while the reader waits for it. `ask()` requests a keepalive. `busy()` looks for a
+    """Detector of a silent stream while the reader waits for it. `ask()` requests a keepalive. `busy()` looks for a
     walsender at work. `tell` receives that walsender (None: it spoke, or is no longer at work).
     """
 

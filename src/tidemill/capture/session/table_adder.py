@@ -1,4 +1,4 @@
-"""Adds fresh tables concurrently with the stream of all others.
+"""Add fresh tables concurrently with the stream of all others.
 
     every table_poll_s    the catalogue is compared with what is captured (catalog_watcher.py); sooner if a client
                           requests a table that is not captured (`seeks`), or finds that a table changed (`look`)
@@ -79,7 +79,7 @@ database's time.
 
 
 class RestartSession(UnavailableError):
-    """Ends the session so that the next one starts with tables that were copied, or that now need a side topic."""
+    """End of a session, so that the next one starts with tables that were copied, or that now need a side topic."""
 
 
 class TableAdder:

@@ -1,4 +1,5 @@
-"""Implements `capture drop`: reverts everything that a capture created or changed, in PostgreSQL and in the cluster.
+"""Implementation of `capture drop`: revert everything that a capture created or changed, in PostgreSQL and in the
+cluster.
 
     slot             dropped first: PostgreSQL retains no more WAL for it
     publication      dropped before any identity is altered: without it no statement needs one (publication.py). It is

@@ -1,5 +1,5 @@
-"""Finds the session that blocks a capture inside PostgreSQL, and describes it in one sentence: pid, application,
-client, state, and its query.
+"""Find the session that blocks a capture inside PostgreSQL, and describe it in one sentence: pid, application, client,
+state, and its query.
 
     lock        another session holds this capture's advisory lock
     slot        another walsender streams from the slot

@@ -1,4 +1,4 @@
-"""Reports missing privileges of a role for its capture as the statements that an administrator has to run. Only reads.
+"""Report missing privileges of a role for its capture as the statements that an administrator has to run. Only reads.
 
 A role that owns its tables and may CREATE in the database needs none of them. A role with only LOGIN, REPLICATION and
 SELECT can capture as well, if an administrator has created the publication, added the tables to it and given them a

@@ -1,4 +1,4 @@
-"""Ensures that one session captures under a name, with PostgreSQL's advisory lock, and ends a stale predecessor.
+"""Ensure that one session captures under a name, with PostgreSQL's advisory lock, and end a stale predecessor.
 
 A stopped or disconnected process keeps its connections, and with them the lock and the slot, as long as PostgreSQL
 believes that they are alive. The process that has the capture's lease ends them. The catalogue names the last session

@@ -1,4 +1,4 @@
-"""Cuts a table into chunks for its copy: ranges of blocks, each read separately, in any snapshot from the first one on.
+"""Cut a table into chunks for its copy: ranges of blocks, each read separately, in any snapshot from the first one on.
 Pure (docs/rfcs/0008-snapshots-in-chunks.md).
 
     chunk n    rows with  (n · step, 0) ≤ ctid < ((n + 1) · step, 0); the last one has no end

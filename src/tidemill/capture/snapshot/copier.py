@@ -1,4 +1,4 @@
-"""Copies tables into their topics chunk by chunk, on several connections, and records each table that is complete.
+"""Copy tables into their topics chunk by chunk, on several connections, and record each table that is complete.
 
     reader ─► next chunk of any table ─► its rows, throttled ─► partition writers   a task per connection, one snapshot
     recorder ─► chunks whose records are durable ─► the table's row                 at most once per RECORD_S
@@ -70,7 +70,7 @@ BACKLOG_BYTES = 2 << 20
 
 
 class CopyPreemptedError(UnavailableError):
-    """Ends a copy that the next session resumes with a side topic."""
+    """End of a copy that the next session resumes with a side topic."""
 
 
 class _Table:

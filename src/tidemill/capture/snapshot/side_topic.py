@@ -1,4 +1,4 @@
-"""Stores the changes of a table that is being copied in a side topic, so that WAL can be confirmed during the copy
+"""Store the changes of a table that is being copied in a side topic, so that WAL can be confirmed during the copy
 (docs/rfcs/0009-changes-set-aside.md).
 
     stream ─► topic writer ─► side topic  partition writers as for any table: tails, rounds, bindings; changes in the

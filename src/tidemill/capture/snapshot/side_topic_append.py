@@ -1,4 +1,4 @@
-"""Appends the side topic of a table to its topic, behind the copied rows, partition by partition.
+"""Append the side topic of a table to its topic, behind the copied rows, partition by partition.
 
     side topic offset n   ►   topic offset ends + n        as its stream's producer, with that offset as the sequence
 

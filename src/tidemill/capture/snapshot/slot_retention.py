@@ -1,4 +1,4 @@
-"""Computes how much WAL the slot retains, how fast that grows, and when PostgreSQL would remove it. Pure; time is
+"""Compute how much WAL the slot retains, how fast that grows, and when PostgreSQL would remove it. Pure; time is
 passed in.
 
     retained     WAL since the slot's restart position

@@ -1,4 +1,4 @@
-"""Limits a copy to a number of rows per second, over all connections that read it."""
+"""Limit a copy to a number of rows per second, over all connections that read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Determines which WAL PostgreSQL must retain for copies, and limits the side topics that make this unnecessary.
+"""Determine which WAL PostgreSQL must retain for copies, and limit the side topics that make this unnecessary.
 
 Invariant (WAL of a copy): while a table without a side topic is copied, the confirmed LSN stays at the start of the
 copy. The next session, which begins when the copy is done or yields (copier.py), replays the table's changes in
@@ -42,8 +42,8 @@ def kept_for(desk: TableStates, carried: Sequence[CapturedTable], latest: Bindin
 
 
 class WalHold:
-    """Holds the confirmed LSN for copies. `carried`: tables that this session writes. `aside`: those with a side topic,
-    by name. `hold`, `retire`: as in TableAdder. `latest()`: the newest binding.
+    """Hold of the confirmed LSN for copies. `carried`: tables that this session writes. `aside`: those with a side
+    topic, by name. `hold`, `retire`: as in TableAdder. `latest()`: the newest binding.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Re-snapshots paused tables automatically if a copy resolves the cause and no reader loses a column.
+"""Re-snapshot paused tables automatically if a copy resolves the cause and no reader loses a column.
 
     automatic     rows were rewritten, moved with a partition, or arrived without the old rows that they replace;
                   columns were added and types widened as well
@@ -67,8 +67,8 @@ def columns_found(found: Attributes) -> list[CapturedColumn]:
 
 
 class AutoRecopy:
-    """Selects the paused tables that are due. A table that must no longer be copied automatically is changed to one
-    that waits for an operator.
+    """Selection of the paused tables that are due. A table that must no longer be copied automatically is changed to
+    one that waits for an operator.
     """
 
     def __init__(self, config: CaptureConfig, control: Control, desk: TableStates, clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""Notices changes in the database while the stream continues: tables that were dropped, replaced, or described
+"""Notice changes in the database while the stream continues: tables that were dropped, replaced, or described
 differently.
 
 dropped, no longer wanted     →  `dropped` at the WAL end; topic and row are deleted once no pipeline reads them
@@ -35,7 +35,7 @@ LOOKS = 3
 
 
 class Watching:
-    """Compares the catalogue with the rows. Every transaction at or below `flushed()` is bound."""
+    """Comparison of the catalogue with the rows. Every transaction at or below `flushed()` is bound."""
 
     def __init__(
         self, beside: SideLoopContext, mending: PublicationRepair, coming: PendingSchema, flushed: Callable[[], int]

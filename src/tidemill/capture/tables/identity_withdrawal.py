@@ -1,4 +1,4 @@
-"""Withdraws REPLICA IDENTITY FULL from a table if another publication would make statements of the application fail
+"""Withdraw REPLICA IDENTITY FULL from a table if another publication would make statements of the application fail
 with it.
 
 The other publication may be created or altered at any time, and from then on each UPDATE and DELETE of the table fails

@@ -1,4 +1,4 @@
-"""Repairs the publication: no statement of the application fails because a table is published, and no row arrives
+"""Repair the publication: no statement of the application fails because a table is published, and no row arrives
 without its old one.
 
 Published tables whose statements would fail, or that lack old rows, are repaired or removed from the publication. A

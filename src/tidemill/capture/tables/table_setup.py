@@ -1,4 +1,4 @@
-"""Adds one table to a capture and removes it: its row and its topic, its description, and why it is refused."""
+"""Add one table to a capture and remove it: its row and its topic, its description, and why it is refused."""
 
 from __future__ import annotations
 

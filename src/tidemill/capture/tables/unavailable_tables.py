@@ -1,4 +1,4 @@
-"""Reports why a table currently carries no changes, to clients that request it. Pure.
+"""Report why a table currently carries no changes, to clients that request it. Pure.
 
 parked      its changes are in no stream until it is copied, automatically or when an operator requests it
 refused     its capture names it and cannot add it until the cause is gone; a client has nothing to change

@@ -1,4 +1,4 @@
-"""Sends the queued records of all partitions together in rounds, several of them in flight, so that every batch lands
+"""Send the queued records of all partitions together in rounds, several of them in flight, so that every batch lands
 once.
 
 While few rounds are in flight, a new one is sent at the end of the current turn of the event loop, but a small one not
@@ -51,7 +51,9 @@ _RETRIABLE = (UnavailableError, UnknownOutcomeError, OutOfOrderSequenceError)
 
 
 class BatchSender:
-    """Sends rounds. `on_durable(position)`: every record added up to this position is in the log. Called in order."""
+    """Sender of rounds. `on_durable(position)`: every record added up to this position is in the log.
+    Called in order.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Mints the capture's bindings: time → offsets of all its topics, always at a commit boundary.
+"""Mint the capture's bindings: time → offsets of all its topics, always at a commit boundary.
 
     kind        when                                             what it covers
     busy        commits became durable; at most one per interval the newest durable commit
@@ -60,7 +60,7 @@ def where_to_start(
 
 
 class Binder:
-    """Mints bindings in one task. `on_bound(position)`: a stored binding covers everything up to this commit boundary.
+    """Task that mints bindings. `on_bound(position)`: a stored binding covers everything up to this commit boundary.
     `on_stored(lsn)`: called for each binding once it is stored.
     """
 

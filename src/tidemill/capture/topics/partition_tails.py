@@ -1,4 +1,4 @@
-"""Reads the ends of the partitions of a captured table's topic."""
+"""Read the ends of the partitions of a captured table's topic."""
 
 from __future__ import annotations
 

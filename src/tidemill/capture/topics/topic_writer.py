@@ -162,8 +162,8 @@ async def _raise(table: CapturedTable, lsn: int, error: BaseException) -> None:
 
 
 class TopicWriter:
-    """Writes the topics of captured tables. `on_durable(boundaries)` is called, in commit order, when boundaries have
-    become durable.
+    """Writer of the topics of captured tables. `on_durable(boundaries)` is called, in commit order, when boundaries
+    have become durable.
     """
 
     def __init__(
