@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from memory_rows import MemoryRows, Shared
-from tests.contracts.rows import OpenDomain, OpenProcess, RowsContract
+from contracts.rows import OpenDomain, OpenProcess, RowsContract
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
