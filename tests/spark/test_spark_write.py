@@ -251,7 +251,7 @@ def test_a_column_that_came_meanwhile_is_not_passed_over(harbour: Any) -> None:
     commit = Racing(
         harbour, PLAIN, lambda: harbour.portal.call(harbour.shard("t").evolve(Changes((wide.columns[-1],))))
     )
-    with pytest.raises(InvalidError, match=r"columns differ from the shard: .*-w int64"):
+    with pytest.raises(InvalidError, match=r"columns differ from the shard's: .*-w int64"):
         commit.run(staged_inline(PLAIN, [(1, "b")]))
     commit = Racing(
         harbour, wide, lambda: harbour.portal.call(harbour.shard("t").evolve(Changes((), (wide.columns[-1],))))

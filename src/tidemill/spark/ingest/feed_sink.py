@@ -3,8 +3,9 @@
     p = the table's upper → a step [p, e) by the bindings → decode → dead letters → drain → one part → one append
 
 A Spark batch only means "time has reached `end`". The shard's upper and the remap shard determine what is read.
-Invariant (scratch checkpoint): so a replay after a crash (p ≥ end) does nothing, a gap or a foreign checkpoint
-(p < start) is simply read, and a batch id never identifies anything.
+
+Invariant (scratch checkpoint): a replay after a crash (p ≥ end) does nothing, a gap or a foreign checkpoint (p < start)
+is simply read, and a batch id never identifies anything.
 
 Small steps are computed here, larger ones by Spark tasks through the same functions, with the append still here. While
 a step is resolved and written, the next one is fetched and decoded (prefetch.py). A lost race is recomputed from the

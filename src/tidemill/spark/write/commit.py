@@ -5,8 +5,8 @@ so a repeated commit finds the token and is done.
 Invariant (exact lower): updates are computed at exactly the upper that the append names. After a lost race the contents
 are read and all updates computed again.
 Invariant (quiet time): a shard that a pipeline maintains is written by others only when the user requests it
-(`beside`), and only at a time to which the pipeline's source binds nothing. The pipeline would never write what it had
-not yet written up to the time of this append.
+(`beside`), and only at a time to which the pipeline's source binds nothing. Otherwise the pipeline would drop the
+updates that it had not yet written up to that time.
 
 Writers take turns, so that a writer of many rows is not overtaken indefinitely by writers of few. A turn is a lease
 that only saves work. Memory holds one range: its rows, the shard's rows of that range, and the updates of a part.
