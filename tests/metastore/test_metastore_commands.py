@@ -80,7 +80,7 @@ def test_a_broken_reference_is_one_line_and_exit_1(directory: Path) -> None:
     deep = command(directory, "doctor", "--deep")
     assert deep.returncode == 1
     [line] = [line for line in deep.stdout.splitlines() if line.startswith("FAIL ")]
-    assert broken.name in line and "the object is missing. Bring the object back" in line
+    assert broken.name in line and "the object is missing. Restore the object" in line
     assert "1 findings" in deep.stdout
     for path in (directory / "data").glob("consensus.db*"):
         path.unlink()

@@ -38,7 +38,7 @@ AT_ONCE = 4
 """Number of objects read concurrently; memory holds this many parts and L0 objects as a whole."""
 READ_BYTES = 8 << 20
 """Size of a single read of an L1 region, except for a larger batch."""
-FIX = "Restore the object from a copy of the bucket; data that refers to it is unreadable until then."
+FIX = "Restore the object from a copy of the bucket; until then the data that refers to it cannot be read."
 
 
 async def check_contents(
