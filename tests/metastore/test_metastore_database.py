@@ -289,7 +289,7 @@ def test_a_tombstone_in_a_newer_file_ends_the_search(objects: ObjectStore) -> No
         (4, [b"a"], [b"1"], "increase"),
         (6, [], [], "at least one row"),
         (6, [b"a", b"b"], [b"1"], "one value for each key"),
-        (6, [b"a", b""], [b"1", b"2"], "not empty: row=1"),
+        (6, [b"a", b""], [b"1", b"2"], "must not be empty: row=1"),
         (6, [b"k" * (METASTORE_KEY_BYTES + 1)], [b"1"], "too long"),
         (6, [b"k"], [b"v" * (METASTORE_VALUE_BYTES + 1)], "value is too large"),
         (6, [b"%d" % i for i in range(17)], [b"v" * (METASTORE_BATCH_BYTES // 17 + 1)] * 17, "batch is too large"),
