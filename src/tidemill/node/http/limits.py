@@ -79,7 +79,7 @@ class Bounded:
             scope = {**scope, "client": (address, *client[1:])}
         if self.under_way.get(address, 0) >= self._limits.per_address:
             self.refused += 1
-            await _refuse(send, 503, b'{"message":"Too many requests of this address are under way."}')
+            await _refuse(send, 503, b'{"message":"Too many concurrent requests from this address."}')
             return
         self.under_way[address] = self.under_way.get(address, 0) + 1
         body = _Body(receive, send, self._limits.body_bytes)
