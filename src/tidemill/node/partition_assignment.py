@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class CaptureFirst:
-    """`Assignment` of topics.leadership. `holders` are the instance names of processes in capture leases."""
+    """Implementation of `topics.membership.Assignment`. `holders` are instance names of processes in capture leases."""
 
     def __init__(
         self, membership: Membership, consensus: Consensus, catalogue: Catalogue, tracker: StatusTracker, clock: Clock

@@ -1,6 +1,6 @@
 """Updates of a shard, or commands of a topic, in a DuckDB file on disk, to be read back in key order.
 
-DuckDB sums, sorts and spills. The module deliberately does not use `shards.consolidate`.
+DuckDB sums, sorts and spills. The module deliberately does not use the consolidation of `shards`.
 """
 
 from __future__ import annotations

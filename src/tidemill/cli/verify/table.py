@@ -134,7 +134,7 @@ async def verify_expected(
     progress: Progress | None = None,
     timeout_s: float = SHARD_TIMEOUT_S,
 ) -> Verified:
-    """Compare a shard at a time with rows from any source: canonical, in key order (`table_rows`, `Spool`).
+    """Compare a shard at a time with rows from any source: canonical, in key order (from a `Spool`).
 
     `source` gets a scratch directory that lives as long as the comparison.
     """

@@ -127,7 +127,7 @@ async def _listed(objects: ObjectStore, findings: Findings, prefix: str, what: s
         try:
             await check(objects, meta)
         except MissingError:
-            return  # collected during the walk; a reference to a missing object is a finding of `objectcheck`
+            return  # collected during the walk; references to it are findings of `metastore.check.objects`
         except CorruptError as error:
             findings.add(what, meta.key, error.message.rstrip("."), FIX)
         findings.walked[f"{what}s"] += 1

@@ -2,7 +2,7 @@
 
     consensus   cluster register ─► domains ─► the manifest each has replicated
     bucket      cluster manifest ─► domains ─► every retained manifest ─► files ─► blocks
-    rows        every row and what it refers to, down to objects (metastore.checker, check.rows)
+    rows        every row and what it refers to, down to objects (metastore.check.checker, check.rows)
     logs        every partition's and shard's log, from its rollup on (check.logs)
     contents    with `--contents`: every part, record batch and index against its checksum (check.contents)
 

@@ -22,7 +22,7 @@ THING = "nodes"
 
 
 class RegistersStage:
-    """Stage of the checkpoint; implements `metastore.checkpoint.Stage`."""
+    """Stage of the checkpoint; implements `metastore.backup.checkpoint.Stage`."""
 
     name = "registers"
 

@@ -1,8 +1,8 @@
 """Checkpoint stages that combine several rooms, because shards do not know the metastore's rows.
 
-partitions  topics.checkpoint
-bindings    shards.checkpoint, by the sources that the catalogue names
-shards      shards.checkpoint, by the shards' registers; derived tables before their inputs
+partitions  topics.lifecycle.checkpoint
+bindings    shards.state.checkpoint, by the sources that the catalogue names
+shards      shards.state.checkpoint, by the shards' registers; derived tables before their inputs
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@
 Invariants:
 
 - Repeatable: an interrupted run is run again. It continues with the same manifests, and every step finds what was done.
-- Captures compare first: a restored capture serves no consumer before it has compared its slot with what was restored
-  (capture.prepare).
+- Captures compare first: a restored capture serves no consumer before it has compared its slot with what was
+  restored.
 - Group offsets stay within their partitions: an offset beyond the end would skip the records that are produced next.
 - Schema ids are unique: an id that was assigned after the manifest is not assigned to another schema, because records
   may contain it.

@@ -7,8 +7,8 @@ extent below the map's end without superseded records, and finally stores how fa
 - Extents may be rewritten in any order, or never: every removed record has a newer record of its key that stays.
 - `cleaned` moves only when all of them are rewritten: only then is a tombstone below it the only record of its key.
 - The last batch of L1 stays, so that a consumer that reads to the end arrives there.
-- An extent is replaced only if it is unchanged since it was read (`rules.replace_extents`). Only the pass that read
-  `cleaned` may move it.
+- An extent is replaced only if it is unchanged since it was read (`row_transitions.replace_extents`). Only the pass
+  that read `cleaned` may move it.
 """
 
 from __future__ import annotations

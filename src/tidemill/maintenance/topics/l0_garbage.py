@@ -1,7 +1,7 @@
 """The job `topic-objects`: delete an L0 object when no partition reads it, or ever will.
 
     list ──► read every partition's log ──► not named by any: garbage, if every partition in its footer has decided
-                                                 │ (otherwise the partition is made to decide in time: topics.settle)
+                                                 │ (otherwise the partition is made to decide: topics.lifecycle.settle)
                                                  ▼
              its rows have followed, and are in the bucket ──► collect_after_s later ──► deleted
 

@@ -2,8 +2,8 @@
 
     rows of partitions that gained FANOUT extents ─► runs ─► read ─► register ─► put ─► replace, each partition or none
 
-The extents of a run are replaced only if they are unchanged (`rules.replace_extents`): a start that moved, or another
-node that merges too, leaves that partition out. An interrupted step leaves a registration, which expires.
+The extents of a run are replaced only if they are unchanged (`row_transitions.replace_extents`): a start that moved, or
+another node that merges too, leaves that partition out. An interrupted step leaves a registration, which expires.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The job `topic-rollups`: a partition has one rollup, at which its log begins; a deleted topic has neither.
 
-A key holds the position p of the copied state; the record that names the rollup is at p or later (`rolling`).
+A key holds the position p of the copied state; the record that names the rollup is at p or later.
 
     named by the log's first record   it stays
     p before the log's start          deleted: it was replaced, or never named, and its writer will not name it any more

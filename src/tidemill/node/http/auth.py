@@ -1,6 +1,6 @@
 """Authentication and authorization of HTTP requests, with the same principals and rules as the Kafka endpoint.
 
-    Authorization: Bearer TOKEN        a JSON web token (`access.tokens`)
+    Authorization: Bearer TOKEN        a JSON web token (`security.oauth_tokens`)
     Authorization: Basic USER:PASSWORD a user's password, only within TLS or from this machine
 
 Invariants:
