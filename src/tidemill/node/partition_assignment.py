@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class CaptureFirst:
-    """Implementation of `topics.membership.Assignment`. `holders` are instance names of processes in capture leases."""
+    """Implementation of `topics.membership.Assignment` from capture leases and the membership."""
 
     def __init__(
         self, membership: Membership, consensus: Consensus, catalogue: Catalogue, tracker: StatusTracker, clock: Clock

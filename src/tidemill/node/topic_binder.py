@@ -7,8 +7,8 @@ this node leads. No binding covers a transaction before it has ended.
     other members              are led
 
 Every append belongs to one node, so no node polls and none waits for another: a binding states what its minter leads
-and carries the rest on (`shards.bindings.minter`). An idle topic costs nothing. A fault ends the minting of one topic only:
-it is reported under `binding:topic/NAME` and tried again.
+and carries the rest on (`shards.bindings.minter`). An idle topic costs nothing. A fault ends the minting of one topic
+only: it is reported under `binding:topic/NAME` and tried again.
 """
 
 from __future__ import annotations
