@@ -332,7 +332,7 @@ def test_references_of_the_catalogue_are_followed() -> None:
         assert any("pipeline bad → topic nowhere" in line for line in found)
         assert any("pipeline bad → capture shop: it does not capture public.zzz" in line for line in found)
         await world.metastore.commit([(CAPTURES.key("shop"), b""), (PIPELINES.key("bad"), b"")])
-        only(await break_rows(world, (TOPIC_IDS.key(world.topic.topic_id), b"")), "its row by id is missing")
+        only(await break_rows(world, (TOPIC_IDS.key(world.topic.topic_id), b"")), "its id row is missing")
         found = await break_rows(world, TOPIC_IDS.encode(TopicIdRow(world.topic.topic_id, "other")))
         assert any("no topic of this name" in line for line in found)
 

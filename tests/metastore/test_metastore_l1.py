@@ -163,7 +163,7 @@ async def _unnamed(world: World, extent: Any, row: Any) -> None:
         (_hole, "L1 has 0 extents"),
         (_behind, "L1 ends at"),
         (_late, "L1 begins at 3"),
-        (_gone, "which knows none"),
+        (_gone, "L1 has no row"),
         (_object, "the object is missing"),
         (_charged, "are referred to, its row says"),
         (_unnamed, "it has no row"),

@@ -59,11 +59,11 @@ def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -> None
     ("key", "found"),
     [
         (SCHEMAS.key(3), "version proto/1"),
-        (DIGESTS, "its row by digest is missing"),
-        (VERSIONS.key("inner", 1), "what it refers to does not exist"),
-        (USES.key(2, "outer", 1), "only one of the two names the other"),
-        (REFERRERS.key("inner", 1, 2), "only one of reference and referrer is there"),
-        (REGISTRY_HEADS.key("head"), "is given already"),
+        (DIGESTS, "its digest row is missing"),
+        (VERSIONS.key("inner", 1), "the version that it refers to does not exist"),
+        (USES.key(2, "outer", 1), "use row and version row do not match"),
+        (REFERRERS.key("inner", 1, 2), "reference and referrer row do not match"),
+        (REGISTRY_HEADS.key("head"), "is already assigned"),
     ],
 )
 @pytest.mark.processes

@@ -71,7 +71,7 @@ async def check_unclaimed(objects: ObjectStore) -> None:
     if greatest:
         raise InvalidError(
             f"consensus has no cluster, but a cluster has claimed the bucket: object={claim_key(greatest)}.",
-            fix="Start it with its own consensus, or choose another objects.url.",
+            fix="Start that cluster with its own consensus, or choose another objects.url.",
         )
 
 

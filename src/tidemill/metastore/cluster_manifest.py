@@ -32,7 +32,7 @@ FORMAT = 1
 
 ALIVE_INTERVAL_S = 30.0
 MANIFESTS_KEPT = 3
-REPLACED_FIX = "Stop this cluster, or give it a bucket of its own."
+REPLACED_FIX = "Stop this cluster, or give it its own bucket."
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -203,7 +203,7 @@ async def check_unclaimed(objects: ObjectStore) -> None:
         raise InvalidError(
             "consensus has no cluster, but the bucket has one:"
             f" cluster={found.manifest.cluster_uuid} incarnation={found.manifest.incarnation} object={found.key}.",
-            fix="Run `tidemill restore` to bring it back, or choose another objects.url.",
+            fix="Run `tidemill restore` to restore it, or choose another objects.url.",
         )
 
 

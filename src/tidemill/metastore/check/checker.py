@@ -133,13 +133,13 @@ class Checker:
                 self._add(f"topic {row.name}", f"topic id {row.topic_id}", "another topic has this id", RESTORE)
             self.topics[row.topic_id] = row
         ids = {row.topic_id: row.name async for row in self._each(TOPIC_IDS)}
-        fix = "Write the topic's row again: any change of its configuration does."
+        fix = "Rewrite the topic's row by changing its configuration."
         for topic_id, name in ids.items():
             if name not in by_name or by_name[name].topic_id != topic_id:
                 self._add(f"topic id {topic_id}", f"topic {name}", "no topic of this name has this id", fix)
         for name, row in by_name.items():
             if row.topic_id not in ids:
-                self._add(f"topic {name}", f"topic id {row.topic_id}", "its row by id is missing", fix)
+                self._add(f"topic {name}", f"topic id {row.topic_id}", "its id row is missing", fix)
 
     async def _partitions(self) -> None:
         async for row in self._each(PARTITIONS):

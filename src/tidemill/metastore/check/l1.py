@@ -59,7 +59,7 @@ class L1Check:
         row = self._rows.get(place)
         if row is None:
             if copy.reconciled > copy.log_start:
-                self._add(place, f"its offsets {copy.log_start} to {copy.reconciled} are in L1, which knows none")
+                self._add(place, f"its offsets {copy.log_start} to {copy.reconciled} are missing: L1 has no row")
             return
         if not copy.reconciled <= row.next <= copy.next_offset:
             problem = f"L1 ends at {row.next}, not between {copy.reconciled} and {copy.next_offset}"
@@ -99,7 +99,7 @@ class L1Check:
                 problem = f"{live} bytes of it are referred to, its row says {row.total_bytes - row.removed_bytes}"
                 self._findings.add(f"L1 object {row.topic_id}/{row.object_id}", "", problem, FIX)
         for topic_id, object_id in self._live:
-            self._findings.add(f"L1 object {topic_id}/{object_id}", "", "extents refer to it, it has no row", FIX)
+            self._findings.add(f"L1 object {topic_id}/{object_id}", "", "extents refer to it but it has no row", FIX)
 
     def _add(self, place: Place, problem: str) -> None:
         self._findings.add(f"partition {place[0]}/{place[1]}", "", problem, FIX)

@@ -40,7 +40,7 @@ async def check_registry(each: Each, findings: Findings) -> None:
     uses = {(use.subject, use.version): use.id async for use in each(USES)}
     for place in sorted(uses.items() ^ versions.items()):
         (subject, number), schema_id = place
-        _add(findings, f"schema {schema_id}", f"version {subject}/{number}", "only one of the two names the other")
+        _add(findings, f"schema {schema_id}", f"version {subject}/{number}", "use row and version row do not match")
     for schema_id in sorted(digests.keys() - set(versions.values())):
         _add(findings, f"schema {schema_id}", "", "no version uses it")
     known: dict[int, str] = {}
@@ -51,14 +51,19 @@ async def check_registry(each: Each, findings: Findings) -> None:
             _add(findings, f"digest {digest}", f"schema {schema_id}", "the schema has another digest")
     for schema_id, digest in digests.items():
         if schema_id not in known:
-            _add(findings, f"schema {schema_id}", f"digest {digest}", "its row by digest is missing")
+            _add(findings, f"schema {schema_id}", f"digest {digest}", "its digest row is missing")
     found = {(row.subject, row.version, row.id) async for row in each(REFERRERS)}
     for subject, number, schema_id in sorted(found ^ referring):
         target = f"version {subject}/{number}"
-        _add(findings, f"schema {schema_id}", target, "only one of reference and referrer is there")
+        _add(findings, f"schema {schema_id}", target, "reference and referrer row do not match")
     for subject, number, schema_id in sorted(referring):
         if (subject, number) not in versions:
-            _add(findings, f"schema {schema_id}", f"version {subject}/{number}", "what it refers to does not exist")
+            _add(
+                findings,
+                f"schema {schema_id}",
+                f"version {subject}/{number}",
+                "the version that it refers to does not exist",
+            )
     configs = len([row async for row in each(REGISTRY_CONFIGS)])
     heads = [row async for row in each(REGISTRY_HEADS)]
     counted = (len(digests), len({subject for subject, _ in versions}), len(versions), configs)
@@ -69,10 +74,10 @@ def _head(findings: Findings, heads: list[RegistryHeadRow], counted: tuple[int, 
     head = heads[0] if heads else RegistryHeadRow("head")
     told = (head.schemas, head.subjects, head.versions, head.configs)
     if told != counted:
-        problem = f"it counts {told} schemas, subjects, versions and configurations where there are {counted}"
+        problem = f"it counts {told} schemas, subjects, versions and configurations, but there are {counted}"
         _add(findings, "registry head", "", problem)
     if head.next_id <= last_id:
-        _add(findings, "registry head", f"schema {last_id}", f"its next id {head.next_id} is given already")
+        _add(findings, "registry head", f"schema {last_id}", f"its next id {head.next_id} is already assigned")
 
 
 def _add(findings: Findings, subject: str, target: str, problem: str) -> None:

@@ -10,8 +10,8 @@
                                        request log that accompanies the log with these deltas
 
 - Invariant (at most once): a request is executed at most once. The row with the next position is written in the same
-  batch that executes it, or in a separate batch if it was rejected. The request is executed if a leader exists
-  afterwards.
+  batch that executes it, or in a separate batch if it was rejected. It is executed unless it expires
+  before a leader exists.
 - Invariant (durable replies): a reply is written only when the outcome that it reports is durable.
 - Invariant (expiry): a request that was not executed by `expires_ms` (the requester's wall clock) is rejected, never
   executed. So a requester that got Unknown knows after that time that it did not happen, and no later leader executes

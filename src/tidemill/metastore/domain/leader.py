@@ -389,7 +389,7 @@ class Leader:
         late = bool(self._trouble) or self._overdue()
         reason = ""
         if self._trouble:
-            reason = f"the bucket takes no files: {self._trouble}"
+            reason = f"the bucket accepts no files: {self._trouble}"
         elif persisted < applied:
             reason = f"rows to seqno {applied} are persisted within {self._settings.persist_interval_s:g} s"
         self._grounds.tracker.set(

@@ -47,7 +47,7 @@ def decode_footer(data: bytes, end: int, name: str) -> Footer:
     size, found, magic, stored = _TAIL.unpack_from(data, len(data) - _TAIL.size)
     offset = end - min(size, len(data))
     if magic != MAGIC or not _TAIL.size <= size <= len(data):
-        raise corrupt(name, "footer", offset, "the file does not end as an SST")
+        raise corrupt(name, "footer", offset, "the file does not end with an SST footer")
     # The checksum is checked before the format: a flipped bit must not look like a newer format.
     computed = int(crc32c.crc32c(memoryview(data)[-size:-_CRC_BYTES]))
     if stored != computed:

@@ -57,7 +57,7 @@ async def main() -> None:
 
 def _listening_failed(name: str, error: BaseException) -> None:
     """Exit after a failure to read stdin: no job can arrive any more. The parent starts another worker."""
-    sys.stderr.write(f"merge worker: {name}: {error!r}\n")
+    sys.stderr.write(f"compaction worker: {name}: {error!r}\n")
     os._exit(1)
 
 
