@@ -222,7 +222,7 @@ def test_a_reset_whose_manifest_cannot_be_opened_is_told_as_unknown(
         uuid = "00000000-0000-4000-8000-000000000000"
 
         def newer(state: DomainState, domain_uuid: str, max_epoch: int) -> Manifest | None:
-            raise InvalidError("The manifest was written by a newer version of tidemill: format=9 supported=1.")
+            raise InvalidError("the manifest was written by a newer version of tidemill: format=9 supported=1.")
 
         monkeypatch.setattr(replicated_manifest, "read_manifest", newer)
         with pytest.raises(
