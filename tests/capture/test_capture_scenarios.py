@@ -1,4 +1,4 @@
-"""Rows of docs/capture-scenarios.md that need no database: tracker, collector, binder and grammar."""
+"""Rows of docs/internals/capture-scenarios.md that need no database: tracker, collector, binder and grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of docs/capture-scenarios.md that are about PostgreSQL: what a session that ended in the middle leaves to the
+"""Rows of docs/internals/capture-scenarios.md that are about PostgreSQL: what a session that ended in the middle leaves to the
 next one."""
 
 from __future__ import annotations

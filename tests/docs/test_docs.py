@@ -13,7 +13,12 @@ from tidemill.base.config.config import Config
 from tidemill.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+]
 
 
 def commands() -> list[str]:

@@ -1,4 +1,4 @@
-"""Units of failure at the Kafka endpoint: each row of the table in ARCHITECTURE.md, against a real broker process."""
+"""Units of failure at the Kafka endpoint: each row of docs/internals/faults.md, against a real broker process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/metastore-scenarios.md names tests: each must exist, and no scenario may stand without one."""
+"""docs/internals/metastore-scenarios.md names tests: each exists, and every scenario has one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from domain_killed_child import LOG_STEPS
 from lsm_killed_child import STEPS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "metastore-scenarios.md"
+PAGE = ROOT / "docs" / "internals" / "metastore-scenarios.md"
 TABLES = {
     "LSM": 17,
     "State machine": 13,

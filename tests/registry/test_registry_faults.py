@@ -1,4 +1,4 @@
-"""Rows F801 to F804 of ARCHITECTURE.md, section 7."""
+"""Rows F801 to F804 of docs/internals/faults.md."""
 
 from __future__ import annotations
 

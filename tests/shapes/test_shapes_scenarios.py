@@ -1,4 +1,4 @@
-"""Rows of docs/capture-scenarios.md that end in a shape: routing, stitching, and the log in memory."""
+"""Rows of docs/internals/capture-scenarios.md that end in a shape: routing, stitching, and the log in memory."""
 
 from __future__ import annotations
 

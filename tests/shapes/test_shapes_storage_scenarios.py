@@ -1,4 +1,4 @@
-"""Rows ST2, ST4, ST8 and ST9 of docs/capture-scenarios.md: what a shape's disk holds at every step of a flush, over any
+"""Rows ST2, ST4, ST8 and ST9 of docs/internals/capture-scenarios.md: what a shape's disk holds at every step of a flush, over any
 number of restarts, and what a client sees of a row that goes and comes again."""
 
 from __future__ import annotations

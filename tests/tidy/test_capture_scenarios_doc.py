@@ -1,4 +1,4 @@
-"""docs/capture-scenarios.md and the tests named by its ids are the same list, and no row of the notes is missing."""
+"""docs/internals/capture-scenarios.md and the tests named by its ids are the same list, and no row is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "capture-scenarios.md"
+PAGE = ROOT / "docs" / "internals" / "capture-scenarios.md"
 ROWS = {"FT": 18, "SLC": 14, "ER": 4, "C": 15, "ST": 11, "RC": 10, "CV": 4, "H": 14}
 """Of each group: a row is not dropped by accident."""
 OPEN: set[str] = set()
@@ -35,7 +35,7 @@ def defined(path: str) -> set[str]:
     return {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, functions)}
 
 
-def test_every_row_of_the_notes_is_on_the_page_in_order() -> None:
+def test_every_row_is_on_the_page_in_order() -> None:
     assert list(rows()) == [f"{group}{number}" for group, count in ROWS.items() for number in range(1, count + 1)]
 
 

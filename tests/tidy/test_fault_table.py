@@ -1,4 +1,4 @@
-"""The table of faults in ARCHITECTURE.md and the tests named by its ids are the same list."""
+"""The tables of docs/internals/faults.md and the tests named by their ids are the same list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEST = re.compile(r"def test_(f\d{3})_", re.MULTILINE)
 
 
 def rows() -> dict[str, list[str]]:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
+    text = (ROOT / "docs" / "internals" / "faults.md").read_text()
     found = ROW.findall(text)
     assert not [i for i, n in Counter(i for i, _ in found).items() if n > 1], "an id stands in two rows"
     return {number: [cell.strip() for cell in cells.split(" | ")] for number, cells in found}
@@ -26,5 +26,5 @@ def test_every_fault_has_a_test_and_every_such_test_a_fault() -> None:
     assert set(rows()) == ids_of_tests()
 
 
-def test_every_row_says_all_five_things() -> None:
+def test_every_row_has_all_five_cells() -> None:
     assert not {number for number, cells in rows().items() if len(cells) != 5 or not all(cells)}

@@ -1,4 +1,4 @@
-"""docs/shards-scenarios.md and the tests named by its ids are the same list, and no id is missing."""
+"""docs/internals/shards-scenarios.md and the tests named by its ids are the same list, and no id is missing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from tidemill.sim.scenarios import FAULTS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "shards-scenarios.md"
+PAGE = ROOT / "docs" / "internals" / "shards-scenarios.md"
 COUNTS = {"41": 12, "43": 6, "44": 5, "45": 6}
-"""Rows of each section of the notes: a scenario is not dropped by accident."""
+"""Rows of each section: a scenario is not dropped by accident."""
 
 ROW = re.compile(r"^\| (M4\d{3}) \|(.*)\|$", re.MULTILINE)
 TEST = re.compile(r"^def (test_((?:m4\d{3}_)+)\w+)", re.MULTILINE)
@@ -32,7 +32,7 @@ def ids_of_tests() -> dict[str, set[str]]:
     return found
 
 
-def test_every_row_of_the_notes_is_on_the_page_once() -> None:
+def test_every_row_is_on_the_page_once() -> None:
     wanted = [f"M{section}{row:02}" for section, count in COUNTS.items() for row in range(1, count + 1)]
     assert [i for i, _ in rows()] == wanted
 

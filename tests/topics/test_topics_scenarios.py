@@ -1,4 +1,4 @@
-"""Scenarios of docs/topics-scenarios.md that belong to no other file: terms, openings, closings, hand-overs."""
+"""Scenarios of docs/internals/topics-scenarios.md that belong to no other file: terms, openings, closings, hand-overs."""
 
 from __future__ import annotations
 
