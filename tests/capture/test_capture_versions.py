@@ -117,7 +117,7 @@ def test_a_new_column_has_what_older_rows_read_as() -> None:
         (seen(*ROW.columns, column("x", 2)), "under another name"),
         (seen(*ROW.columns, X, missing={"x": "no number"}), "default"),
         (seen(replace(ROW.columns[0], key_index=-1), replace(ROW.columns[1], key_index=0), ROW.columns[2], X), ""),
-        (None, "gone"),
+        (None, "dropped"),
     ],
 )
 def test_in_doubt_there_is_no_next_version(found: Attributes | None, words: str) -> None:
