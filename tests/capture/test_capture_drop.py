@@ -64,7 +64,7 @@ def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
                 return (await identities(world))["split_high"] == "f"
 
             await until(whole, "the new partition has a whole identity")
-            with pytest.raises(ConflictError, match="runs"):
+            with pytest.raises(ConflictError, match="is running"):
                 await take_back(world.config(), world.catalogue)
         noted = {row.table: len(row.identities) for row in await world.catalogue.tables(world.name)}
         assert noted == {
