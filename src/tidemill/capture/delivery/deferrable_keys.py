@@ -19,7 +19,8 @@ Invariant (stable offsets): a departure makes the same number of records regardl
 replay assigns the same offsets (partition_writer.py).
 
 Invariant (answers from the future): the database may answer with the row of a later transaction that changed the key
-already. That change follows in the stream, hence the last record of the key is right.
+already. That change follows in the stream, hence the last record of the key is right. If the table is paused before that
+change, its topic keeps the later row until the table is copied again.
 
 Invariant (lazy decoding): nothing is decoded before a row has left a key of a table in which another row of this
 transaction has taken a key.
