@@ -30,7 +30,7 @@ from tidemill.capture.session.capture import Capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres, find_binaries
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import open_objects
 from tidemill.shards.api import Binding, Remap
 from tidemill.shards.registry import open_remap
@@ -56,7 +56,7 @@ async def run_capture(dsn: str, directory: Path, tag: str) -> tuple[float, float
     clock, rand = SystemClock(), Rand()
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
-    metastore = metastore_on(consensus, objects, clock, rand)
+    metastore = create_metastore(consensus, objects, clock, rand)
     catalogue = Catalogue(metastore, clock, rand)
     topics = LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand)
     remap = await open_remap(consensus, clock, rand, f"capture/{NAME}")

@@ -26,12 +26,12 @@ from harbour import machine
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.session.capture import Capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import open_objects
 from tidemill.shards.registry import open_remap
 from tidemill.topics.api import FetchRead, TopicLog
@@ -41,7 +41,7 @@ from tidemill.topics.local_topics import LocalTopics
 
 async def read_raw(dsn: str) -> tuple[float, float, int]:
     """(seconds, CPU seconds, rows) of the COPY alone."""
-    wire = await Wire.connect(dsn, purpose="bench")
+    wire = await PgConnection.connect(dsn, purpose="bench")
     clock = SystemClock()
     started_s, before_s, rows = clock.monotonic_s(), time.process_time(), 0
     async for burst in wire.copy_out("COPY (SELECT id, n, name, at FROM ONLY public.rows) TO STDOUT"):
@@ -72,7 +72,7 @@ async def copy(dsn: str, directory: Path, settings: dict[str, int]) -> tuple[flo
     clock, rand = SystemClock(), Rand()
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
-    metastore = metastore_on(consensus, objects, clock, rand)
+    metastore = create_metastore(consensus, objects, clock, rand)
     catalogue = Catalogue(metastore, clock, rand)
     topics = LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand)
     remap = await open_remap(consensus, clock, rand, f"capture/{NAME}")

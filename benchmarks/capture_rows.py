@@ -21,13 +21,14 @@ from harbour import machine
 from tidemill.base.clock import Rand
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Column, Fragment, Relation
-from tidemill.capture.decode.receive_batch import Run, steps
+from tidemill.capture.decode.receive_batch import RowRun, split_into_steps
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
-from tidemill.capture.decode.undecodable import take
-from tidemill.capture.encode.debezium_json import Source
-from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.decode.undecodable import feed_frame
+from tidemill.capture.encode.debezium_json import EventSource
+from tidemill.capture.postgres.replication_stream import FramedMessage
 from tidemill.capture.topics import batch_builder
-from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import ProduceResult
 
@@ -73,23 +74,23 @@ class Nobody:
 
 def read(frames: Sequence[bytes], converter: TransactionBuilder, least: int) -> list[Fragment]:
     found = []
-    for step in steps(frames, converter, least):
-        if isinstance(step, Run):
+    for step in split_into_steps(frames, converter, least):
+        if isinstance(step, RowRun):
             at = step.start
             while at < step.end:
                 fragment, at = converter.feed_rows(step.segment, at, step.end)
                 found.append(fragment)
-        elif isinstance(step, Framed):
-            out = take(step, converter)
+        elif isinstance(step, FramedMessage):
+            out = feed_frame(step, converter)
             found.append(out if isinstance(out, Fragment) else None)
     return [fragment for fragment in found if fragment is not None]
 
 
-SOURCES = {"row": None, "debezium": Source("shop", "db"), "debezium-avro": Source("shop", "db", ((1, 2),))}
+SOURCES = {"row": None, "debezium": EventSource("shop", "db"), "debezium-avro": EventSource("shop", "db", ((1, 2),))}
 
 
 async def measure(
-    frames: list[bytes], at_once: int, least: int, source: Source | None
+    frames: list[bytes], at_once: int, least: int, source: EventSource | None
 ) -> tuple[float, float, list[bytes]]:
     """(CPU seconds of reading, of writing, the batches); a round is sent after each burst."""
     topics = Nowhere()
@@ -97,14 +98,14 @@ async def measure(
     table = CapturedTable("public.rows", topic, 1, oid=1, source=source)
     writer = TopicWriter("bench", [table], topics, Rand(1), lambda _: None)  # type: ignore[arg-type]
     converter = TransactionBuilder({1: ROWS})
-    batch_builder.LEAST_ROWS = least
+    batch_builder.MIN_COLUMNAR_ROWS = least
     began_s = time.process_time()
     bursts = [read(frames[first : first + at_once], converter, least) for first in range(0, len(frames), at_once)]
     between_s = time.process_time()
     for fragments in bursts:
         for fragment in fragments:
             await writer.deliver(fragment, Nobody())
-        await writer.drained()
+        await writer.wait_drained()
     ended_s = time.process_time()
     await writer.aclose()
     return between_s - began_s, ended_s - between_s, topics.batches

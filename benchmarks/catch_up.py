@@ -24,13 +24,13 @@ import pyarrow as pa
 
 from harbour import machine
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.runtime.memory_budget import keep_freed_memory
+from tidemill.base.runtime.memory_budget import retain_freed_memory
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.progress import Latency
-from tidemill.spark.stores import Stores, Urls, open_stores
+from tidemill.spark.stores import Stores, StoreUrls, open_stores
 from upsert import RECORDS_PER_BINDING
 from upsert_load import KEY, SCHEMA, Load
 
@@ -85,12 +85,12 @@ def main() -> None:
     args = parser.parse_args()
     pa.set_memory_pool(pa.system_memory_pool())
     if not args.give_back:
-        keep_freed_memory()
+        retain_freed_memory()
     took: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     verified = 0
     with tempfile.TemporaryDirectory(prefix="catch-up-") as directory, BlockingPortal("catch-up") as portal:
         root = Path(directory)
-        stores = portal.call(open_stores(Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")))
+        stores = portal.call(open_stores(StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")))
         waiting = Waiting(portal, stores, root, args.rows)
         for number in range(args.rounds + 1):
             for way in WAYS if number % 2 else WAYS[::-1]:

@@ -31,10 +31,10 @@ from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode import block_decoder
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.offset_slices import cut
-from tidemill.spark.decode.records import Records, blocks_of
+from tidemill.spark.decode.offset_slices import cut_slices
+from tidemill.spark.decode.records import Records, cut_blocks
 from tidemill.spark.decode.stream import StreamDecoder
-from tidemill.topics.batch import Columns, Record, decode_opened, encode_batch, open_batch
+from tidemill.topics.batch import Record, RecordColumns, decode_opened, encode_batch, open_batch
 
 BATCHES = (5, 20, 100, 1_000, 10_000)
 SCHEMAS = {
@@ -56,7 +56,7 @@ ORDERS = ShardSchema(
     ),
     ("id",),
 )
-FEW = block_decoder.FEW
+FEW = block_decoder.MIN_BLOCK_VALUES
 FIRST = datetime(2026, 11, 22, tzinfo=UTC)
 
 
@@ -132,9 +132,9 @@ def batches_of(values: Sequence[bytes], size: int) -> list[bytes]:
 def batching(values: Sequence[bytes], size: int, rounds: int) -> Batching:
     batches = batches_of(values, size)
 
-    def decode() -> list[Columns]:
+    def decode() -> list[RecordColumns]:
         found = list(decode_opened(open_batch(batch) for batch in batches))
-        return [part for part in found if isinstance(part, Columns)]
+        return [part for part in found if isinstance(part, RecordColumns)]
 
     (us,) = best_us(rounds, len(values), decode)
     parts = decode()
@@ -149,12 +149,12 @@ def batching(values: Sequence[bytes], size: int, rounds: int) -> Batching:
 
 def reading(name: str, values: Sequence[bytes], decoder: StreamDecoder | CapturedDecoder, rounds: int) -> Reading:
     count, columns = len(values), decoder.schema.columns
-    (piece,) = cut(None, [Binding(7, {"id": (count,)})], "t", "id")
-    blocks = list(blocks_of(piece, batches_of(values, 1_000)))
+    (piece,) = cut_slices(None, [Binding(7, {"id": (count,)})], "t", "id")
+    blocks = list(cut_blocks(piece, batches_of(values, 1_000)))
 
     def read(few: int) -> Callable[[], list[pa.Table]]:
         def work() -> list[pa.Table]:
-            block_decoder.FEW = few
+            block_decoder.MIN_BLOCK_VALUES = few
             return [rows_of(decoder, block) for block in blocks]
 
         return work

@@ -24,7 +24,7 @@ from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import Pipeline
 from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.session.session import build_session
-from tidemill.spark.stores import Stores, Urls, open_stores
+from tidemill.spark.stores import Stores, StoreUrls, open_stores
 from upsert_tree import Tree
 
 CLICKS = ShardSchema((Column("click_id", "int64"), Column("product_id", "int64"), Column("ms", "int64")), ("click_id",))
@@ -63,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         portal = BlockingPortal("bench")
-        stores = portal.call(open_stores(Urls(f"file://{scratch}/objects", f"sqlite://{scratch}/consensus.db")))
+        stores = portal.call(open_stores(StoreUrls(f"file://{scratch}/objects", f"sqlite://{scratch}/consensus.db")))
         spark = build_session("bench-derived", "local[2]", scratch=scratch / "spark")
         shop = Shop(portal, stores, options.products)
         shop.click(options.rows, options.products)
@@ -80,7 +80,7 @@ def main() -> None:
                     way.open()
                 tree.begin()
                 began = time.monotonic()
-                assert way.round()
+                assert way.recompute()
                 if number >= 2:  # the first is whole for both, the second meets a cold plan
                     took[name].append((time.monotonic() - began, sum(tree.spent().cpu_s.values())))
             results = [

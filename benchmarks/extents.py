@@ -30,16 +30,16 @@ from typing import Any
 from harbour import machine, percentile
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.metastore.factory import NODE, metastore_on
-from tidemill.metastore.lsm.compaction.factory import open_merger
+from tidemill.metastore.factory import NODE, create_metastore
+from tidemill.metastore.lsm.compaction.factory import open_executor
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import encode_manifest
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.factory import open_objects
 from tidemill.topics.l1.extent_store import ExtentStore
-from tidemill.topics.l1.format import Region
-from tidemill.topics.l1.row_transitions import Add
+from tidemill.topics.l1.format import L1Region
+from tidemill.topics.l1.row_transitions import AddRequest
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import encode_state
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
@@ -62,12 +62,12 @@ async def load(rows: ExtentStore, partitions: int, extents: int) -> float:
         for first in range(0, partitions, PER_TOPIC):
             count = min(PER_TOPIC, partitions - first)
             regions = tuple(
-                Region(p, p << 10, 1 << 10, base, base + SPAN - 1, base + SPAN - 1, 8, (200 + p) << 10, 64)
+                L1Region(p, p << 10, 1 << 10, base, base + SPAN - 1, base + SPAN - 1, 8, (200 + p) << 10, 64)
                 for p in range(count)
             )
             topic_id, name = topic_of(first)[0], f"{number:015d}-{first:032x}"
             await rows.register(topic_id, name)
-            await rows.add(Add(topic_id, name, 1 << 20, regions, {p: [(1, base)] for p in range(count)}))
+            await rows.add(AddRequest(topic_id, name, 1 << 20, regions, {p: [(1, base)] for p in range(count)}))
     return time.perf_counter() - begun
 
 
@@ -160,11 +160,11 @@ def resident_bytes() -> int:
 async def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     clock, rand, state = SystemClock(), Rand(), MemoryState()
     objects = await open_objects(f"file://{directory}", clock, rand)
-    merger = open_merger(objects, f"file://{directory}", NODE.options, clock)
+    merger = open_executor(objects, f"file://{directory}", NODE.options, clock)
 
     def opened() -> Metastore:
         consensus = MemoryConsensus(clock, state)
-        return metastore_on(consensus, objects, clock, rand, settings=NODE, holder=rand.nonce(), merger=merger)
+        return create_metastore(consensus, objects, clock, rand, settings=NODE, holder=rand.nonce(), merger=merger)
 
     metastore = opened()
     took_s = await load(ExtentStore(metastore, clock, rand), args.partitions, args.extents)

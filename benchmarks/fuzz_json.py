@@ -24,13 +24,13 @@ from tidemill.shards.parts.parts import encode_part
 from tidemill.spark.decode import block_decoder
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.offset_slices import Slice
-from tidemill.spark.decode.records import Records, blocks_of
+from tidemill.spark.decode.records import Records, cut_blocks
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.batch.columns import of_fields
+from tidemill.topics.batch.columns import columns_from_fields
 
 MEMORY_LIMIT_MIB = 300
 BLOCK_LIMIT_S = 2.0
@@ -119,7 +119,7 @@ def mutate(rand: random.Random, data: bytes) -> bytes:
 
 
 def records_of(values: list[bytes | None], keys: list[bytes | None]) -> Records:
-    columns = of_fields(keys, values)
+    columns = columns_from_fields(keys, values)
     return Records("t", 0, columns.offsets // 10 + 1, columns)
 
 
@@ -183,7 +183,7 @@ def alike(found: Decoded, decoder: Any, records: Records, rows: pa.Table, dead: 
     for at in range(len(records)):
         if stop is not None and at >= stop.offset:
             break
-        one = Records("t", 0, records.times[at : at + 1], records.columns.take(slice(at, at + 1)))
+        one = Records("t", 0, records.times[at : at + 1], records.columns.select(slice(at, at + 1)))
         got = decoder.decode(one)
         commands, more = got if isinstance(got, tuple) else (got.commands, got.dead)
         singles.append(commands.rows)
@@ -235,7 +235,7 @@ def one_batch(rand: random.Random, found: Found) -> None:
     began_s = time.process_time()
     try:
         refs = [BatchRef("o", 0, len(data), 5, count, 0)]
-        blocks = list(blocks_of(piece, [bytes(data)], refs))
+        blocks = list(cut_blocks(piece, [bytes(data)], refs))
         for got in blocks:
             StreamDecoder(STREAM).decode(got)
     except BaseException as error:
@@ -253,7 +253,7 @@ def one_batch(rand: random.Random, found: Found) -> None:
 
 def run(seconds: float, seed: int) -> dict[str, Any]:
     rand, found = random.Random(seed), Decoded()
-    block_decoder.FEW = 2  # a block is read by blocks, each of its records alone
+    block_decoder.MIN_BLOCK_VALUES = 2  # a block is read by blocks, each of its records alone
     decoders, captured = (StreamDecoder(STREAM), StreamDecoder(BY_BLOCKS)), CapturedDecoder(CAPTURED, "public.t")
     for _ in range(50):
         one_block(rand, found, rand.choice(decoders), captured)

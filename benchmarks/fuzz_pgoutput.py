@@ -30,15 +30,15 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.lsn import BEFORE_ALL
 from tidemill.capture.changes import Fragment
-from tidemill.capture.decode.receive_batch import Run, steps
+from tidemill.capture.decode.receive_batch import RowRun, split_into_steps
 from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder, merge_relation
-from tidemill.capture.decode.undecodable import UndecodableMessageError, take
+from tidemill.capture.decode.undecodable import UndecodableMessageError, feed_frame
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.sinks import FlushNotices
 from tidemill.capture.encode.row_encoder import RowEncoder
-from tidemill.capture.naming import odd
-from tidemill.capture.postgres.replication_stream import Framed
-from tidemill.capture.postgres.standby_status import Keepalive, Status
+from tidemill.capture.naming import has_invalid_bytes
+from tidemill.capture.postgres.replication_stream import FramedMessage
+from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 STALL_LIMIT_S = 0.05
@@ -110,7 +110,7 @@ class Encoding:
                     encoder.value(row)
         self.taken += 1
         if fragment.commits:
-            notices.flushed("encoding", fragment.last)
+            notices.report_flushed("encoding", fragment.last)
         return ["encoding"]
 
     async def aclose(self) -> None: ...
@@ -124,7 +124,7 @@ class Session:
         self._parks = parks
         self._converter = TransactionBuilder(max_changes=FRAGMENT_CHANGES)
         self.sink = Encoding()
-        self.status = Status(0)
+        self.status = ReplicationStatus(0)
         self._put = 0
         self.lsn = 0
         self._collector = Collector([self.sink], self.status, SystemClock())
@@ -132,27 +132,27 @@ class Session:
 
     async def feed(self, lsn: int, payload: bytes) -> bool:
         """False when the session is over."""
-        return await self._take(Framed(lsn, payload))
+        return await self._take(FramedMessage(lsn, payload))
 
     async def feed_burst(self, payloads: list[bytes]) -> bool:
         """The messages at once, by columns where they can be; False when the session is over."""
         frames = [b"w" + bytes(24) + payload for payload in payloads]
         self.lsn += len(frames)
         before_s: float | None = time.process_time()
-        for step in steps(frames, self._converter, LEAST_ROWS):
+        for step in split_into_steps(frames, self._converter, LEAST_ROWS):
             if before_s is not None:
                 # Before its first step a burst is joined and searched.
                 self._found.spent(time.process_time() - before_s, STALL_LIMIT_S, "a burst", frames[0][:64])
                 before_s = None
-            if not isinstance(step, Run):
-                if not isinstance(step, Framed) or not await self._take(step):
+            if not isinstance(step, RowRun):
+                if not isinstance(step, FramedMessage) or not await self._take(step):
                     return False
             else:
                 at = step.start
                 while at < step.end:
-                    if not self._converter.takes(step.segment):
-                        one = step.framed(at)
-                        if not isinstance(one, Framed) or not await self._take(one):
+                    if not self._converter.accepts_segment(step.segment):
+                        one = step.parse_frame_at(at)
+                        if not isinstance(one, FramedMessage) or not await self._take(one):
                             return False
                         at += 1
                         continue
@@ -161,17 +161,17 @@ class Session:
                         return False
         return True
 
-    async def _take(self, item: Framed) -> bool:
+    async def _take(self, item: FramedMessage) -> bool:
         self.lsn = max(self.lsn, item.lsn)
         payload = item.payload
         before_s = time.process_time()
         try:
-            out = take(item, self._converter)
+            out = feed_frame(item, self._converter)
         except UndecodableMessageError as poisoned:
             self._found.poisoned += 1
             if not self._parks or not poisoned.table or poisoned.position is None:
                 return False
-            self._converter.pass_over(payload)
+            self._converter.skip_message(payload)
             self._found.set_aside += 1
             return True
         finally:
@@ -179,11 +179,11 @@ class Session:
         if isinstance(out, RelationSeen):
             if out.changed:
                 names = (out.message.schema, out.message.table, *(column.name for column in out.message.columns))
-                if any(map(odd, names)):
+                if any(map(has_invalid_bytes, names)):
                     self._found.poisoned += 1  # a session parks a table whose names are not UTF-8 before it learns it
                     return False
                 known = self._converter.relations.get(out.message.oid)
-                self._converter.learn(merge_relation(out.message, known))
+                self._converter.set_relation(merge_relation(out.message, known))
         elif out is not None:
             return await self._hand_on(out)
         return not self._running.done()
@@ -192,7 +192,7 @@ class Session:
         before_s = time.process_time()
         self._put += 1
         await self._collector.put(fragment)
-        self._collector.keepalive(Keepalive(self.lsn, False), inside_txn=self._converter.inside_txn)
+        self._collector.put_keepalive(Keepalive(self.lsn, False), inside_txn=self._converter.inside_txn)
         for _ in range(3):
             await asyncio.sleep(0)
         self._found.spent(time.process_time() - before_s, STALL_LIMIT_S, "a fragment", b"")

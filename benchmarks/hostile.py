@@ -32,7 +32,7 @@ from tidemill.base.config.config import load
 from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.runner import Runner
-from tidemill.node.supervise.processes import next_port
+from tidemill.node.supervise.processes import offset_port
 from tidemill.node.supervise.supervisor import Supervisor
 
 NODES = 2
@@ -157,8 +157,8 @@ async def bench(seconds: float, seed: int, rate: float, clicks: float, only: str
     throws = [throw for throw in THROWS if not only or throw.name in only.split(",")]
     runner = Attacked(environment, rate=rate, click_rate=clicks, crash=False, nodes=NODES)
     world = World(
-        [next_port(config.node.http, n) for n in range(NODES)],
-        [next_port(config.node.kafka, n) for n in range(NODES)],
+        [offset_port(config.node.http, n) for n in range(NODES)],
+        [offset_port(config.node.kafka, n) for n in range(NODES)],
         environment.dsn,
         random.Random(seed),
         lambda: next((c.pid for n, c in runner.supervisor.children.items() if n.startswith("pipeline")), None),

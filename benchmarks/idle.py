@@ -42,9 +42,9 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.config.config import parse
 from tidemill.cli.demo.environment import prepare
 from tidemill.cli.demo.ports import free_port
-from tidemill.node.supervise.processes import driver as driver_of
-from tidemill.node.supervise.processes import start_all, together
-from tidemill.spark.stores import Urls, open_stores
+from tidemill.node.supervise.processes import driver_spec as driver_of
+from tidemill.node.supervise.processes import group_by_driver, start_all
+from tidemill.spark.stores import StoreUrls, open_stores
 from upsert import DEADLINE_S, Lane
 from upsert_load import KEY, SCHEMA, Load
 from upsert_tree import Tree
@@ -114,7 +114,7 @@ async def small(lane: str, args: argparse.Namespace) -> dict[str, Any]:
     tables, _, topics = lane.partition("/")
     with tempfile.TemporaryDirectory(prefix="idle-") as directory:
         root = Path(directory)
-        urls = Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
+        urls = StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
         stores = await open_stores(urls)
         asked = argparse.Namespace(partitions=4, keys=KEYS, master=args.master)
         text = PIPELINE.replace("{tables}", tables).replace("{topics}", topics or "1")
@@ -140,7 +140,7 @@ async def pair(lane: str, args: argparse.Namespace) -> dict[str, Any]:
     """Two pipelines of one table, each of its own topic, as `up` starts their drivers."""
     with tempfile.TemporaryDirectory(prefix="idle-") as directory:
         root = Path(directory)
-        stores = await open_stores(Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db"))
+        stores = await open_stores(StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db"))
         loads = [Load(stores, name, 4, KEYS) for name in ("one", "two")]
         pipelines: dict[str, Any] = {}
         for each in loads:
@@ -152,7 +152,7 @@ async def pair(lane: str, args: argparse.Namespace) -> dict[str, Any]:
             pipelines[each.name] = {"file": str(file), "driver": driver, "spark": {"master": args.master}}
         urls = {"objects": {"url": stores.urls.objects}, "consensus": {"url": stores.urls.consensus}}
         config = parse({"node": {"data": str(root)}, "pipeline": pipelines, **urls}, origin="")
-        found = [driver_of(config, names) for names in together(config)]
+        found = [driver_of(config, names) for names in group_by_driver(config)]
         logs = [root / f"{spec.name}.log" for spec in found]
         processes = []
         for spec, path in zip(found, logs, strict=True):

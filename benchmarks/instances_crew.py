@@ -15,9 +15,9 @@ import msgspec
 
 from hostile import Attacked
 from tidemill.base.errors import ClosedError, MissingError, UnavailableError
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.status import PROCESS, Report
-from tidemill.consensus.status.board import Board
+from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.status import PROCESS, StatusReport
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.node.supervise.driver_instances import is_driver, pipeline_of
 
 FROZEN_S = (15.0, 35.0)
@@ -26,7 +26,7 @@ LONG_S = (70.0, 90.0)
 """Longer than the history that a shard keeps: one in LONG_IN freezes."""
 LONG_IN = 5
 FRESH_MS = 4_000
-NAMED_AFTER_S = MARK_BLIND_AFTER_MS / 1000 + 3
+NAMED_AFTER_S = STATUS_BLIND_AFTER_MS / 1000 + 3
 STOP_TIMEOUT_S = 60.0
 
 
@@ -42,7 +42,7 @@ class Crew:
     def __init__(self, runner: Attacked, rand: random.Random) -> None:
         self.runner = runner
         self.rand = rand
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, StatusReport] = {}
         self.frozen: dict[str, Frozen] = {}
         self.done: Counter[str] = Counter()
         self.named = 0
@@ -75,7 +75,7 @@ class Crew:
         self._runs.clear()
 
     async def watch(self) -> None:
-        board = Board(self.runner._consensus, self.runner._rand)
+        board = StatusBoard(self.runner._consensus, self.runner._rand)
         while True:
             try:
                 self.reports = {r.process: r for r in await board.reports() if pipeline_of(r.process)}

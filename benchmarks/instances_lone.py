@@ -63,7 +63,7 @@ class Samples:
         try:
             async with AsyncExitStack() as held:
                 for name in chosen:
-                    await held.enter_async_context(shards[name].holding(READER, time_ms))
+                    await held.enter_async_context(shards[name].hold_during(READER, time_ms))
                 for name in chosen:
                     rows = await shards[name].snapshot(time_ms)
                     await asyncio.to_thread(pq.write_table, rows, directory / f"{name}.parquet")
@@ -79,7 +79,7 @@ class Samples:
             for name in self.tables:
                 shard = await self.runner._open_shard(LONE + name)
                 since, upper = await shard.frontiers()
-                await held.enter_async_context(shard.holding(READER, max(since, upper - 1)))
+                await held.enter_async_context(shard.hold_during(READER, max(since, upper - 1)))
             yield
 
     async def compare(self) -> tuple[int, list[str]]:

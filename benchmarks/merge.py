@@ -1,7 +1,7 @@
 """`./dev bench merge`: what compaction costs a row, with its sums beside Arrow's group-by over whole rows.
 
     decode   the parts, from memory
-    merge    `consolidate.merged`, and the cut into parts
+    merge    `consolidate.merge_updates`, and the cut into parts
     groups   the same through group-by alone, and a sort by hash: the limit without knowing of keys
     encode   the merged parts, zstd
 
@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 
 from harbour import machine
 from tidemill.shards.api import DIFF, HASH, TIME, Column, Part, ShardSchema
-from tidemill.shards.compaction.compaction import _split
-from tidemill.shards.parts.consolidate import merged
+from tidemill.shards.compaction.compaction import _split_parts
+from tidemill.shards.parts.consolidate import merge_updates
 from tidemill.shards.parts.parts import decode_part, encode_part
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import contents_schema, update_schema
@@ -107,7 +107,7 @@ def main() -> int:
         for _ in range(args.rounds):
             decoded = timed(lambda p=parts: [decode_part(SCHEMA, data, part) for part, data in p], spent["decode"])
             updates = pa.concat_tables(decoded)
-            ours = timed(lambda u=updates, to=to: _split(SCHEMA, merged(SCHEMA, u, to)), spent["merge"])
+            ours = timed(lambda u=updates, to=to: _split_parts(SCHEMA, merge_updates(SCHEMA, u, to)), spent["merge"])
             plain = timed(lambda u=updates, to=to: grouped(u, to), spent["groups"])
             timed(lambda o=ours: [encode_part(SCHEMA, table, "zstd") for _, table in o], spent["encode"])
             whole = pa.concat_tables([table for _, table in ours]).sort_by([(n, "ascending") for n in (*NAMES, DIFF)])

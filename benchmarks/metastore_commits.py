@@ -101,7 +101,7 @@ async def leading(consensus: Consensus, folder: Path) -> AsyncIterator[Domain]:
         consensus, objects, "bench", holder="bench/1", clock=clock, rand=rand, own_earlier_life=lambda _: True
     )
     try:
-        await domain.until_leading(30.0)
+        await domain.wait_until_leading(30.0)
         yield domain
     finally:
         await domain.aclose()

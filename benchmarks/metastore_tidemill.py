@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.metastore.lsm.compaction.factory import open_merger
-from tidemill.metastore.lsm.compaction.picker import pick
+from tidemill.metastore.lsm.compaction.factory import open_executor
+from tidemill.metastore.lsm.compaction.picker import pick_job
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.local import LocalObjects
@@ -32,9 +32,9 @@ class Tidemill:
         clock, rand = SystemClock(), Rand()
         self.objects = LocalObjects.open(folder, clock, rand)
         Tidemill.epochs += 1
-        files = Files(self.objects, PREFIX)
+        files = SstFiles(self.objects, PREFIX)
         self._options = options = Options(write_buffer_bytes=buffer_bytes, cache_bytes=cache_bytes)
-        self._merger = open_merger(self.objects, f"file://{folder}", options, clock)
+        self._merger = open_executor(self.objects, f"file://{folder}", options, clock)
         self.db = await Database.open(
             files,
             BucketManifests(self.objects, PREFIX, rand),
@@ -55,10 +55,10 @@ class Tidemill:
     async def put_batch(self, keys: list[bytes], values: list[bytes]) -> None:
         self._seqno += 1
         self.db.apply(self._seqno, keys, values)
-        await self.db.room()
+        await self.db.wait_for_room()
 
     async def put_each(self, keys: list[bytes], values: list[bytes]) -> None:
-        apply, room, seqno = self.db.apply, self.db.room, self._seqno
+        apply, room, seqno = self.db.apply, self.db.wait_for_room, self._seqno
         for key, value in zip(keys, values, strict=True):
             seqno += 1
             apply(seqno, (key,), (value,))
@@ -99,7 +99,7 @@ class Tidemill:
 
     async def settle(self) -> None:
         compactor = self.db.compactor
-        while compactor.merging is not None or pick(self.db.version.levels, self._options, {}) is not None:
+        while compactor.merging is not None or pick_job(self.db.version.levels, self._options, {}) is not None:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:

@@ -267,7 +267,7 @@ async def moto_store(clock: SystemClock, rand: Rand) -> tuple[ObjectStore, Any]:
     for i in range(16):  # the server's first requests cost it imports
         await store.put(f"warm-up/{i}", b"x")
     assert isinstance(store, RetryingObjects) and isinstance(store.inner, S3Objects)
-    return store, store.inner.plain
+    return store, store.inner.raw_store
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from harbour import machine
 from tidemill.shards.api import DIFF, HASH, Column, ShardSchema
-from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.parts.parts import encode_part
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import contents_schema, part_schema, update_schema
@@ -53,7 +53,7 @@ class Shard:
             encode_part(SCHEMA, pa.concat_tables([rows(some, n + 2, -1, 0), rows(some, n + 2, 1, n + 1)])).data
             for n, some in enumerate(np.array_split(touched, BATCHES))
         ]
-        live = contents(SCHEMA, pa.concat_tables([self.read(self.base), *map(self.read, self.later)]))
+        live = sum_contents(SCHEMA, pa.concat_tables([self.read(self.base), *map(self.read, self.later)]))
         sink = pa.BufferOutputStream()
         pq.write_table(live, sink, row_group_size=128 << 10, compression="zstd")
         self.plain = sink.getvalue()
@@ -72,7 +72,7 @@ def plain(shard: Shard, names: list[str]) -> pa.Table:
 
 
 def all_sums(shard: Shard, names: list[str]) -> pa.Table:
-    return contents(SCHEMA, pa.concat_tables([shard.read(shard.base), *map(shard.read, shard.later)])).select(names)
+    return sum_contents(SCHEMA, pa.concat_tables([shard.read(shard.base), *map(shard.read, shard.later)])).select(names)
 
 
 def difference(shard: Shard, names: list[str]) -> pa.Table:

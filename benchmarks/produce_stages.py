@@ -30,24 +30,24 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.logging import configure_logs
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.sqlite.client import SqliteConsensus
-from tidemill.consensus.sqlite.connection import Link
+from tidemill.consensus.sqlite.connection import SequencerConnection
 from tidemill.kafka import KafkaServer
 from tidemill.kafka.handlers import k00_produce
-from tidemill.kafka.handlers.k00_produce import _Gathering
+from tidemill.kafka.handlers.k00_produce import _ProduceAnswers
 from tidemill.kafka.net.connection import Connection
 from tidemill.kafka.net.framing import FrameReader
 from tidemill.kafka.server import client_session
-from tidemill.kafka.server.client_session import Session
+from tidemill.kafka.server.client_session import ClientSession
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects import local
 from tidemill.objects.factory import open_objects
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.membership import Alone
+from tidemill.topics.membership import SingleNodeAssignment
 from tidemill.topics.partition import leader
 from tidemill.topics.partition.leader import PartitionLeader
-from tidemill.topics.partition.pending_batch import Pending
+from tidemill.topics.partition.pending_batch import PendingBatch
 from tidemill.topics.produce import ProducerQueue, validator_pool
 
 POINTS = ("staged", "gathered", "in the thread", "durable", "heard", "acknowledged")
@@ -62,14 +62,18 @@ LOOP, THREAD, SEQUENCER = "loop", "a thread", "sequencer"
 STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
     ("receive: the system call, the loop of reads", LOOP, ((Connection, "_readable"),)),
     ("frame: cut the stream", LOOP, ((FrameReader, "buffer"), (FrameReader, "received"))),
-    ("account for it: budget, turn, pause or resume", LOOP, ((Session, "_frames"), (Session, "consider_reading"))),
+    (
+        "account for it: budget, turn, pause or resume",
+        LOOP,
+        ((ClientSession, "_frames"), (ClientSession, "consider_reading")),
+    ),
     (
         "parse: header, request",
         LOOP,
         ((client_session, "peek"), (client_session, "read_request"), (k00_produce, "decode")),
     ),
-    ("who may, quota", LOOP, ((k00_produce, "_look_up"), (k00_produce, "_allowed"), (Session, "_charge"))),
-    ("begin: slot, futures, the rest of the request", LOOP, ((Session, "_begin"), (k00_produce, "_reserve_one"))),
+    ("who may, quota", LOOP, ((k00_produce, "_look_up"), (k00_produce, "_allowed"), (ClientSession, "_charge"))),
+    ("begin: slot, futures, the rest of the request", LOOP, ((ClientSession, "_begin"), (k00_produce, "_reserve_one"))),
     ("check: batch header", LOOP, ((k00_produce, "_refuse"), (leader, "check_header"))),
     ("check: checksum, every record", LOOP, ((validator_pool, "check_records"),)),
     ("reserve: partition, ticket", LOOP, ((PartitionLeader, "produce_nowait"), (ProducerQueue, "reserve"))),
@@ -78,10 +82,10 @@ STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
     ("put: create, write, fdatasync, link, fsync", THREAD, ((local, "durable_create"),)),
     ("turn: uploaded, in line", LOOP, ((PartitionLeader, "batch_uploaded"),)),
     ("decide: plan, apply, command", LOOP, ((leader, "plan_group"), (leader, "apply"), (leader, "encode_command"))),
-    ("log append: client", LOOP, ((SqliteConsensus, "_flush"), (Link, "buffer_updated"))),
+    ("log append: client", LOOP, ((SqliteConsensus, "_flush"), (SequencerConnection, "buffer_updated"))),
     ("publish, wake readers", LOOP, ((PartitionLeader, "_settle"),)),
-    ("answer: gather, encode", LOOP, ((_Gathering, "answer"), (Session, "_done"))),
-    ("answer: send", LOOP, ((Session, "_send_ready"),)),
+    ("answer: gather, encode", LOOP, ((_ProduceAnswers, "answer"), (ClientSession, "_done"))),
+    ("answer: send", LOOP, ((ClientSession, "_send_ready"),)),
 )
 """What, where, and the functions in which it is done, less those of the others that they call."""
 
@@ -91,7 +95,7 @@ class Stages:
 
     def __init__(self) -> None:
         self.cpu_s: Counter[str] = Counter()
-        self.passed: dict[Pending, dict[str, float]] = defaultdict(dict)
+        self.passed: dict[PendingBatch, dict[str, float]] = defaultdict(dict)
         self.done: list[dict[str, float]] = []
         self.objects = 0
         self.turns = 0
@@ -135,16 +139,16 @@ class Stages:
             create(*args)
             put[1] = time.perf_counter()
 
-        def started(_: L0Writer, items: list[Pending]) -> None:
+        def started(_: L0Writer, items: list[PendingBatch]) -> None:
             self.objects += 1
             for item in items:
                 self.passed[item]["gathered"] = time.perf_counter()
 
-        def uploaded(_: PartitionLeader, pending: Pending) -> None:
+        def uploaded(_: PartitionLeader, pending: PendingBatch) -> None:
             now = time.perf_counter()
             self.passed[pending] |= {"in the thread": put[0], "durable": put[1], "heard": now}
 
-        def acknowledged(_: PartitionLeader, pending: Pending, *__: Any) -> None:
+        def acknowledged(_: PartitionLeader, pending: PendingBatch, *__: Any) -> None:
             points = self.passed.pop(pending, None)
             if points is not None and len(points) == len(POINTS) - 1:
                 self.done.append({**points, "acknowledged": time.perf_counter()})
@@ -170,10 +174,12 @@ async def measure(args: argparse.Namespace, directory: str) -> None:
         await open_objects(f"file://{directory}/objects", clock, rand),
         await open_consensus(url, clock, rand),
     )
-    metastore = metastore_on(consensus, objects, clock, rand)
+    metastore = create_metastore(consensus, objects, clock, rand)
     catalogue = Catalogue(metastore, clock, rand)
     stages.wrap()
-    topics = LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand, assignment=Alone("n1", 1))
+    topics = LocalTopics(
+        consensus, objects, catalogue, clock=clock, rand=rand, assignment=SingleNodeAssignment("n1", 1)
+    )
     await topics.start()
     server = KafkaServer(
         topics=topics,

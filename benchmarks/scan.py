@@ -30,13 +30,13 @@ from tidemill.base.clock import Rand
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.spark import build_session, read
-from tidemill.spark.stores import Urls, open_stores
+from tidemill.spark.stores import StoreUrls, open_stores
 from upsert_tree import Tree
 
 BATCHES = 10
 
 
-async def fill(urls: Urls, count: int, share: float) -> tuple[pa.Table, int, int]:
+async def fill(urls: StoreUrls, count: int, share: float) -> tuple[pa.Table, int, int]:
     """A shard of `count` merged rows, `share` of which changed once since: (rows, settled parts, upper)."""
     stores = await open_stores(urls)
     shard = await stores.shard("scanned", SCHEMA)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def measure(spark: Any, root: Path, count: int, share: float, rounds: int) -> None:
-    urls = Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
+    urls = StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
     with BlockingPortal() as portal:
         want, settled, upper = portal.call(fill(urls, count, share))
     plain = root / "plain"

@@ -27,7 +27,7 @@ import tidemill
 from harbour import machine
 from scan import fill, spread
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.spark.stores import Urls
+from tidemill.spark.stores import StoreUrls
 
 QUERIES = {
     "count": "SELECT count(*) FROM {}",
@@ -55,7 +55,7 @@ def measure(root: Path, count: int, share: float, rounds: int) -> None:
     root.mkdir()
     (root / "tidemill.toml").write_text(f'[node]\ndata = "{root}"\n')
     with BlockingPortal() as portal:
-        filled = fill(Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db"), count, share)
+        filled = fill(StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db"), count, share)
         want, settled, _ = portal.call(filled)
     plain = root / "plain.parquet"
     pq.write_table(want, plain, row_group_size=128 << 10, compression="zstd")

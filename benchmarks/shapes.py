@@ -28,7 +28,7 @@ from test_shapes_consumer import TABLE, row
 from test_shapes_routing import Crowd
 
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.runtime.gc_tuning import keep_pauses_short
+from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.capture.changes import Change, Fragment
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.tables.capture_tap import BacklogLimits
@@ -92,7 +92,7 @@ def main() -> int:
     logging.disable(logging.INFO)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     print(machine())
-    keep_pauses_short()  # as `tidemill serve` does
+    install_gc_tuning()  # as `tidemill serve` does
     if options.live or options.polls:
         import shapes_live
         import shapes_polls

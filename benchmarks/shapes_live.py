@@ -27,8 +27,8 @@ from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL
-from tidemill.shapes.log.saved_shape import SavedDefinition
-from tidemill.shapes.log.sqlite_file import Flush, Saved, ShapeFile, Written
+from tidemill.shapes.log.saved_shape import SavedTableShape
+from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredShape
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
 from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
@@ -56,10 +56,10 @@ class Stream:
         self.sink = sink
         self.confirmed = 0
 
-    def flushed(self, consumer: str, position: ChangePosition) -> None:
+    def report_flushed(self, consumer: str, position: ChangePosition) -> None:
         self.confirmed = max(self.confirmed, position.commit_lsn)
 
-    async def name_taps(self) -> None:
+    async def store_tap_names(self) -> None:
         """Its row has the name."""
 
 
@@ -74,11 +74,11 @@ def fill(path: Path, count: int) -> None:
         for key in range(first, min(first + FILL, count + 1)):
             where = f"id = {key}"
             definition = ShapeDefinition(Source("table", NAME, "public", "t"), where)
-            kept = SavedDefinition(ShapeRequest("t", where), definition, schema, TABLE, 1)
+            kept = SavedTableShape(ShapeRequest("t", where), definition, schema, TABLE, 1)
             base = b'{"key":"\\"public\\".\\"t\\"/\\"%d\\"","value":{"id":"%d","name":"n","open":"true"},"headers":{}}'
             rows = base % (key, key)
-            saved = Saved(key, mint.mint(definition), kept.encode(), "1:1:@1", 1, (0, 0), len(rows), 0)
-            written.append(Written(key, [(0, rows)], [], 0, saved))
+            saved = StoredShape(key, mint.mint(definition), kept.encode(), "1:1:@1", 1, (0, 0), len(rows), 0)
+            written.append(ShapeWrite(key, [(0, rows)], [], 0, saved))
         file.flush(Flush(OWNER, False, written, ()))
     file.release()
 
@@ -114,10 +114,10 @@ async def _measure(service: ShapeService, count: int, changes: int) -> dict[str,
     sink = service.add_database(NAME, "host=/nowhere", lambda: [TABLE])
     service._tables._databases[NAME].infos[TABLE] = INFO
     stream = Stream(sink)
-    sink.claim([OWNER])
-    sink.carried([TABLE.oid])
+    sink.begin_session([OWNER])
+    sink.set_carried_relations([TABLE.oid])
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    sink.begin(stream, 0)
+    sink.begin_stream(stream, 0)
     await until(lambda: not sink.restoring)
     restored_s, restored_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     if len(service.shapes()) != count:
@@ -125,7 +125,7 @@ async def _measure(service: ShapeService, count: int, changes: int) -> dict[str,
     resident = resident_bytes()
     await asyncio.sleep(1.5)
     began_s = time.perf_counter()
-    service._house()
+    service._housekeep()
     house_s = time.perf_counter() - began_s
     found = {PER_TRANSACTION: 0.0, 1: 0.0}
     cpu_us = {}
@@ -136,10 +136,10 @@ async def _measure(service: ShapeService, count: int, changes: int) -> dict[str,
         number += len(fragments)
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         for n, each in enumerate(fragments):
-            sink.take(each)
+            sink.process_fragment(each)
             if n % 64 == 0:
                 await asyncio.sleep(0)
-        await until(lambda: sink.evaluated() >= sink.taken)
+        await until(lambda: sink.evaluated_position() >= sink.taken)
         found[rows] = changes // rows * rows / (time.perf_counter() - began_s)
         cpu_us[rows] = (time.process_time() - began_cpu_s) / (changes // rows * rows) * 1e6
         began_s = time.perf_counter()

@@ -48,9 +48,9 @@ async def measure(count: int) -> dict[str, float]:
         return PgSnapshot(1, 1, frozenset())
 
     database.source.load = empty
-    sink.claim([])
-    sink.carried([TABLE.oid])
-    sink.begin(Stream(sink), 0)
+    sink.begin_session([])
+    sink.set_carried_relations([TABLE.oid])
+    sink.begin_stream(Stream(sink), 0)
     limits = HttpLimits(connections=2 * count + 100, per_address=2 * count, address_connections=2 * count)
     server = HttpServer(Starlette(routes=list(shape_routes(service))), on_failure=print, limits=limits)
     await server.start()
@@ -73,7 +73,7 @@ async def measure(count: int) -> dict[str, float]:
         change = fragment(number, 1 << 40, 1)
         key = int(change.changes[0].new["id"])
         committed[key] = time.monotonic()
-        sink.take(change)
+        sink.process_fragment(change)
         woken.append(await _seen_by_all(child, {key: committed[key]}, count))
     result = await _ask(child, committed)
     child.stdin.close()

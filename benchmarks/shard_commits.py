@@ -18,7 +18,7 @@ from harbour import machine
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.state.codec import encode_state
-from tidemill.spark.stores import Urls, open_stores
+from tidemill.spark.stores import StoreUrls, open_stores
 
 SCHEMA = ShardSchema((Column("id", "int64"), Column("note", "string")), ("id",))
 
@@ -29,7 +29,7 @@ def row(number: int) -> pa.Table:
 
 
 async def measure(directory: str, count: int) -> None:
-    urls = Urls(f"file://{directory}/objects", f"sqlite://{directory}/consensus.db")
+    urls = StoreUrls(f"file://{directory}/objects", f"sqlite://{directory}/consensus.db")
     stores = await open_stores(urls)
     shard = await stores.shard("commits", SCHEMA)
     spent: list[float] = []

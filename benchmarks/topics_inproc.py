@@ -24,7 +24,7 @@ import crc32c
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import open_objects
 from tidemill.topics.api import FetchRead
 from tidemill.topics.batch import Record, encode_batch
@@ -64,7 +64,7 @@ async def main(store: str, batch_bytes: int, seconds: float, partitions: int, di
     local = store == "local"
     consensus = await open_consensus(f"sqlite:{directory / 'c.db'}" if local else "memory:", clock, rand)
     objects = await open_objects(str(directory / "objects") if local else "memory:", clock, rand)
-    metastore = metastore_on(consensus, objects, clock, rand)
+    metastore = create_metastore(consensus, objects, clock, rand)
     catalogue = Catalogue(metastore, clock, rand)
     row = await catalogue.create_topic("bench", partitions)
     topics = LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand)

@@ -25,7 +25,7 @@ from tidemill.spark import Pipeline
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.session.session import build_session
-from tidemill.spark.stores import Stores, Urls, open_stores
+from tidemill.spark.stores import Stores, StoreUrls, open_stores
 from upsert_tree import Tree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "spark"))
@@ -76,7 +76,7 @@ class Bench:
         one = self.derived[name]
         if one.writer is None:
             one.open()
-        if not one.round():
+        if not one.recompute():
             raise SystemExit(f"DOES NOT HOLD: nothing to do, table={name}")
 
     def write_plain(self) -> None:
@@ -118,7 +118,7 @@ def main() -> None:
         scratch = Path(directory)
         world = tests_tpch.World(scratch / "data", options.scale, options.streams + 1)
         portal = BlockingPortal("bench")
-        stores = portal.call(open_stores(Urls(f"file://{scratch}/objects", f"sqlite://{scratch}/consensus.db")))
+        stores = portal.call(open_stores(StoreUrls(f"file://{scratch}/objects", f"sqlite://{scratch}/consensus.db")))
         spark = build_session("bench-tpch", "local[2]", scratch=scratch / "spark")
         bench = Bench(portal, stores, spark, scratch, world)
         bench.append({name: f"from {name}" for name in tests_tpch.KEYS}, 1)

@@ -27,10 +27,10 @@ import numpy as np
 import pyarrow as pa
 
 from harbour import machine, percentile
-from tidemill.shards.parts.consolidate import contents, merged
+from tidemill.shards.parts.consolidate import merge_updates, sum_contents
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.registry import open_shard
-from tidemill.spark.stores import Urls, open_stores
+from tidemill.spark.stores import StoreUrls, open_stores
 from upsert_load import KEY, SCHEMA, Load
 from upsert_tree import Tree
 
@@ -56,7 +56,7 @@ class Lane:
     def __init__(
         self,
         root: Path,
-        urls: Urls,
+        urls: StoreUrls,
         stores: Any,
         by: str,
         args: argparse.Namespace,
@@ -119,8 +119,11 @@ class Lane:
             held.append(await shard.read_batch(batch, batch.lower, batch.upper))
             rows += held[-1].num_rows
             if rows > SUMMED_AT_ONCE:
-                held, rows = [await asyncio.to_thread(merged, shard.schema, pa.concat_tables(held), batch.upper - 1)], 0
-        count = self.load.verify(contents(shard.schema, pa.concat_tables(held)))
+                held, rows = (
+                    [await asyncio.to_thread(merge_updates, shard.schema, pa.concat_tables(held), batch.upper - 1)],
+                    0,
+                )
+        count = self.load.verify(sum_contents(shard.schema, pa.concat_tables(held)))
         await shard.aclose()
         return count
 
@@ -179,7 +182,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     out: dict[str, Any] = {"catch_up": [], "batches": []}
     with tempfile.TemporaryDirectory(prefix="upsert-") as directory:
         root = Path(directory)
-        urls = Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
+        urls = StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
         stores = await open_stores(urls)
         for by in args.by.split(","):
             lane = Lane(root, urls, stores, by, args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.pipeline.driver import leave, main
+from tidemill.spark.pipeline.driver import exit_now, main
 
 if __name__ == "__main__":
     inline_rows = int(sys.argv[1])
@@ -17,4 +17,4 @@ if __name__ == "__main__":
         defaults = FeedSink.__init__.__kwdefaults__
         assert defaults is not None and "inline_rows" in defaults
         defaults["inline_rows"] = inline_rows
-    leave(main(sys.argv[2:]))
+    exit_now(main(sys.argv[2:]))

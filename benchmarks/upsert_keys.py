@@ -23,7 +23,7 @@ from harbour import machine, percentile
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.stores import Urls, open_stores
+from tidemill.spark.stores import StoreUrls, open_stores
 from upsert import FEWEST_REPEATS, REPEATS, Lane
 from upsert_load import KEY, SCHEMA
 
@@ -33,7 +33,7 @@ LOOK_S = 0.02
 class Keys(Lane):
     """`memory`: of making the mirror, and of opening it."""
 
-    def __init__(self, root: Path, urls: Urls, stores: Any, keys: int, args: argparse.Namespace) -> None:
+    def __init__(self, root: Path, urls: StoreUrls, stores: Any, keys: int, args: argparse.Namespace) -> None:
         asked = argparse.Namespace(**{**vars(args), "keys": keys})
         super().__init__(root, urls, stores, "auto", asked, name=f"keys{keys}")
         self.keys = keys
@@ -61,7 +61,7 @@ class Keys(Lane):
         self.samples.setdefault(records, []).append((wait_s * 1e3, sum(self.tree.spent().cpu_s.values()) * 1e3))
 
 
-def mirror(name: str, directory: Path, urls: Urls) -> dict[str, Any]:
+def mirror(name: str, directory: Path, urls: StoreUrls) -> dict[str, Any]:
     """In a process of its own: hydrate, and keep the files."""
     with BlockingPortal() as portal:
         stores = portal.call(open_stores(urls))
@@ -98,7 +98,7 @@ def _mib(name: str) -> int:
 
 
 async def run(args: argparse.Namespace, root: Path) -> list[Keys]:
-    urls = Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
+    urls = StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
     stores = await open_stores(urls)
     tables = [Keys(root, urls, stores, int(keys), args) for keys in args.keys.split(",")]
     try:
@@ -137,7 +137,7 @@ def tell(tables: list[Keys], records: int) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--mirror"]:
         name, directory, objects, consensus = sys.argv[2:]
-        print(json.dumps(mirror(name, Path(directory), Urls(objects, consensus))))
+        print(json.dumps(mirror(name, Path(directory), StoreUrls(objects, consensus))))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

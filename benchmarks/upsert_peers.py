@@ -33,7 +33,7 @@ from harbour import machine
 from tidemill.base.clock import Rand
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.registry import open_shard
-from tidemill.spark.stores import Urls, open_stores
+from tidemill.spark.stores import StoreUrls, open_stores
 from upsert import Lane
 from upsert_load import check, rows_of, value
 from upsert_tree import Tree
@@ -96,7 +96,7 @@ class Peer:
 
 
 async def run(args: argparse.Namespace, root: Path) -> dict[str, Any]:
-    urls = Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
+    urls = StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
     stores = await open_stores(urls)
     lane = Lane(root, urls, stores, "auto", args)
     await lane.load.fill()

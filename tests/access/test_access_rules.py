@@ -13,13 +13,13 @@ from tidemill.security.acls import (
     CLUSTER_NAME,
     DECISIONS_MAX,
     OPERATIONS,
+    AclRule,
     Authorizer,
-    Filter,
     Operation,
     Pattern,
     Permission,
     Resource,
-    Rule,
+    RuleFilter,
     check_rule,
 )
 
@@ -37,8 +37,8 @@ def rule(
     pattern: Pattern = Pattern.LITERAL,
     permission: Permission = Permission.ALLOW,
     resource: Resource = Resource.TOPIC,
-) -> Rule:
-    return Rule(int(resource), int(pattern), name, principal, host, int(operation), int(permission))
+) -> AclRule:
+    return AclRule(int(resource), int(pattern), name, principal, host, int(operation), int(permission))
 
 
 RULES = st.builds(
@@ -57,10 +57,10 @@ IMPLIED = {
 }
 
 
-def model(rules: list[Rule], principal: str, host: str, operation: Operation, name: str) -> bool:
+def model(rules: list[AclRule], principal: str, host: str, operation: Operation, name: str) -> bool:
     """Every rule looked at, one after the other."""
 
-    def applies(each: Rule) -> bool:
+    def applies(each: AclRule) -> bool:
         if each.pattern == Pattern.PREFIXED:
             named = name.startswith(each.name)
         else:
@@ -76,7 +76,7 @@ def model(rules: list[Rule], principal: str, host: str, operation: Operation, na
 
 @given(st.lists(RULES, max_size=8))
 @settings(max_examples=150, deadline=None)
-def test_every_decision_is_the_models(rules: list[Rule]) -> None:
+def test_every_decision_is_the_models(rules: list[AclRule]) -> None:
     authorizer = Authorizer(rules)
     for principal, host, name in itertools.product(
         ["User:alice", "User:bob"], ["1.1.1.1", "2.2.2.2"], ["a", "abcd", "b"]
@@ -90,13 +90,13 @@ def test_every_decision_is_the_models(rules: list[Rule]) -> None:
 
 @given(st.lists(RULES, max_size=6))
 @settings(max_examples=150, deadline=None)
-def test_who_may_do_it_to_some_resource_is_found(rules: list[Rule]) -> None:
+def test_who_may_do_it_to_some_resource_is_found(rules: list[AclRule]) -> None:
     """Whatever it is allowed on by name, it is allowed on some; the other way round patterns may hide behind others."""
     authorizer = Authorizer(rules)
     names = ["a", "ab", "abc", "abcd", "b", "zz", "*x"]
     for operation in (Operation.WRITE, Operation.DESCRIBE):
         by_name = any(model(rules, "User:alice", "1.1.1.1", operation, name) for name in names)
-        some = authorizer.allows_some("User:alice", "1.1.1.1", operation, Resource.TOPIC)
+        some = authorizer.allows_on_any("User:alice", "1.1.1.1", operation, Resource.TOPIC)
         assert some or not by_name
 
 
@@ -107,12 +107,12 @@ def test_nobody_may_anything_by_default_and_a_super_user_everything() -> None:
         for operation in operations:
             assert authorizer.allows("User:root", "h", operation, resource, "x")
             assert not authorizer.allows("User:alice", "h", operation, resource, "x")
-    assert authorizer.allows_some("User:root", "h", Operation.WRITE, Resource.TOPIC)
+    assert authorizer.allows_on_any("User:root", "h", Operation.WRITE, Resource.TOPIC)
 
 
 def test_operations_are_bits() -> None:
     authorizer = Authorizer([rule(Operation.READ)])
-    bits = authorizer.operations("User:alice", "h", Resource.TOPIC, "a")
+    bits = authorizer.allowed_operations("User:alice", "h", Resource.TOPIC, "a")
     assert bits == 1 << Operation.READ | 1 << Operation.DESCRIBE
 
 
@@ -140,11 +140,11 @@ def test_what_is_remembered_is_bounded() -> None:
         rule(Operation.READ, resource=Resource.ANY),
         rule(Operation.ALTER, "mine", resource=Resource.CLUSTER),
         rule(Operation.ALTER, CLUSTER_NAME, resource=Resource.CLUSTER, pattern=Pattern.PREFIXED),
-        Rule(99, 3, "a", "User:a", "*", 3, 3),
-        Rule(2, 3, "a", "User:a", "*", -1, 3),
+        AclRule(99, 3, "a", "User:a", "*", 3, 3),
+        AclRule(2, 3, "a", "User:a", "*", -1, 3),
     ],
 )
-def test_a_rule_that_means_nothing_is_refused(bad: Rule) -> None:
+def test_a_rule_that_means_nothing_is_refused(bad: AclRule) -> None:
     with pytest.raises(InvalidError):
         check_rule(bad)
 
@@ -156,9 +156,9 @@ def test_filters_fit_as_kafkas_do() -> None:
         rule(Operation.READ, "*"),
     )
     rules = [literal, prefixed, every]
-    assert [r for r in rules if Filter(name="abc").fits(r)] == [literal]
-    assert [r for r in rules if Filter(name="abc", pattern=Pattern.MATCH).fits(r)] == rules
-    assert [r for r in rules if Filter(name="a", pattern=Pattern.PREFIXED).fits(r)] == [prefixed]
-    assert [r for r in rules if Filter(name="b", pattern=Pattern.MATCH).fits(r)] == [every]
-    assert [r for r in rules if Filter(principal="User:bob").fits(r)] == []
-    assert [r for r in rules if Filter(operation=Operation.WRITE).fits(r)] == []
+    assert [r for r in rules if RuleFilter(name="abc").matches(r)] == [literal]
+    assert [r for r in rules if RuleFilter(name="abc", pattern=Pattern.MATCH).matches(r)] == rules
+    assert [r for r in rules if RuleFilter(name="a", pattern=Pattern.PREFIXED).matches(r)] == [prefixed]
+    assert [r for r in rules if RuleFilter(name="b", pattern=Pattern.MATCH).matches(r)] == [every]
+    assert [r for r in rules if RuleFilter(principal="User:bob").matches(r)] == []
+    assert [r for r in rules if RuleFilter(operation=Operation.WRITE).matches(r)] == []

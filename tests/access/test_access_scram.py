@@ -17,9 +17,9 @@ from tidemill.security.scram import (
     AuthenticationFailedError,
     Credential,
     ScramServer,
-    decoy,
-    is_password,
-    made_of,
+    decoy_credential,
+    derive_credential,
+    matches_password,
 )
 
 RFC_SALT = base64.b64decode("W22ZaJ0SNY7soEsUEjb6gQ==")
@@ -45,41 +45,44 @@ def client_final(credential: Credential, password: str, first: bytes, challenge:
 
 
 def test_the_exchange_of_rfc_7677() -> None:
-    credential = made_of("user", SCRAM_SHA_256, "pencil", RFC_SALT)
+    credential = derive_credential("user", SCRAM_SHA_256, "pencil", RFC_SALT)
     server = ScramServer(SCRAM_SHA_256, RFC_NONCE)
-    assert server.first(RFC_FIRST) == "user"
-    challenge = server.challenge(credential)
+    assert server.read_client_first(RFC_FIRST) == "user"
+    challenge = server.server_first(credential)
     assert challenge == f"r=rOprNGfwEbeRWgbNEkqO{RFC_NONCE},s=W22ZaJ0SNY7soEsUEjb6gQ==,i=4096".encode()
     assert client_final(credential, "pencil", RFC_FIRST, challenge) == RFC_FINAL
-    assert server.final(RFC_FINAL) == b"v=6rriTRBi23WpRR/wtup+mMhUZUn/dB5nLTJRsjl95G4="
+    assert server.server_final(RFC_FINAL) == b"v=6rriTRBi23WpRR/wtup+mMhUZUn/dB5nLTJRsjl95G4="
 
 
 @pytest.mark.parametrize("mechanism", list(NAMES))
 @pytest.mark.parametrize("user", ["u", "a,b=c", "naïve", "=2C"])
 def test_only_the_right_password_gets_in(mechanism: int, user: str) -> None:
-    credential = made_of(user, mechanism, "pässword", b"salt" * 6)
+    credential = derive_credential(user, mechanism, "pässword", b"salt" * 6)
     spelt = user.replace("=", "=3D").replace(",", "=2C")
     for password, right in (("pässword", True), ("password", False), ("", False)):
         server = ScramServer(mechanism, "ours")
         first = f"n,,n={spelt},r=theirs,ext=1".encode()
-        assert server.first(first) == user
-        challenge = server.challenge(credential)
+        assert server.read_client_first(first) == user
+        challenge = server.server_first(credential)
         final = client_final(credential, password, first, challenge)
         if right:
-            assert server.final(final).startswith(b"v=")
+            assert server.server_final(final).startswith(b"v=")
         else:
             with pytest.raises(AuthenticationFailedError):
-                server.final(final)
-        assert is_password(credential, password) == right
+                server.server_final(final)
+        assert matches_password(credential, password) == right
 
 
 def test_a_decoy_fits_no_password_and_looks_like_a_user_every_time() -> None:
-    first, again = decoy("nobody", SCRAM_SHA_512, b"secret"), decoy("nobody", SCRAM_SHA_512, b"secret")
-    real = made_of("u", SCRAM_SHA_512, "p", first.salt)
-    assert first == again != decoy("nobody", SCRAM_SHA_512, b"other")
+    first, again = (
+        decoy_credential("nobody", SCRAM_SHA_512, b"secret"),
+        decoy_credential("nobody", SCRAM_SHA_512, b"secret"),
+    )
+    real = derive_credential("u", SCRAM_SHA_512, "p", first.salt)
+    assert first == again != decoy_credential("nobody", SCRAM_SHA_512, b"other")
     assert (len(first.salt), first.iterations) == (len(real.salt), real.iterations)
     assert len(first.stored_key) == len(real.stored_key)
-    assert not is_password(first, "")
+    assert not matches_password(first, "")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_a_decoy_fits_no_password_and_looks_like_a_user_every_time() -> None:
 )
 def test_a_first_message_that_is_none_is_refused(first: bytes) -> None:
     with pytest.raises(AuthenticationFailedError):
-        ScramServer(SCRAM_SHA_256, "n").first(first)
+        ScramServer(SCRAM_SHA_256, "n").read_client_first(first)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +124,11 @@ def test_a_first_message_that_is_none_is_refused(first: bytes) -> None:
 )
 def test_a_final_message_that_was_changed_is_refused(old: bytes, new: bytes) -> None:
     server = ScramServer(SCRAM_SHA_256, RFC_NONCE)
-    server.first(RFC_FIRST)
-    server.challenge(made_of("user", SCRAM_SHA_256, "pencil", RFC_SALT))
+    server.read_client_first(RFC_FIRST)
+    server.server_first(derive_credential("user", SCRAM_SHA_256, "pencil", RFC_SALT))
     assert old in RFC_FINAL
     with pytest.raises(AuthenticationFailedError):
-        server.final(RFC_FINAL.replace(old, new))
+        server.server_final(RFC_FINAL.replace(old, new))
 
 
 MESSAGE = st.one_of(
@@ -140,10 +143,10 @@ MESSAGE = st.one_of(
 def test_whatever_arrives_is_refused_or_goes_on(first: bytes, final: bytes) -> None:
     server = ScramServer(SCRAM_SHA_256, "nonce")
     try:
-        user = server.first(first)
+        user = server.read_client_first(first)
     except AuthenticationFailedError:
         return
     assert user
-    server.challenge(decoy(user, SCRAM_SHA_256, b"s"))
+    server.server_first(decoy_credential(user, SCRAM_SHA_256, b"s"))
     with pytest.raises(AuthenticationFailedError):
-        server.final(final)
+        server.server_final(final)

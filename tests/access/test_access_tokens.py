@@ -19,7 +19,7 @@ from joserfc.jwk import ECKey, KeySet, OctKey, RSAKey
 
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.security.oauth_tokens import FETCH_AGAIN_S, FETCH_EVERY_S, Bearer, Tokens, TokenSettings
+from tidemill.security.oauth_tokens import FETCH_AGAIN_S, FETCH_EVERY_S, TokenSettings, TokenVerifier, VerifiedToken
 from tidemill.security.scram import AuthenticationFailedError
 
 SECRET = "a secret of thirty-two bytes or more"
@@ -29,7 +29,7 @@ OTHER = ECKey.generate_key("P-256", {"kid": "two"})
 RSA = RSAKey.generate_key(2048, {"kid": "rsa"})
 
 
-def run(work: Coroutine[Any, Any, Bearer]) -> Bearer:
+def run(work: Coroutine[Any, Any, VerifiedToken]) -> VerifiedToken:
     return asyncio.run(work)
 
 
@@ -50,20 +50,20 @@ def jwks(*keys: Any) -> bytes:
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Tokens:
+def tokens(tmp_path: Path) -> TokenVerifier:
     path = tmp_path / "keys.json"
     path.write_bytes(jwks(EC, RSA))
-    return Tokens(TokenSettings(str(path), issuer="us", audience="kafka"), clock())
+    return TokenVerifier(TokenSettings(str(path), issuer="us", audience="kafka"), clock())
 
 
 GOOD = claims(iss="us", aud=["x", "kafka"])
 
 
 @pytest.mark.parametrize(("key", "algorithm"), [(EC, "ES256"), (RSA, "RS256"), (RSA, "PS512")])
-def test_a_token_of_a_known_key_says_who_and_until_when(tokens: Tokens, key: Any, algorithm: str) -> None:
+def test_a_token_of_a_known_key_says_who_and_until_when(tokens: TokenVerifier, key: Any, algorithm: str) -> None:
     expires_ms = (NOW_S + 60) * 1000
     found = run(tokens.verify(signed(key, algorithm, GOOD)))
-    assert found == Bearer("User:alice", expires_ms, expires_ms + 30_000, GOOD)
+    assert found == VerifiedToken("User:alice", expires_ms, expires_ms + 30_000, GOOD)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_token_of_a_known_key_says_who_and_until_when(tokens: Tokens, key: Any
         {key: value for key, value in GOOD.items() if key != "sub"},
     ],
 )
-def test_a_token_with_claims_that_do_not_count_is_refused(tokens: Tokens, body: dict[str, Any]) -> None:
+def test_a_token_with_claims_that_do_not_count_is_refused(tokens: TokenVerifier, body: dict[str, Any]) -> None:
     parts = signed(EC, "ES256", GOOD).split(".")
     assert len(parts) == 3
     with pytest.raises(AuthenticationFailedError):
@@ -102,7 +102,7 @@ def _signed_raw(body: dict[str, Any]) -> str:
     )
 
 
-def test_a_token_of_a_strange_key_or_without_signature_is_refused(tokens: Tokens) -> None:
+def test_a_token_of_a_strange_key_or_without_signature_is_refused(tokens: TokenVerifier) -> None:
     def b64(value: Any) -> str:
         return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=").decode()
 
@@ -125,21 +125,21 @@ def test_a_token_of_a_strange_key_or_without_signature_is_refused(tokens: Tokens
 
 
 def test_a_secret_verifies_only_what_is_signed_by_secrets() -> None:
-    tokens = Tokens(TokenSettings(secret=SECRET), clock())
+    tokens = TokenVerifier(TokenSettings(secret=SECRET), clock())
     key = OctKey.import_key(SECRET)
     assert run(tokens.verify(str(jwt.encode({"alg": "HS256"}, claims(), key)))).principal == "User:alice"
     with pytest.raises(AuthenticationFailedError):
         run(tokens.verify(signed(EC, "ES256", claims())))
     with pytest.raises(InvalidError, match="32 bytes"):
-        asyncio.run(Tokens(TokenSettings(secret="short"), clock()).start())
+        asyncio.run(TokenVerifier(TokenSettings(secret="short"), clock()).start())
 
 
 def test_a_file_is_read_again_when_it_changes_and_kept_when_it_breaks(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     with pytest.raises(InvalidError, match="jwks_file"):
-        asyncio.run(Tokens(TokenSettings(str(path)), clock()).start())
+        asyncio.run(TokenVerifier(TokenSettings(str(path)), clock()).start())
     path.write_bytes(jwks(EC))
-    tokens = Tokens(TokenSettings(str(path)), clock())
+    tokens = TokenVerifier(TokenSettings(str(path)), clock())
 
     async def scenario() -> None:
         await tokens.start()
@@ -171,7 +171,7 @@ def test_keys_of_a_url_are_fetched_seldom_and_outlive_the_server() -> None:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     time = clock()
-    tokens = Tokens(TokenSettings(jwks_url=f"http://127.0.0.1:{server.server_port}/keys", leeway_s=10_000), time)
+    tokens = TokenVerifier(TokenSettings(jwks_url=f"http://127.0.0.1:{server.server_port}/keys", leeway_s=10_000), time)
     token, newer = signed(EC, "ES256", claims()), signed(OTHER, "ES256", claims())
 
     async def scenario() -> None:
@@ -193,12 +193,12 @@ def test_keys_of_a_url_are_fetched_seldom_and_outlive_the_server() -> None:
     asyncio.run(scenario())
     thread.join(10)
     with pytest.raises(UnavailableError):
-        run(Tokens(TokenSettings(jwks_url=f"http://127.0.0.1:{server.server_port}/keys"), clock()).verify(token))
+        run(TokenVerifier(TokenSettings(jwks_url=f"http://127.0.0.1:{server.server_port}/keys"), clock()).verify(token))
     with pytest.raises(InvalidError, match="https"):
-        Tokens(TokenSettings(jwks_url="http://keys.example/jwks"), clock())
+        TokenVerifier(TokenSettings(jwks_url="http://keys.example/jwks"), clock())
 
 
-SHARED = Tokens(TokenSettings(secret=SECRET), ManualClock(NOW_S * 1000))
+SHARED = TokenVerifier(TokenSettings(secret=SECRET), ManualClock(NOW_S * 1000))
 
 
 @given(

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tidemill.base.address import Address, plain_host
+from tidemill.base.address import Address, canonical_host
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_wildcards_and_loopback_are_known_in_both_families() -> None:
     ],
 )
 def test_an_address_of_ipv4_within_one_of_ipv6_is_that_of_ipv4(host: str, plain: str) -> None:
-    assert plain_host(host) == plain
+    assert canonical_host(host) == plain

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.freshness import table_mark, verdict
-from tidemill.base.status.status import Derived, Report, StageStatus, State, derive_all
+from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.freshness import resolve_status_name, verdict_of
+from tidemill.base.status.status import DerivedStatus, StageState, StageStatus, StatusReport, derive_statuses
 
 NOW_MS = 100_000
 
 
-def cluster(**changed: StageStatus | int) -> dict[str, Derived]:
+def cluster(**changed: StageStatus | int) -> dict[str, DerivedStatus]:
     """A table fed by a captured database, all well, but for what is `changed`: marks by key, ages of reports by key."""
     marks = {
         "shard": StageStatus("shard:orders", 9, 9, upstream="capture:shop/topics"),
@@ -20,13 +20,13 @@ def cluster(**changed: StageStatus | int) -> dict[str, Derived]:
         "objects": StageStatus("objects", 1, 1),
     } | {key: value for key, value in changed.items() if isinstance(value, StageStatus)}
     ages = {key: value for key, value in changed.items() if isinstance(value, int)}
-    driver = Report("pipeline:p", NOW_MS - ages.get("driver_age", 0), (marks["shard"],), pid=7, host="h")
-    node = Report("node:n", NOW_MS - ages.get("node_age", 0), tuple(marks[k] for k in marks if k != "shard"))
-    return derive_all([driver, node], NOW_MS)
+    driver = StatusReport("pipeline:p", NOW_MS - ages.get("driver_age", 0), (marks["shard"],), pid=7, host="h")
+    node = StatusReport("node:n", NOW_MS - ages.get("node_age", 0), tuple(marks[k] for k in marks if k != "shard"))
+    return derive_statuses([driver, node], NOW_MS)
 
 
-def told(marks: dict[str, Derived]) -> tuple[int, str, str]:
-    found = verdict(marks, table_mark(marks, "orders"))
+def told(marks: dict[str, DerivedStatus]) -> tuple[int, str, str]:
+    found = verdict_of(marks, resolve_status_name(marks, "orders"))
     return found.exit_code, found.worst.mark.name, found.root
 
 
@@ -46,7 +46,7 @@ def test_the_holder_nearest_to_the_source_is_named_when_several_stand() -> None:
 
 
 def test_a_frozen_driver_is_named_with_its_pid() -> None:
-    exit_code, worst, root = told(cluster(driver_age=MARK_BLIND_AFTER_MS + 1))
+    exit_code, worst, root = told(cluster(driver_age=STATUS_BLIND_AFTER_MS + 1))
     assert (exit_code, worst, root) == (2, "process:pipeline:p", "pid 7 on h")
 
 
@@ -56,20 +56,20 @@ def test_what_the_process_of_a_stage_stands_on_is_on_the_way() -> None:
 
 
 def test_a_cycle_of_holders_ends() -> None:
-    marks = derive_all([Report("p", 0, (StageStatus("a", 0, 1, "b"), StageStatus("b", 0, 1, "a")))], 0)
-    found = verdict(marks, "a")
+    marks = derive_statuses([StatusReport("p", 0, (StageStatus("a", 0, 1, "b"), StageStatus("b", 0, 1, "a")))], 0)
+    found = verdict_of(marks, "a")
     assert [derived.mark.name for derived in found.chain] == ["a", "b"]
 
 
 def test_a_name_that_nobody_reports_is_an_error() -> None:
     with pytest.raises(KeyError):
-        table_mark({}, "orders")
+        resolve_status_name({}, "orders")
 
 
 def test_a_moving_table_is_not_late() -> None:
     moving = StageStatus("shard:orders", 8, 9, upstream="capture:shop", since_ms=NOW_MS - 100)
-    found = verdict(cluster(shard=moving), "shard:orders")
-    assert (found.exit_code, found.worst.state) == (0, State.MOVING)
+    found = verdict_of(cluster(shard=moving), "shard:orders")
+    assert (found.exit_code, found.worst.state) == (0, StageState.MOVING)
 
 
 def test_a_captured_table_that_flows_is_where_its_capture_is_and_a_parked_one_says_so() -> None:
@@ -84,23 +84,27 @@ def test_a_captured_table_that_flows_is_where_its_capture_is_and_a_parked_one_sa
     marks = cluster(shard=shard, parked=parked)
     assert told(marks) == (2, "table:shop/public.orders", "operator")
     for name in ("table:shop/public.orders", "shop/public.orders"):
-        assert table_mark(marks, name) == "table:shop/public.orders"
+        assert resolve_status_name(marks, name) == "table:shop/public.orders"
     alone = {name: mark for name, mark in marks.items() if not name.startswith("shard:")}
-    assert table_mark(alone, "orders") == table_mark(alone, "public.orders") == "table:shop/public.orders"
+    assert (
+        resolve_status_name(alone, "orders")
+        == resolve_status_name(alone, "public.orders")
+        == "table:shop/public.orders"
+    )
 
 
 def test_a_binding_that_is_parked_is_on_the_way_of_a_stream_table() -> None:
     parked = StageStatus("binding:topic/x", 0, 1, error="it cannot be read", failing_since_ms=1, parked=True)
     marks = (StageStatus("shard:t", 9, 9, upstream="topic:x"), StageStatus("topic:x", 9, 9), parked)
-    found = verdict(derive_all([Report("p", NOW_MS, marks)], NOW_MS), "shard:t")
+    found = verdict_of(derive_statuses([StatusReport("p", NOW_MS, marks)], NOW_MS), "shard:t")
     assert (found.exit_code, found.worst.mark.name) == (2, "binding:topic/x")
 
 
 def test_a_driver_that_dies_again_and_again_is_told_by_who_restarts_it() -> None:
-    driver = Report("pipeline:s", NOW_MS, (StageStatus("shard:t", 0, 9, since_ms=NOW_MS - 100),))
+    driver = StatusReport("pipeline:s", NOW_MS, (StageStatus("shard:t", 0, 9, since_ms=NOW_MS - 100),))
     again = StageStatus("pipeline:s", 0, 1, error="killed by SIGKILL", failing_since_ms=1)
-    parent = Report("up:n", NOW_MS, (again,))
-    found = verdict(derive_all([driver, parent], NOW_MS), "shard:t")
+    parent = StatusReport("up:n", NOW_MS, (again,))
+    found = verdict_of(derive_statuses([driver, parent], NOW_MS), "shard:t")
     assert (found.exit_code, found.worst.mark.reason) == (2, "")
     assert found.worst.mark.name.startswith("pipeline:s")
 
@@ -111,9 +115,11 @@ def test_a_table_that_its_pipeline_may_not_keep_is_told_by_that_where_nobody_kee
         "pipeline:p:table/clicks", 0, 1, "operator", error="fed by another", failing_since_ms=1, parked=True
     )
     waits = StageStatus("shard:by_page", 3, 4, "shard:clicks", since_ms=0, upstream="shard:clicks")
-    marks = derive_all([Report("pipeline:p", NOW_MS, (refused, StageStatus("topic:clicks", 9, 9), waits))], NOW_MS)
+    marks = derive_statuses(
+        [StatusReport("pipeline:p", NOW_MS, (refused, StageStatus("topic:clicks", 9, 9), waits))], NOW_MS
+    )
     for name in ("clicks", "by_page"):
-        found = verdict(marks, table_mark(marks, name))
+        found = verdict_of(marks, resolve_status_name(marks, name))
         assert (found.exit_code, found.worst.mark.name, found.root) == (2, "pipeline:p:table/clicks", "operator")
-    kept = derive_all([Report("pipeline:q", NOW_MS, (refused, StageStatus("shard:clicks", 9, 9)))], NOW_MS)
-    assert verdict(kept, table_mark(kept, "clicks")).exit_code == 0, "who keeps it tells how it is"
+    kept = derive_statuses([StatusReport("pipeline:q", NOW_MS, (refused, StageStatus("shard:clicks", 9, 9)))], NOW_MS)
+    assert verdict_of(kept, resolve_status_name(kept, "clicks")).exit_code == 0, "who keeps it tells how it is"

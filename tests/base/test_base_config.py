@@ -14,8 +14,8 @@ from tidemill.base.config.config import HttpSection, ShapesSection, load, parse
 from tidemill.base.errors import InvalidError
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.settings_from_config import http_limits, shape_settings
-from tidemill.node.supervise.overrides import overridden
-from tidemill.node.supervise.processes import start_drivers, together
+from tidemill.node.supervise.overrides import with_overrides
+from tidemill.node.supervise.processes import group_by_driver, start_drivers
 from tidemill.node.supervise.supervisor import ChildSpec
 from tidemill.shapes import ShapeSettings
 
@@ -98,7 +98,7 @@ def test_spark_settings_are_read_as_spark_writes_them_with_and_without_quotes(tm
 
 def test_the_command_line_wins_over_the_file_setting_by_setting_and_the_file_over_the_default(tmp_path: Path) -> None:
     config = load(write(tmp_path, PIPELINE), environ={})
-    found = overridden(
+    found = with_overrides(
         config, ["p"], instances=3, driver_memory="4g", conf=["spark.executor.memory=8g", "spark.x=a=b"]
     ).pipeline
     assert (found["p"].spark.instances, found["p"].spark.driver_memory) == (3, "4g")
@@ -106,7 +106,7 @@ def test_the_command_line_wins_over_the_file_setting_by_setting_and_the_file_ove
         "spark.executor.memory": "8g", "spark.executor.cores": "4", "spark.speculation": "false", "spark.x": "a=b",
     }  # fmt: skip
     assert found["q"] == config.pipeline["q"]
-    assert overridden(config, ["p", "q"]) == config
+    assert with_overrides(config, ["p", "q"]) == config
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_command_line_wins_over_the_file_setting_by_setting_and_the_file_ove
 )
 def test_a_bad_option_is_refused_by_its_name(tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidError, match=named):
-        overridden(load(write(tmp_path, PIPELINE), environ={}), ["p"], **options)
+        with_overrides(load(write(tmp_path, PIPELINE), environ={}), ["p"], **options)
 
 
 def test_drivers_differ_in_instance_scratch_log_and_mark_alone_and_settings_are_on_no_command_line(
@@ -184,11 +184,11 @@ def test_pipelines_that_name_a_driver_are_one_process_with_a_directory_each_and_
     tmp_path: Path,
 ) -> None:
     config = load(write(tmp_path, TOGETHER), environ={})
-    assert together(config) == [["q"], ["p", "r"]]
+    assert group_by_driver(config) == [["q"], ["p", "r"]]
     added: list[ChildSpec] = []
     supervisor: Any = SimpleNamespace(add=added.append)
-    twice = overridden(config, config.pipeline, instances=2)
-    for names in together(twice):
+    twice = with_overrides(config, config.pipeline, instances=2)
+    for names in group_by_driver(twice):
         start_drivers(twice, names, supervisor)
     assert [(spec.name, spec.marks) for spec in added] == [
         ("pipeline-q", ("pipeline:q",)),
@@ -201,7 +201,7 @@ def test_pipelines_that_name_a_driver_are_one_process_with_a_directory_each_and_
     assert options(added[2], "--name") == ["p", "r"]
     assert options(added[2], "--pipeline") == list(added[2].watch) == [str(tmp_path / "p.py"), str(tmp_path / "r.py")]
     assert [option(spec, "--instance") for spec in added] == ["", "2", "", "2"]
-    start_drivers(overridden(config, ["p"], driver_memory="2g"), ["p"], supervisor, "b")
+    start_drivers(with_overrides(config, ["p"], driver_memory="2g"), ["p"], supervisor, "b")
     assert (added[4].name, options(added[4], "--name"), "--session" in added[4].command) == (
         "pipeline-p-b",
         ["p"],

@@ -9,14 +9,19 @@ import sys
 import pytest
 
 from tidemill.base.runtime import file_descriptors
-from tidemill.base.runtime.file_descriptors import OWN, RESERVE, Reserve, shares
+from tidemill.base.runtime.file_descriptors import (
+    OWN_DESCRIPTORS,
+    RESERVE_DESCRIPTORS,
+    DescriptorReserve,
+    shares_of_limit,
+)
 
 
 @pytest.mark.parametrize("limit", [256, 1024, 4096, 65_536])
 def test_the_shares_leave_what_the_process_needs_for_itself(limit: int) -> None:
-    found = shares(limit)
-    if limit > OWN + RESERVE + 64:
-        assert found.kafka + found.http + found.sequencer <= limit - OWN - RESERVE
+    found = shares_of_limit(limit)
+    if limit > OWN_DESCRIPTORS + RESERVE_DESCRIPTORS + 64:
+        assert found.kafka + found.http + found.sequencer <= limit - OWN_DESCRIPTORS - RESERVE_DESCRIPTORS
     assert min(found.kafka, found.http, found.sequencer) >= 8
 
 
@@ -32,7 +37,7 @@ def test_the_limit_is_raised_to_the_hard_one_and_shown() -> None:
 
 
 def test_a_reserve_is_to_be_had_when_nothing_else_is() -> None:
-    reserve = Reserve(4)
+    reserve = DescriptorReserve(4)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest_free)

@@ -9,9 +9,9 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import ClusterReplacedError, StoreRolledBackError, TidemillError
-from tidemill.base.runtime.tasks import keep, keep_thread
+from tidemill.base.runtime.tasks import run_unit, run_unit_thread
 from tidemill.base.status.status import StatusTracker
-from tidemill.consensus.supervised_loop import kept
+from tidemill.consensus.supervised_loop import run_supervised
 
 ENDS = [
     StoreRolledBackError("Consensus returned to an earlier state."),
@@ -35,14 +35,14 @@ def test_f519_no_supervisor_retries_an_error_that_ends_the_process_and_its_mark_
 
     async def scenario() -> None:
         with pytest.raises(type(error)):
-            await keep("unit", body, tracker=tracker, clock=clock)
+            await run_unit("unit", body, tracker=tracker, clock=clock)
         with pytest.raises(type(error)):
-            await kept("loop", body, lambda _: None)
+            await run_supervised("loop", body, lambda _: None)
 
     asyncio.run(asyncio.wait_for(scenario(), 5))
     failure = tracker.failure("unit")
     assert failure is not None
     assert failure.error == error.message
     with pytest.raises(type(error)):
-        keep_thread("thread", in_thread, tracker=tracker, clock=clock, ending=threading.Event())
+        run_unit_thread("thread", in_thread, tracker=tracker, clock=clock, ending=threading.Event())
     assert tries == 3

@@ -40,8 +40,8 @@ def test_it_is_left_once_when_told_and_when_the_block_ends() -> None:
         door = Door()
         entered = SyncContext(portal, door.open())
         assert (entered.value, door.inside) == ("inside", 1)
-        entered.leave()
-        entered.leave()
+        entered.exit()
+        entered.exit()
         assert door.inside == 0
         with SyncContext(portal, door.open()) as value:
             assert (value, door.inside) == ("inside", 1)
@@ -66,7 +66,7 @@ def test_closing_the_portal_leaves_it_and_nothing_waits_afterwards() -> None:
     entered = SyncContext(portal, door.open())
     portal.close()
     assert door.inside == 0
-    entered.leave()
+    entered.exit()
     with pytest.raises(ClosedError):
         SyncContext(portal, door.open())
 
@@ -77,7 +77,7 @@ def test_the_portals_own_thread_leaves_without_waiting_and_may_not_call() -> Non
         entered = SyncContext(portal, door.open())
 
         async def leave() -> None:
-            entered.leave()
+            entered.exit()
             with pytest.raises(RuntimeError, match="wait for itself"):
                 portal.call(asyncio.sleep(0))
 

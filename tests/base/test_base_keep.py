@@ -10,9 +10,9 @@ import pytest
 
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import CorruptError, InvalidError, UnavailableError
-from tidemill.base.runtime.loop_lag import LoopWatch
-from tidemill.base.runtime.tasks import Backoff, RetryState, keep, keep_thread
-from tidemill.base.status.status import StageStatus, State, StatusTracker, derive
+from tidemill.base.runtime.loop_lag import LoopLagMonitor
+from tidemill.base.runtime.tasks import Backoff, RetryState, run_unit, run_unit_thread
+from tidemill.base.status.status import StageState, StageStatus, StatusTracker, derive_status
 
 QUICK = dict(first_s=0.001, longest_s=0.001)
 
@@ -48,7 +48,7 @@ def test_any_fault_ends_one_try_of_the_unit_and_is_told_until_it_heals() -> None
                 await fault
 
         async with asyncio.timeout(20):
-            await keep("capture:shop", body, tracker=tracker, clock=SystemClock(), restarts=Backoff(**QUICK))
+            await run_unit("capture:shop", body, tracker=tracker, clock=SystemClock(), restarts=Backoff(**QUICK))
         assert seen == [
             [],
             [("operator", "the slot is gone. Start over.", 1)],
@@ -74,7 +74,7 @@ def test_what_ends_a_process_or_a_task_on_purpose_is_no_fault(ends: type[BaseExc
                 await asyncio.Event().wait()
             raise ends
 
-        running = keep("capture:shop", body, tracker=tracker, clock=SystemClock())
+        running = run_unit("capture:shop", body, tracker=tracker, clock=SystemClock())
         if ends is not asyncio.CancelledError:
             with pytest.raises(ends):
                 running.send(None)
@@ -107,7 +107,7 @@ def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -
                 raise UnavailableError("storage is away.")
 
         restarts = Backoff(**QUICK)
-        task = asyncio.ensure_future(keep("t", body, tracker=tracker, clock=SystemClock(), restarts=restarts))
+        task = asyncio.ensure_future(run_unit("t", body, tracker=tracker, clock=SystemClock(), restarts=restarts))
         await began.wait()
         task.cancel()
         await asyncio.wait([task], timeout=1.0)
@@ -121,8 +121,8 @@ def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -
     asyncio.run(scenario())
 
 
-def states(tracker: StatusTracker, now_ms: int) -> list[State]:
-    return [derive(mark, "p", now_ms, now_ms).state for mark in shown(tracker, now_ms)]
+def states(tracker: StatusTracker, now_ms: int) -> list[StageState]:
+    return [derive_status(mark, "p", now_ms, now_ms).state for mark in shown(tracker, now_ms)]
 
 
 def test_the_age_of_a_failure_survives_retries_and_ends_when_the_unit_moves_on() -> None:
@@ -131,20 +131,20 @@ def test_the_age_of_a_failure_survives_retries_and_ends_when_the_unit_moves_on()
     for now_ms in (1_000, 3_000, 6_500):
         tracker.fail("table:a", f"try of {now_ms}", now_ms=now_ms)
         tracker.set("table:a", 7, 9, now_ms=now_ms, budget_ms=5_000)
-    assert states(tracker, 6_000) == [State.WAITING]
-    assert states(tracker, 6_501) == [State.STUCK]
+    assert states(tracker, 6_000) == [StageState.WAITING]
+    assert states(tracker, 6_501) == [StageState.STUCK]
     (mark,) = shown(tracker)
     assert (mark.failing_since_ms, mark.tries, mark.reason) == (1_000, 3, "try of 6500")
     tracker.set("table:a", 8, 9, now_ms=7_000)
-    assert states(tracker, 7_000) == [State.MOVING]
+    assert states(tracker, 7_000) == [StageState.MOVING]
 
 
 def test_a_unit_without_a_mark_fails_visibly_and_a_parked_one_is_stuck_at_once() -> None:
     tracker = StatusTracker()
     tracker.fail("shape:1", "ValueError", now_ms=1_000, parked=True)
-    assert states(tracker, 1_000) == [State.STUCK]
+    assert states(tracker, 1_000) == [StageState.STUCK]
     assert [(m.name, m.held_by) for m in shown(tracker)] == [("shape:1", "operator")]
-    tracker.heal("shape:1")
+    tracker.clear_failure("shape:1")
     assert shown(tracker) == []
 
 
@@ -152,7 +152,7 @@ def test_a_failing_unit_at_its_target_is_not_idle() -> None:
     tracker = StatusTracker()
     tracker.set("table:a", 9, 9, now_ms=0)
     tracker.fail("table:a", "ValueError", now_ms=0)
-    assert states(tracker, 60_000) == [State.STUCK]
+    assert states(tracker, 60_000) == [StageState.STUCK]
 
 
 def test_pauses_double_to_a_limit_and_start_over_after_a_steady_run() -> None:
@@ -175,7 +175,7 @@ def test_only_a_loop_that_may_park_waits_longest_for_what_an_operator_mends(
 
 def test_the_longest_stall_is_seen_for_a_while_and_remembered() -> None:
     clock = ManualClock()
-    watch, start_s = LoopWatch(clock), clock.monotonic_s()
+    watch, start_s = LoopLagMonitor(clock), clock.monotonic_s()
     watch.observe(0.2, start_s + 1, 0.05)
     assert watch.facts() == {"stall_ms": 200.0, "longest_stall_ms": 200.0, "longest_stall_cpu_ms": 50.0}
     for later_s in (31.0, 62.0, 93.0):
@@ -195,7 +195,7 @@ def test_a_stall_is_measured_to_the_millisecond_and_an_idle_loop_is_not_woken_to
             return wait(timeout)
 
         selector.select = counted
-        watch = LoopWatch(SystemClock())
+        watch = LoopLagMonitor(SystemClock())
         watching = asyncio.ensure_future(watch.run())
         await asyncio.sleep(0.05)
         before = turns
@@ -223,8 +223,8 @@ def test_who_became_due_while_the_process_stood_still_was_late_and_waiting_for_o
     def wait(timeout: float | None) -> None:
         clock.advance(int(1000 * (3600 if timeout is None else timeout)) + late_ms)
 
-    watch = LoopWatch(clock)
-    select = watch.around(wait)
+    watch = LoopLagMonitor(clock)
+    select = watch.watch_select(wait)
     select(0.25)
     select(None)
     select(0)
@@ -249,7 +249,7 @@ def test_whatever_a_thread_raises_is_told_and_tried_again_until_it_works(raised:
             raise raised
 
     restarts = Backoff(0.001, 0.002)
-    keep_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending, restarts=restarts)
+    run_unit_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending, restarts=restarts)
     assert runs[0] is None and tracker.failure("shard:t") is None, "it worked in the end"
     first, then = runs[1], runs[2]
     assert first is not None and then is not None
@@ -264,7 +264,7 @@ def test_a_thread_that_only_an_operator_can_mend_is_parked_and_its_end_is_not_wa
         raise InvalidError("no such table.", fix="Create it.")
 
     supervised = {"tracker": tracker, "clock": SystemClock(), "ending": ending}
-    thread = threading.Thread(target=keep_thread, args=("shard:t", body), kwargs=supervised)
+    thread = threading.Thread(target=run_unit_thread, args=("shard:t", body), kwargs=supervised)
     thread.start()
     while tracker.failure("shard:t") is None:
         ending.wait(0.01)
@@ -284,7 +284,7 @@ def test_a_failure_that_stands_when_all_ends_is_in_the_last_report() -> None:
         tracker.fail("shard:t", "its newest records are all dead letters", now_ms=1, of_data=True)
         ending.set()
 
-    keep_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending)
+    run_unit_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending)
     assert tracker.failure("shard:t") is not None
     (mark,) = tracker.report("pipeline", 2, {}).marks
     assert mark.name == "shard:t" and mark.error == "its newest records are all dead letters"
@@ -297,5 +297,5 @@ def test_what_a_thread_raises_while_all_ends_is_nobodys_fault() -> None:
         ending.set()
         raise RuntimeError("the stores are closed")
 
-    keep_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending)
+    run_unit_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending)
     assert tracker.failure("shard:t") is None

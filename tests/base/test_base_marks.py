@@ -7,101 +7,104 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S, NODE_BLIND_AFTER_MS
+from tidemill.base.limits import NODE_BLIND_AFTER_MS, STATUS_BLIND_AFTER_MS, STATUS_PUBLISH_INTERVAL_S
 from tidemill.base.status.status import (
-    LIVES,
-    Report,
+    RESTARTS_MAX,
+    StageState,
     StageStatus,
-    State,
+    StatusReport,
     StatusTracker,
     argmin,
-    behind,
-    behind_text,
-    derive,
-    derive_all,
+    derive_status,
+    derive_statuses,
+    lag_of,
+    lag_text,
 )
 
 
-def state_of(mark: StageStatus, *, at_ms: int = 10_000, now_ms: int = 10_000) -> State:
-    return derive(mark, "p", at_ms, now_ms).state
+def state_of(mark: StageStatus, *, at_ms: int = 10_000, now_ms: int = 10_000) -> StageState:
+    return derive_status(mark, "p", at_ms, now_ms).state
 
 
 def test_a_mark_at_its_target_is_idle_however_long_it_stands() -> None:
-    assert state_of(StageStatus("m", 5, 5, since_ms=0), at_ms=99_000, now_ms=99_000) is State.IDLE
+    assert state_of(StageStatus("m", 5, 5, since_ms=0), at_ms=99_000, now_ms=99_000) is StageState.IDLE
 
 
 def test_a_mark_below_its_target_goes_from_moving_to_waiting_to_stuck() -> None:
     mark = StageStatus("m", 4, 5, since_ms=0, budget_ms=5_000)
     states = [state_of(mark, at_ms=now, now_ms=now) for now in (1_000, 3_000, 5_000, 5_001)]
-    assert states == [State.MOVING, State.WAITING, State.WAITING, State.STUCK]
+    assert states == [StageState.MOVING, StageState.WAITING, StageState.WAITING, StageState.STUCK]
 
 
 def test_a_process_without_a_report_is_blind_even_when_its_last_word_was_idle() -> None:
     mark = StageStatus("m", 5, 5)
-    assert state_of(mark, at_ms=0, now_ms=MARK_BLIND_AFTER_MS) is State.IDLE
-    assert state_of(mark, at_ms=0, now_ms=MARK_BLIND_AFTER_MS + 1) is State.BLIND
+    assert state_of(mark, at_ms=0, now_ms=STATUS_BLIND_AFTER_MS) is StageState.IDLE
+    assert state_of(mark, at_ms=0, now_ms=STATUS_BLIND_AFTER_MS + 1) is StageState.BLIND
 
 
 def test_the_furthest_of_the_living_speaks_for_a_stage_and_a_peer_in_trouble_stands_beside_it() -> None:
-    slow = Report("a", 9_000, (StageStatus("shard:m", 1, 9, since_ms=0),))
-    fast = Report("b", 8_000, (StageStatus("shard:m", 8, 9, since_ms=7_000),))
+    slow = StatusReport("a", 9_000, (StageStatus("shard:m", 1, 9, since_ms=0),))
+    fast = StatusReport("b", 8_000, (StageStatus("shard:m", 8, 9, since_ms=7_000),))
     for order in ([slow, fast], [fast, slow]):
-        found = derive_all(order, 9_000)
+        found = derive_statuses(order, 9_000)
         assert found["shard:m"].process == "b"
-        assert found["shard:m@a"].state is State.STUCK
+        assert found["shard:m@a"].state is StageState.STUCK
 
 
 def test_a_failure_that_lies_in_the_data_is_the_stages_though_a_peer_has_not_met_it() -> None:
     tracker = StatusTracker()
     tracker.set("shard:m", 9, 9, now_ms=9_000)
     tracker.fail("shard:m", "its newest records are all dead letters", now_ms=9_000, of_data=True)
-    met, other = tracker.report("a", 9_000), Report("b", 9_000, (StageStatus("shard:m", 9, 9),))
+    met, other = tracker.report("a", 9_000), StatusReport("b", 9_000, (StageStatus("shard:m", 9, 9),))
     for order in ([met, other], [other, met]):
-        assert derive_all(order, 9_000)["shard:m"].state is State.WAITING
-    passed = Report("b", 9_000, (StageStatus("shard:m", 10, 10),))
-    assert derive_all([met, passed], 9_000)["shard:m"].state is State.IDLE
+        assert derive_statuses(order, 9_000)["shard:m"].state is StageState.WAITING
+    passed = StatusReport("b", 9_000, (StageStatus("shard:m", 10, 10),))
+    assert derive_statuses([met, passed], 9_000)["shard:m"].state is StageState.IDLE
     tracker.fail("shard:m", "its own trouble", now_ms=9_000)
-    assert derive_all([tracker.report("a", 9_000), other], 9_000)["shard:m"].state is State.IDLE
+    assert derive_statuses([tracker.report("a", 9_000), other], 9_000)["shard:m"].state is StageState.IDLE
 
 
 def test_a_frozen_process_is_blind_by_its_own_name_though_its_peer_works() -> None:
-    now_ms = MARK_BLIND_AFTER_MS + 9_000
-    frozen = Report("pipeline:p:1", 1_000, (StageStatus("shard:m", 8, 9),), pid=7, host="h")
-    works = Report("pipeline:p:2", now_ms, (StageStatus("shard:m", 9, 9),), pid=8, host="h")
-    found = derive_all([frozen, works], now_ms)
-    assert (found["shard:m"].state, found["process:pipeline:p:2"].state) == (State.IDLE, State.IDLE)
+    now_ms = STATUS_BLIND_AFTER_MS + 9_000
+    frozen = StatusReport("pipeline:p:1", 1_000, (StageStatus("shard:m", 8, 9),), pid=7, host="h")
+    works = StatusReport("pipeline:p:2", now_ms, (StageStatus("shard:m", 9, 9),), pid=8, host="h")
+    found = derive_statuses([frozen, works], now_ms)
+    assert (found["shard:m"].state, found["process:pipeline:p:2"].state) == (StageState.IDLE, StageState.IDLE)
     blind = found["process:pipeline:p:1"]
-    assert (blind.state, blind.mark.held_by) == (State.BLIND, "pid 7 on h")
+    assert (blind.state, blind.mark.held_by) == (StageState.BLIND, "pid 7 on h")
 
 
 def test_a_node_is_blind_as_a_process_within_five_seconds_and_its_marks_count_on() -> None:
-    assert 3 * MARK_PUBLISH_INTERVAL_S * 1000 < NODE_BLIND_AFTER_MS < 5_000 < MARK_BLIND_AFTER_MS
+    assert 3 * STATUS_PUBLISH_INTERVAL_S * 1000 < NODE_BLIND_AFTER_MS < 5_000 < STATUS_BLIND_AFTER_MS
     at_ms, now_ms = 1_000, 1_000 + NODE_BLIND_AFTER_MS
     mark = StageStatus("topic:t", 1, 1)
-    reports = [Report(process, at_ms, (mark,), pid=7, host="h") for process in ("node:a", "pipeline:p")]
-    left = Report("node:b", at_ms, (), left=True)
-    assert {d.state for d in derive_all([*reports, left], now_ms).values()} == {State.IDLE}
-    found = derive_all([*reports, left], now_ms + 1)
-    assert found["process:node:a"].state is State.BLIND
+    reports = [StatusReport(process, at_ms, (mark,), pid=7, host="h") for process in ("node:a", "pipeline:p")]
+    left = StatusReport("node:b", at_ms, (), left=True)
+    assert {d.state for d in derive_statuses([*reports, left], now_ms).values()} == {StageState.IDLE}
+    found = derive_statuses([*reports, left], now_ms + 1)
+    assert found["process:node:a"].state is StageState.BLIND
     assert found["process:node:a"].mark.held_by == "pid 7 on h"
-    assert {found[name].state for name in ("topic:t", "process:pipeline:p", "process:node:b")} == {State.IDLE}
+    assert {found[name].state for name in ("topic:t", "process:pipeline:p", "process:node:b")} == {StageState.IDLE}
 
 
 def test_what_a_process_stands_on_is_never_merged_with_what_others_stand_on() -> None:
-    reports = [Report("a", 9_000, (StageStatus("objects", 1, 1),)), Report("b", 9_000, (StageStatus("objects", 0, 1),))]
-    found = derive_all(reports, 9_000)
-    assert found["objects@a"].state is State.IDLE
-    assert found["objects@b"].state is State.STUCK
+    reports = [
+        StatusReport("a", 9_000, (StageStatus("objects", 1, 1),)),
+        StatusReport("b", 9_000, (StageStatus("objects", 0, 1),)),
+    ]
+    found = derive_statuses(reports, 9_000)
+    assert found["objects@a"].state is StageState.IDLE
+    assert found["objects@b"].state is StageState.STUCK
 
 
 def test_a_stage_without_any_time_yet_is_not_behind_by_the_years_since_1970() -> None:
-    assert (behind(StageStatus("m", 0, 1_795_748_893_662, unit="ms")), behind(StageStatus("m", 0, 0, unit="ms"))) == (
+    assert (lag_of(StageStatus("m", 0, 1_795_748_893_662, unit="ms")), lag_of(StageStatus("m", 0, 0, unit="ms"))) == (
         None,
         0,
     )
-    assert behind_text(StageStatus("m", 0, 1_795_748_893_662, unit="ms")) == "no time yet"
-    assert behind_text(StageStatus("m", 1_795_748_893_000, 1_795_748_893_662, unit="ms")) == "662 ms"
-    assert (behind(StageStatus("m", 0, 7)), behind_text(StageStatus("m", 0, 7)), behind(StageStatus("m", 9, 7))) == (
+    assert lag_text(StageStatus("m", 0, 1_795_748_893_662, unit="ms")) == "no time yet"
+    assert lag_text(StageStatus("m", 1_795_748_893_000, 1_795_748_893_662, unit="ms")) == "662 ms"
+    assert (lag_of(StageStatus("m", 0, 7)), lag_text(StageStatus("m", 0, 7)), lag_of(StageStatus("m", 9, 7))) == (
         7,
         "7",
         0,
@@ -113,17 +116,17 @@ def test_progress_is_movement_though_the_position_stands() -> None:
     for now_ms in (1_000, 9_000, 17_000):
         tracker.set("m", 0, 5, now_ms=now_ms, progress=now_ms)
     (mark,) = tracker.report("p", 17_000).marks
-    assert state_of(mark, at_ms=17_000, now_ms=18_000) is State.MOVING
-    assert state_of(mark, at_ms=23_000, now_ms=23_000) is State.STUCK
+    assert state_of(mark, at_ms=17_000, now_ms=18_000) is StageState.MOVING
+    assert state_of(mark, at_ms=23_000, now_ms=23_000) is StageState.STUCK
 
 
 def lives(count: int, position: int) -> StageStatus:
     """What the last of so many processes says that each show five seconds of progress
     at one position and die."""
-    report = Report("p", 0, ())
+    report = StatusReport("p", 0, ())
     for life in range(count):
         tracker = StatusTracker()
-        tracker.adopt(report)
+        tracker.adopt_last_report(report)
         for second in range(1, 6):
             tracker.set("m", position, 9, now_ms=life * 6_000 + second * 1_000, progress=second)
         report = tracker.report("p", life * 6_000 + 5_000)
@@ -132,21 +135,23 @@ def lives(count: int, position: int) -> StageStatus:
 
 def test_what_begins_anew_life_after_life_at_one_position_is_stuck_with_an_age_that_restarts_keep() -> None:
     assert lives(1, 3).since_ms == 5_000
-    assert lives(LIVES, 3).since_ms == (LIVES - 1) * 6_000 + 5_000, "some restarts in a long step are no failure"
-    ages = {lives(count, 3).since_ms for count in (LIVES + 1, LIVES + 2, LIVES + 20)}
-    assert ages == {(LIVES - 1) * 6_000 + 5_000}
-    last = lives(LIVES + 2, 3)
-    assert (last.restarts, state_of(last, at_ms=29_000, now_ms=29_000)) == (LIVES + 1, State.STUCK)
-    assert last.reason == f"restarted {LIVES + 1} times at this position"
+    assert lives(RESTARTS_MAX, 3).since_ms == (RESTARTS_MAX - 1) * 6_000 + 5_000, (
+        "some restarts in a long step are no failure"
+    )
+    ages = {lives(count, 3).since_ms for count in (RESTARTS_MAX + 1, RESTARTS_MAX + 2, RESTARTS_MAX + 20)}
+    assert ages == {(RESTARTS_MAX - 1) * 6_000 + 5_000}
+    last = lives(RESTARTS_MAX + 2, 3)
+    assert (last.restarts, state_of(last, at_ms=29_000, now_ms=29_000)) == (RESTARTS_MAX + 1, StageState.STUCK)
+    assert last.reason == f"restarted {RESTARTS_MAX + 1} times at this position"
 
 
 def test_lives_at_one_position_are_counted_through_failures_and_forgotten_when_it_moves() -> None:
     tracker = StatusTracker()
-    tracker.adopt(Report("p", 1_000, (lives(LIVES + 2, 3),)))
+    tracker.adopt_last_report(StatusReport("p", 1_000, (lives(RESTARTS_MAX + 2, 3),)))
     tracker.fail("m", "away", now_ms=40_000)
     tracker.set("m", 3, 9, now_ms=40_000, progress=1)
-    tracker.heal("m")
-    assert tracker.report("p", 40_000).marks[0].since_ms == (LIVES - 1) * 6_000 + 5_000
+    tracker.clear_failure("m")
+    assert tracker.report("p", 40_000).marks[0].since_ms == (RESTARTS_MAX - 1) * 6_000 + 5_000
     tracker.set("m", 4, 9, now_ms=41_000, progress=2)
     tracker.set("m", 4, 9, now_ms=42_000, progress=3)
     moved = tracker.report("p", 42_000).marks[0]
@@ -158,7 +163,7 @@ def test_a_restart_makes_neither_a_stage_that_stands_nor_a_unit_that_fails_young
     before.set("m", 3, 5, now_ms=1_000)
     before.fail("n", "ValueError: x", now_ms=2_000)
     after = StatusTracker()
-    after.adopt(before.report("p", 3_000))
+    after.adopt_last_report(before.report("p", 3_000))
     after.set("m", 3, 6, now_ms=4_000)
     after.fail("n", "ValueError: y", now_ms=4_000)
     marks = {mark.name: mark for mark in after.report("p", 4_000).marks}
@@ -174,13 +179,13 @@ def test_a_stage_of_a_process_that_was_stopped_in_order_grows_no_older_while_it_
     before.fail("n", "ValueError: x", now_ms=1_000)
     last = before.report("p", 2_000)
     left = replace(last, left=True)
-    at_ms = 2_000 + MARK_BLIND_AFTER_MS
-    assert derive_all([last], at_ms)["m"].state is State.STUCK
-    found = derive_all([left], at_ms)
-    assert (found["m"].state, found["m"].standing_ms) == (State.MOVING, 1_000)
-    assert derive_all([left], at_ms + 1)["m"].state is State.BLIND
+    at_ms = 2_000 + STATUS_BLIND_AFTER_MS
+    assert derive_statuses([last], at_ms)["m"].state is StageState.STUCK
+    found = derive_statuses([left], at_ms)
+    assert (found["m"].state, found["m"].standing_ms) == (StageState.MOVING, 1_000)
+    assert derive_statuses([left], at_ms + 1)["m"].state is StageState.BLIND
     after = StatusTracker()
-    after.adopt(left, 60_000)
+    after.adopt_last_report(left, 60_000)
     after.set("m", 3, 6, now_ms=61_000)
     after.fail("n", "ValueError: y", now_ms=61_000)
     marks = {mark.name: mark for mark in after.report("p", 61_000).marks}
@@ -192,20 +197,24 @@ def test_a_share_that_stands_still_is_not_hidden_by_one_that_moves() -> None:
     stuck = StageStatus("topic:t", 3, 5, held_by="upload:x", since_ms=0, share=True)
     moving = StageStatus("topic:t", 10, 11, since_ms=9_900, share=True)
     idle = StageStatus("topic:t", 4, 4, share=True)
-    reports = [Report("a", 9_000, (stuck,)), Report("b", 9_500, (moving,)), Report("c", 10_000, (idle,))]
+    reports = [
+        StatusReport("a", 9_000, (stuck,)),
+        StatusReport("b", 9_500, (moving,)),
+        StatusReport("c", 10_000, (idle,)),
+    ]
     for order in (reports, reports[::-1]):
-        found = derive_all(order, 10_000)["topic:t"]
+        found = derive_statuses(order, 10_000)["topic:t"]
         assert (found.mark.position, found.mark.target) == (17, 20)
-        assert (found.state, found.process, found.mark.held_by) == (State.STUCK, "a", "upload:x")
+        assert (found.state, found.process, found.mark.held_by) == (StageState.STUCK, "a", "upload:x")
 
 
 def test_the_share_of_a_process_that_is_gone_counts_no_longer_unless_nobody_else_reports() -> None:
-    now_ms = MARK_BLIND_AFTER_MS + 5_000
-    gone = Report("a", 1_000, (StageStatus("topic:t", 3, 5, share=True),))
-    there = Report("b", now_ms, (StageStatus("topic:t", 9, 9, share=True),))
-    found = derive_all([gone, there], now_ms)["topic:t"]
-    assert (found.mark.position, found.state) == (9, State.IDLE)
-    assert derive_all([gone], now_ms)["topic:t"].state is State.BLIND
+    now_ms = STATUS_BLIND_AFTER_MS + 5_000
+    gone = StatusReport("a", 1_000, (StageStatus("topic:t", 3, 5, share=True),))
+    there = StatusReport("b", now_ms, (StageStatus("topic:t", 9, 9, share=True),))
+    found = derive_statuses([gone, there], now_ms)["topic:t"]
+    assert (found.mark.position, found.state) == (9, StageState.IDLE)
+    assert derive_statuses([gone], now_ms)["topic:t"].state is StageState.BLIND
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(), min_size=1))
@@ -231,7 +240,7 @@ def test_since_moves_with_the_position_and_when_new_work_arrives_at_an_idle_mark
 def test_a_mark_is_known_as_the_predecessor_said_it_until_it_is_set() -> None:
     before, after = StatusTracker(), StatusTracker()
     before.set("m", 5, 9, now_ms=1_000)
-    after.adopt(before.report("p", 3_000))
+    after.adopt_last_report(before.report("p", 3_000))
     earlier = after.mark("m")
     assert earlier is not None and earlier.position == 5
     assert after.mark("other") is None

@@ -11,7 +11,7 @@ import pytest
 
 from patience import DEADLINE_S
 from tidemill.base.runtime import memory_budget
-from tidemill.base.runtime.memory_budget import Rest, give_freed_memory_back, keep_freed_memory
+from tidemill.base.runtime.memory_budget import IdleDetector, release_freed_memory, retain_freed_memory
 
 CHILD = """
 import json, resource, sys, threading
@@ -67,18 +67,19 @@ def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
     monkeypatch.setattr(memory_budget.ctypes, "CDLL", lambda _: Other())
-    assert not keep_freed_memory()
-    give_freed_memory_back()
+    assert not retain_freed_memory()
+    release_freed_memory()
 
 
 def test_a_rest_begins_once_after_work() -> None:
-    rest = Rest(30.0)
-    assert not rest.begins(0, 1_000.0), "nothing was ever worked"
-    assert [rest.begins(5, at) for at in (1_000.0, 1_029.0, 1_030.0, 1_031.0, 2_000.0)] == [
+    rest = IdleDetector(30.0)
+    assert not rest.has_become_idle(0, 1_000.0), "nothing was ever worked"
+    assert [rest.has_become_idle(5, at) for at in (1_000.0, 1_029.0, 1_030.0, 1_031.0, 2_000.0)] == [
         False, False, True, False, False,
     ]  # fmt: skip
-    assert [rest.begins(done, at) for done, at in ((6, 2_001.0), (7, 2_030.0), (7, 2_031.0), (7, 2_060.0))] == [
+    later = ((6, 2_001.0), (7, 2_030.0), (7, 2_031.0), (7, 2_060.0))
+    assert [rest.has_become_idle(done, at) for done, at in later] == [
         False, False, False, True,
     ]  # fmt: skip
     # A table that opened anew counts anew: that is work too.
-    assert [rest.begins(2, at) for at in (3_000.0, 3_030.0)] == [False, True]
+    assert [rest.has_become_idle(2, at) for at in (3_000.0, 3_030.0)] == [False, True]

@@ -47,8 +47,8 @@ class Mill(asyncio.SelectorEventLoop):
 
     async def work(self, name: str, elements: int) -> None:
         for _ in range(elements):
-            if self.pace.due:
-                await self.pace.rest()
+            if self.pace.is_used_up:
+                await self.pace.wait_for_turn()
             self.clock.advance(1)
             self.worked[self.turn] += 1
             self.steps.append(name)
@@ -63,7 +63,7 @@ class Mill(asyncio.SelectorEventLoop):
             asked = self.asked
             await turns(10)
             assert self.asked == asked
-            assert not self.pace.due
+            assert not self.pace.is_used_up
 
         with asyncio.Runner(loop_factory=lambda: self) as runner:
             runner.run(whole())
@@ -124,7 +124,7 @@ def test_who_comes_new_every_turn_and_never_waits_holds_nobody_up_who_does() -> 
 
     async def scenario() -> None:
         def come() -> None:
-            if not mill.pace.due:
+            if not mill.pace.is_used_up:
                 mill.clock.advance(STRETCH_MS)
                 mill.worked[mill.turn] += STRETCH_MS
             if not mill.ended:

@@ -57,7 +57,7 @@ def test_closing_ends_who_waits_in_a_call_and_lets_the_task_clean_up() -> None:
 
 
 def test_a_task_that_does_not_end_holds_nobody_up_when_the_portal_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portal_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(portal_module, "CLOSE_TIMEOUT_S", 0.1)
     began = threading.Event()
 
     async def stubborn() -> None:

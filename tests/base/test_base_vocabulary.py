@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.base.clock import ManualClock, Rand, SystemClock, _moved
+from tidemill.base.clock import ManualClock, Rand, SystemClock, _parse_test_clock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.lsn import ChangePosition, Lsn
 from tidemill.base.runtime.tasks import Tasks
@@ -67,6 +67,6 @@ def test_closing_a_task_group_ends_what_runs_and_a_failure_does_not_end_its_sibl
 
 
 def test_a_process_of_a_test_may_be_started_so_long_ago() -> None:
-    moved = _moved("-3600000")
-    assert moved is not None and _moved("") is None
+    moved = _parse_test_clock("-3600000")
+    assert moved is not None and _parse_test_clock("") is None
     assert abs(SystemClock().now_ms() - moved.now_ms() - 3_600_000) < 60_000

@@ -18,10 +18,10 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session import table_adder
 from tidemill.capture.session.capture import Capture
 from tidemill.capture.snapshot import side_topic, side_topic_append, wal_hold
-from tidemill.capture.snapshot.side_topic_append import Appending
+from tidemill.capture.snapshot.side_topic_append import SideTopicAppender
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import open_objects
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.topics.local_topics import LocalTopics
@@ -31,7 +31,7 @@ async def main(dsn: str, name: str, directory: Path, more: Collection[str] = ())
     clock, rand = SystemClock(), Rand()
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
-    catalogue = Catalogue(metastore_on(consensus, objects, clock, rand), clock, rand)
+    catalogue = Catalogue(create_metastore(consensus, objects, clock, rand), clock, rand)
     config = CaptureConfig(
         name=name, dsn=dsn, binding_interval_ms=10, idle_binding_ms=100, fragment_changes=5, table_poll_s=0.2,
         copy_again="again" in more, copy_again_pause_s=0.1, identity="as-is" if "as-is" in more else "full",
@@ -53,7 +53,7 @@ async def main(dsn: str, name: str, directory: Path, more: Collection[str] = ())
 
 
 def append_slowly() -> None:
-    whole, to = Appending._read, Appending.to
+    whole, to = SideTopicAppender._fetch_batches, SideTopicAppender.append_up_to
 
     async def read(self: Any, partition: int, at: int) -> Any:
         await asyncio.sleep(0.02)
@@ -64,9 +64,9 @@ def append_slowly() -> None:
         return await to(self, *args)
 
     side_topic_append.READ_BYTES = 2048
-    side_topic.FINISHED_RECORDS, table_adder.CLOSE_RECORDS = 100, 5
+    side_topic.MAX_RECORDS_BETWEEN_SESSIONS, table_adder.MAX_REMAINING_RECORDS = 100, 5
     wal_hold.RECORD_S = 0.2
-    Appending._read, Appending.to = read, told  # type: ignore[method-assign]
+    SideTopicAppender._fetch_batches, SideTopicAppender.append_up_to = read, told  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.delivery.sinks import Sink
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.capture.session.capture import Capture
-from tidemill.capture.topics.topic_writer import position_of
+from tidemill.capture.topics.topic_writer import read_position
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import Binding
 from tidemill.shards.bindings.remap import LogRemap
@@ -42,7 +42,7 @@ class World:
         self.rand = Rand()
         self.consensus = consensus or MemoryConsensus(self.clock)
         self.objects = objects or MemoryObjects(self.clock)
-        self.metastore = metastore_on(self.consensus, self.objects, self.clock, self.rand)
+        self.metastore = create_metastore(self.consensus, self.objects, self.clock, self.rand)
         self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
         self.tracker = StatusTracker()
         self.topics: Any = None
@@ -202,7 +202,7 @@ class World:
         async def holds() -> bool:
             rows, latest = await self.tables(), await self.remap().latest()
             found = [rows.get(f"public.{name}") for name in names]
-            if latest is None or not all(row is not None and row.flows for row in found):
+            if latest is None or not all(row is not None and row.is_streaming for row in found):
                 return False
             topics = [await self.catalogue.get(TopicRow, row.topic) for row in found if row is not None]
             return all(topic is not None and topic.topic_id in latest.offsets for topic in topics)
@@ -263,4 +263,4 @@ def fold(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def positions(records: Sequence[Record]) -> list[ChangePosition]:
-    return [position_of(record) for record in records]
+    return [read_position(record) for record in records]

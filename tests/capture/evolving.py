@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from capture_world import World, until
 
-from tidemill.capture.catalog.schema_versions import described
+from tidemill.capture.catalog.schema_versions import columns_at_version
 from tidemill.metastore.catalogue import CaptureTableRow
 from tidemill.topics.batch import Record
 
@@ -20,7 +20,7 @@ def folded(row: CaptureTableRow, records: Sequence[Record]) -> Rows:
     """By the rules that a reader has: what a record's version lacks is the column's default, and a real stays the
     number it was as a real."""
     rows: Rows = {}
-    newest = described(row.columns, row.version)
+    newest = columns_at_version(row.columns, row.version)
     for record in records:
         version = int(dict(record.headers).get("tm.version") or b"1")
         assert version <= row.version, "the catalogue knows of it before it is written"
@@ -31,7 +31,7 @@ def folded(row: CaptureTableRow, records: Sequence[Record]) -> Rows:
         if record.value is None:
             rows.pop(key, None)
             continue
-        value, then = json.loads(record.value), {c.name: c.type_name for c in described(row.columns, version)}
+        value, then = json.loads(record.value), {c.name: c.type_name for c in columns_at_version(row.columns, version)}
         assert value.keys() == then.keys()
         full = {c.name: value[c.name] if c.name in then else c.default for c in newest}
         rows[key] = {c.name: _text(full[c.name], c.type_name, then.get(c.name, "")) for c in newest}
@@ -63,7 +63,7 @@ async def equal(world: World, *tables: str) -> None:
     binding = await world.caught_up()
     for name in tables:
         row = await world.table(f"public.{name}")
-        assert row is not None and row.flows, (name, row and row.reason)
+        assert row is not None and row.is_streaming, (name, row and row.reason)
         end = sum(binding.offsets[await world.topic_id(name)])
         topic, source = folded(row, await world.records(name, end)), await selected(world, row)
         assert topic == source, (name, [(key, topic.get(key), source.get(key)) for key in {**topic, **source}
@@ -91,4 +91,4 @@ async def ends_equal(world: World, table: str) -> None:
 
 async def version(world: World, table: str) -> int:
     row = await world.table(f"public.{table}")
-    return row.version if row is not None and row.flows else 0
+    return row.version if row is not None and row.is_streaming else 0

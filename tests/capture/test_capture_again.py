@@ -10,10 +10,10 @@ from evolving import equal
 from msgspec.structs import replace
 from test_capture_tables import GOOD, PARTITIONED, in_world, stuck
 
-from tidemill.base.status.status import derive
-from tidemill.capture.catalog.columns import Attribute, Attributes
-from tidemill.capture.tables.auto_recopy import heals
-from tidemill.capture.tables.recopy_requests import ask
+from tidemill.base.status.status import derive_status
+from tidemill.capture.catalog.columns import ColumnAttributes, TableAttributes
+from tidemill.capture.tables.auto_recopy import can_copy_resolve
+from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 
 pytestmark = pytest.mark.postgres
@@ -34,7 +34,7 @@ AGAIN: dict[str, Any] = {"copy_again": True, "copy_again_pause_s": 0.1}
 
 async def generation(world: World, name: str) -> int:
     row = await world.table(f"public.{name}")
-    return row.generation if row is not None and row.flows else -1
+    return row.generation if row is not None and row.is_streaming else -1
 
 
 @pytest.mark.parametrize("with_rows", [True, False])
@@ -118,11 +118,11 @@ def test_f467_it_is_copied_once_a_pause_and_says_from_when_on(postgres_dsn: str)
             name = f"table:{world.name}/public.t"
             (mark,) = [m for m in world.tracker.report("p", now_ms).marks if m.name == name]
             assert not mark.parked and "re-snapshotted automatically from" in mark.reason
-            assert derive(mark, "p", now_ms, now_ms).mark.held_by != "operator"
+            assert derive_status(mark, "p", now_ms, now_ms).mark.held_by != "operator"
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
             row = await world.parked("t", "'y'")
             assert row.again_ms and await generation(world, "t") == -1
-            await ask(world.catalogue, world.name, "public.t")
+            await request_recopy(world.catalogue, world.name, "public.t")
             await until(lambda: copied(2), "it is copied when somebody asks")
             await world.flowing("t")
             await equal(world, "t", "good")
@@ -203,6 +203,6 @@ INT, BIGINT, TEXT = (23, -1, "integer"), (20, -1, "bigint"), (25, -1, "text")
 def test_a_copy_nobody_asked_for_takes_no_column_away_from_a_reader(now: list[Any], whole: bool) -> None:
     columns = (CapturedColumn("id", "integer", 0, 23, -1, 1), CapturedColumn("v", "integer", -1, 23, -1, 2))
     row = CaptureTableRow("c", "public.t", columns=columns)
-    found = Attributes(tuple(Attribute(n, number, *kind, key) for n, number, kind, key in now), 3, 0, "s")
-    assert heals(row, found) is whole
-    assert not heals(row, None)
+    found = TableAttributes(tuple(ColumnAttributes(n, number, *kind, key) for n, number, kind, key in now), 3, 0, "s")
+    assert can_copy_resolve(row, found) is whole
+    assert not can_copy_resolve(row, None)

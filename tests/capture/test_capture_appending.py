@@ -12,7 +12,7 @@ from test_capture_chunks import stores
 from tidemill.base.errors import CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.capture.snapshot import side_topic_append
-from tidemill.capture.snapshot.side_topic_append import Appending
+from tidemill.capture.snapshot.side_topic_append import SideTopicAppender
 from tidemill.topics.api import FetchRead
 from tidemill.topics.batch import Record, decode_batch, encode_batch
 
@@ -90,14 +90,14 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
                 wanted.append(copied + later)
                 ordered.append(later)
 
-            def made(topics: Any) -> Appending:
-                return Appending(topics, topic, aside, ends, OWN, CoopBudget(world.clock))
+            def made(topics: Any) -> SideTopicAppender:
+                return SideTopicAppender(topics, topic, aside, ends, OWN, CoopBudget(world.clock))
 
             told: list[int] = []
-            while await made(world.topics).look() < sum(map(len, ordered)):
+            while await made(world.topics).read_appended_count() < sum(map(len, ordered)):
                 bounds = [rng.randint(0, len(later)) if rng.random() < 0.8 else len(later) for later in ordered]
                 two = [made(Failing(world.topics, rng)) for _ in range(2)]
-                running = [asyncio.ensure_future(one.to(bounds, told.append)) for one in two]
+                running = [asyncio.ensure_future(one.append_up_to(bounds, told.append)) for one in two]
                 if rng.random() < 0.4:  # cut off, as by SIGKILL: what is in flight lands, or does not
                     await asyncio.sleep(rng.random() * 0.01)
                     for each in running:
@@ -107,8 +107,10 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
                 found = await written(world, topic, partition)
                 assert [record.key for record in found] == wanted[partition]
                 assert [r.value for r in found[ends[partition] :]] == [b"v" + key for key in ordered[partition]]
-            assert await made(world.topics).look() == sum(map(len, ordered))
+            assert await made(world.topics).read_appended_count() == sum(map(len, ordered))
             with pytest.raises(CorruptError, match="shorter than its copy"):
-                await Appending(world.topics, topic, aside, [1000, 1000], OWN, CoopBudget(world.clock)).look()
+                await SideTopicAppender(
+                    world.topics, topic, aside, [1000, 1000], OWN, CoopBudget(world.clock)
+                ).read_appended_count()
 
     asyncio.run(scenario())

@@ -19,12 +19,12 @@ from test_capture_resume import in_world
 
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.capture.naming import aside_name
-from tidemill.capture.snapshot.side_topic_append import Appending
-from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.naming import side_topic_name
+from tidemill.capture.snapshot.side_topic_append import SideTopicAppender
+from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.topics import topic_writer
 from tidemill.consensus.factory import open_consensus
-from tidemill.metastore.catalogue import SetAside, TopicRow
+from tidemill.metastore.catalogue import SideTopicState, TopicRow
 from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres
@@ -85,7 +85,7 @@ async def tables(world: World, rows: int = ROWS) -> None:
     )  # fmt: skip
 
 
-async def aside(world: World) -> SetAside | None:
+async def aside(world: World) -> SideTopicState | None:
     row = await world.table("public.a")
     return row.aside if row is not None else None
 
@@ -95,11 +95,11 @@ async def ends_well(world: World) -> None:
     await world.flowing("a")
     await world.caught_up()
     row = await world.table("public.a")
-    assert row is not None and row.flows and row.copy is None and row.aside is None
+    assert row is not None and row.is_streaming and row.copy is None and row.aside is None
     assert await world.folded("a") == await as_folded(world)
 
     async def forgotten() -> bool:
-        return await world.catalogue.get(TopicRow, aside_name(row.topic)) is None
+        return await world.catalogue.get(TopicRow, side_topic_name(row.topic)) is None
 
     await until(forgotten, "the aside is deleted")
 
@@ -124,7 +124,7 @@ def test_wal_is_confirmed_while_a_table_is_copied_beside_the_stream_under_load(p
             await world.flowing("good", *(["a"] if again else []))
         async with world.capture(**SLOW) as capture, Load(world.dsn) as load:
             if again:
-                await ask(world.catalogue, world.name, "public.a")
+                await request_recopy(world.catalogue, world.name, "public.a")
             await confirmed_beyond_the_copy(world)
             first = await world.confirmed()
             before = load.transactions
@@ -185,7 +185,7 @@ def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
             try:
                 async with Load(world.dsn, seed) as load:
 
-                    async def known(holds: Callable[[SetAside], bool], what: str) -> None:
+                    async def known(holds: Callable[[SideTopicState], bool], what: str) -> None:
                         async def holding() -> bool:
                             found = await aside(world)
                             return found is not None and holds(found)
@@ -241,16 +241,16 @@ async def copied_aside(world: World, **settings: Any) -> None:
 def append_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
     """(it is to be appended beside the stream, it may be). A session that begins meanwhile appends without waiting:
     it does not stream before."""
-    begins, may, to = asyncio.Event(), asyncio.Event(), Appending.to
+    begins, may, to = asyncio.Event(), asyncio.Event(), SideTopicAppender.append_up_to
 
-    async def waits(self: Appending, offsets: Sequence[int], *moved: Callable[[int], None]) -> int:
+    async def waits(self: SideTopicAppender, offsets: Sequence[int], *moved: Callable[[int], None]) -> int:
         if moved:
             begins.set()
             await may.wait()
         return await to(self, offsets, *moved)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Appending, "to", waits)
+        patch.setattr(SideTopicAppender, "append_up_to", waits)
         yield begins, may
 
 
@@ -312,12 +312,12 @@ def test_what_befalls_a_table_while_it_is_appended(
                     case "truncate":
                         await world.sql("TRUNCATE a", "INSERT INTO a VALUES (1, 1, 'new'), (7, 7, 'new')")
                     case "wide":
-                        monkeypatch.setattr(topic_writer, "ROW_BYTES", 1000)
+                        monkeypatch.setattr(topic_writer, "MAX_ROW_BYTES", 1000)
                         await world.sql("UPDATE a SET w = repeat('w', 2000) WHERE id = 3", "DELETE FROM a WHERE id = 4")
                     case "dropped":
                         await world.sql("DROP TABLE a")
                     case "asked again":
-                        await ask(world.catalogue, world.name, "public.a")
+                        await request_recopy(world.catalogue, world.name, "public.a")
                 await world.sql("INSERT INTO good VALUES (2)")
                 await world.caught_up()
                 if what in ("column", "wide"):
@@ -340,7 +340,7 @@ def test_what_befalls_a_table_while_it_is_appended(
 
                     async def anew() -> bool:
                         row = await world.table("public.a")
-                        return row is not None and row.flows and await world.topic_id("a") != topic
+                        return row is not None and row.is_streaming and await world.topic_id("a") != topic
 
                     await until(anew, "it is copied anew")
                     await until_folded(world, await as_folded(world))

@@ -15,8 +15,8 @@ from test_capture_rights import missing, reader_of
 from test_capture_tables import PARTITIONED, in_world
 
 from tidemill.capture.catalog import table_discovery
-from tidemill.capture.catalog.table_discovery import came_with_rows, list_partitions
-from tidemill.capture.postgres.connection import SqlRow, Wire
+from tidemill.capture.catalog.table_discovery import find_rows_before_attachment, list_partitions
+from tidemill.capture.postgres.connection import PgConnection, SqlRow
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.tables import catalog_watcher
 
@@ -28,7 +28,7 @@ ROWS = "INSERT INTO p VALUES (2, 2), (3, 3)"
 class Aged:
     """A connection that reads these transaction ids in the rows of a partition and of its attachment."""
 
-    def __init__(self, wire: Wire, written: int, attached: int) -> None:
+    def __init__(self, wire: PgConnection, written: int, attached: int) -> None:
         self._wire = wire
         self._instead = {"r.xmin": f"'{written}'::xid", "i.xmin": f"'{attached}'::xid"}
 
@@ -48,11 +48,11 @@ def test_a_row_is_older_than_the_attachment_of_its_partition_whenever_it_was_wri
     async def scenario(world: World) -> None:
         await world.sql(*PARTITIONED, ROWS)
         ((oid, now),) = await world.select("SELECT 'p1'::regclass::oid, pg_current_xact_id()::text::bigint")
-        wire = await Wire.connect(world.dsn, purpose="test")
+        wire = await PgConnection.connect(world.dsn, purpose="test")
 
         async def came(ago: int) -> bool:
             aged: Any = Aged(wire, (now - ago) % (1 << 32), (now - 50) % (1 << 32))
-            return await came_with_rows(cast(Wire, aged), oid) == "public.p1"
+            return await find_rows_before_attachment(cast(PgConnection, aged), oid) == "public.p1"
 
         try:
             for ago in (50, 51, 10_000, (1 << 31) - 100, (1 << 31) + 100, 3 << 30, (1 << 32) - 200):
@@ -124,7 +124,7 @@ def test_a_partition_that_is_being_detached_concurrently_is_none_any_more(postgr
 
     async def scenario(world: World) -> None:
         await world.sql(*PARTITIONED, ROWS)
-        wire = await Wire.connect(world.dsn, purpose="test")
+        wire = await PgConnection.connect(world.dsn, purpose="test")
         ((oid,),) = await world.select("SELECT 'p'::regclass::oid")
         try:
             assert len(await list_partitions(wire, oid)) == 1
@@ -181,12 +181,12 @@ def test_a_partition_that_cannot_be_looked_into_masks_no_other_one(
         await world.sql(*PARTITIONED, *new("p2", 100)[:-1])
         ((slow,),) = await world.select("SELECT 'p2'::regclass::oid")
 
-        async def looked(wire: Wire, partition: int) -> str:
+        async def looked(wire: PgConnection, partition: int) -> str:
             if partition == slow:
                 raise SqlError("a statement failed.", sqlstate=sqlstate)
-            return await came_with_rows(wire, partition)
+            return await find_rows_before_attachment(wire, partition)
 
-        monkeypatch.setattr(catalog_watcher, "came_with_rows", looked)
+        monkeypatch.setattr(catalog_watcher, "find_rows_before_attachment", looked)
         async with world.capture(table_poll_s=0.1):
             await world.caught_up()
             await world.transaction(new("p2", 100)[-1], *new("p3", 200, 201))
@@ -202,20 +202,20 @@ def test_a_look_that_takes_too_long_again_and_again_is_in_doubt(
         await world.sql(*PARTITIONED)
         tries = 0
 
-        async def looked(wire: Wire, partition: int) -> str:
+        async def looked(wire: PgConnection, partition: int) -> str:
             nonlocal tries
             tries += 1
             raise SqlError("a statement was cancelled.", sqlstate="57014")
 
-        monkeypatch.setattr(catalog_watcher, "came_with_rows", looked)
+        monkeypatch.setattr(catalog_watcher, "find_rows_before_attachment", looked)
         async with world.capture(table_poll_s=0.1, **AGAIN):
             await world.caught_up()
             await world.transaction(*new("p2", 100, 101))
             await until(lambda: copied(world), "it is copied")
-            assert tries == catalog_watcher.LOOKS
+            assert tries == catalog_watcher.MAX_PARTITION_CHECKS
             await world.flowing("p")
             await equal(world, "p", "good")
-            assert await known(world, 2) and tries == catalog_watcher.LOOKS
+            assert await known(world, 2) and tries == catalog_watcher.MAX_PARTITION_CHECKS
 
     in_world(postgres_dsn, scenario)
 
@@ -230,26 +230,26 @@ def test_a_look_waits_for_who_holds_the_lock_however_often_it_is_tried(
         failed = 0
         holder = await psycopg.AsyncConnection.connect(world.dsn)
 
-        async def looked(wire: Wire, partition: int) -> str:
+        async def looked(wire: PgConnection, partition: int) -> str:
             nonlocal failed
             if not failed:
                 await holder.execute("LOCK TABLE p2")
             try:
-                return await came_with_rows(wire, partition)
+                return await find_rows_before_attachment(wire, partition)
             except SqlError:
                 failed += 1
                 raise
 
-        monkeypatch.setattr(catalog_watcher, "came_with_rows", looked)
-        monkeypatch.setattr(table_discovery, "LOOK_TIMEOUT_MS", 10)
+        monkeypatch.setattr(catalog_watcher, "find_rows_before_attachment", looked)
+        monkeypatch.setattr(table_discovery, "PARTITION_CHECK_TIMEOUT_MS", 10)
         async with holder, world.capture(table_poll_s=0.1, identity="as-is"):
             await world.caught_up()
             await world.transaction(*new("p2", 100))
-            await until(lambda: failed > 2 * catalog_watcher.LOOKS, "it is tried")
+            await until(lambda: failed > 2 * catalog_watcher.MAX_PARTITION_CHECKS, "it is tried")
             await holder.rollback()
             await until(lambda: known(world, 2), "it is looked into")
             row = await world.table("public.p")
-            assert row is not None and row.flows
+            assert row is not None and row.is_streaming
 
     in_world(postgres_dsn, scenario)
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.pgtypes.debezium import form_of
+from tidemill.base.pgtypes.debezium import value_form
 from tidemill.capture.changes import Column, Relation, Row
 from tidemill.capture.encode.avro_schemas import field_names, key_kinds, schemas_of
 from tidemill.capture.encode.debezium_avro import AvroEncoder
-from tidemill.capture.encode.debezium_json import OPS, EventEncoder, Source, Tail
+from tidemill.capture.encode.debezium_json import OPS, EventEncoder, EventSource, EventTail
 
 TYPES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "id": (20, -1, ("1", "-9223372036854775808", "9223372036854775807")),
@@ -51,8 +51,8 @@ TOPIC = "shop.pub_x20lic.t"
 KEY, VALUE = (fastavro.parse_schema(json.loads(text)) for text in schemas_of(TOPIC, RELATION.columns))
 NAMES = dict(zip(TYPES, field_names(list(TYPES)), strict=True))
 JSON, AVRO = (
-    EventEncoder(RELATION, Source("shop", "d b")),
-    AvroEncoder(RELATION, Source("shop", "d b", ((5, 70_000),))),
+    EventEncoder(RELATION, EventSource("shop", "d b")),
+    AvroEncoder(RELATION, EventSource("shop", "d b", ((5, 70_000),))),
 )
 
 
@@ -77,7 +77,7 @@ def avro_of(row: dict[str, Any] | None) -> Any:
     out = {}
     for name, value in row.items():
         oid = TYPES[name][0]
-        if value is not None and form_of(oid, -1) == "float":
+        if value is not None and value_form(oid, -1) == "float":
             value = float(value)
             if oid == 700 and math.isfinite(value):
                 (value,) = struct.unpack("<f", struct.pack("<f", value))
@@ -106,10 +106,10 @@ def test_an_event_in_avro_says_what_the_one_in_json_says(seed: int, op: str) -> 
     )
 
     def value(encoder: EventEncoder | AvroEncoder) -> bytes:
-        tail: Tail = encoder.tail(lsn, xid, time_ms)
-        made = tail.of(ordinal, OPS.get(op, b"r"))
+        tail: EventTail = encoder.encode_tail(lsn, xid, time_ms)
+        made = tail.encode(ordinal, OPS.get(op, b"r"))
         assert len(made) == tail.size_bytes + len(str(ordinal))
-        return encoder.head(old, new) + made
+        return encoder.encode_head(old, new) + made
 
     expected = said(value(JSON))
     expected |= {"before": avro_of(expected["before"]), "after": avro_of(expected["after"])}

@@ -20,17 +20,17 @@ from starlette.applications import Starlette
 from test_capture_types import BUILT_IN, columns, filled, quoted, selected
 
 from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.base.pgtypes.debezium import form_of, written
+from tidemill.base.pgtypes.debezium import json_writer, value_form
 from tidemill.capture.encode.avro_schemas import field_names
-from tidemill.capture.snapshot.exported_snapshot import Snapshot
-from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.snapshot.exported_snapshot import ExportedSnapshot
+from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
-from tidemill.registry.registrar import Registrar
+from tidemill.registry.registrar import LocalSchemaRegistrar
 from tidemill.registry.registry import Registry
 from tidemill.registry.schema_types import SubmittedSchema
-from tidemill.shards.executor import inline_cpu
+from tidemill.shards.executor import run_inline
 from tidemill.topics.batch import Record
 
 pytestmark = pytest.mark.postgres
@@ -57,8 +57,8 @@ class Registered:
     """How often a registry was asked to register what."""
 
     def __init__(self, world: World) -> None:
-        self.registry = Registry(world.metastore, world.clock, world.rand, inline_cpu)
-        self._registrar = Registrar(self.registry)
+        self.registry = Registry(world.metastore, world.clock, world.rand, run_inline)
+        self._registrar = LocalSchemaRegistrar(self.registry)
         self.subjects: list[str] = []
 
     async def register(self, subject: str, schema: str) -> int:
@@ -99,9 +99,9 @@ def said(text: str | None, oid: int, mod: int) -> Any:
     """What the event says of a value that PostgreSQL prints so."""
     if text is None:
         return None
-    form = form_of(oid, mod)
+    form = value_form(oid, mod)
     if form != "float":
-        return json.loads(written(form)(text))
+        return json.loads(json_writer(form)(text))
     value = float(text)
     if oid == 700 and math.isfinite(value):
         (value,) = struct.unpack("<f", struct.pack("<f", value))
@@ -164,7 +164,7 @@ def test_a_schema_that_the_registry_refuses_parks_its_table_alone_until_it_is_al
             parked = await world.parked("a", f"rejected the schema of a topic: subject={subject}")
             assert "Give the subject" in parked.reason and len(parked.schemas) == 1
             # It is copied again: refused before what it has is gone, and told.
-            await ask(world.catalogue, world.name, "public.a")
+            await request_recopy(world.catalogue, world.name, "public.a")
 
             def told() -> bool:
                 failure = world.tracker.failure(f"table:{world.name}/public.a")
@@ -194,7 +194,7 @@ def test_k1_a_wider_key_is_copied_again_and_a_restart_asks_the_registry_nothing(
 
             async def copied() -> bool:
                 row = (await world.tables())["public.t"]
-                return row.flows and row.columns[0].type_name == "bigint"
+                return row.is_streaming and row.columns[0].type_name == "bigint"
 
             await until(copied, "the table is copied again")
             await world.flowing("t")
@@ -243,16 +243,16 @@ def test_a_table_altered_between_its_description_and_the_lock_of_its_copy_is_cop
 ) -> None:
     async def scenario(world: World, registered: Registered) -> None:
         await world.sql("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)")
-        begin, altered = Snapshot.begin, False
+        begin, altered = ExportedSnapshot.open_snapshot, False
 
-        async def begin_late(self: Snapshot) -> Any:
+        async def begin_late(self: ExportedSnapshot) -> Any:
             nonlocal altered
             if not altered:
                 altered = True
                 await world.sql("ALTER TABLE t ADD x int DEFAULT 7")
             return await begin(self)
 
-        monkeypatch.setattr(Snapshot, "begin", begin_late)
+        monkeypatch.setattr(ExportedSnapshot, "open_snapshot", begin_late)
         async with world.capture(envelope=envelope, schemas=registered, table_poll_s=0.1) as capture:
             await world.flowing("t")
             relation = capture.relation("public", "t")

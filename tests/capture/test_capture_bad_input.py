@@ -31,7 +31,7 @@ def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
 async def refused(world: World, kind: type[InvalidError], words: str, **settings: object) -> None:
     """A session raises `kind` with `words`, and neither slot, publication, row nor topic exists afterwards."""
     with pytest.raises(kind) as error:
-        await asyncio.wait_for(world.new_capture(**settings).session(), 20)
+        await asyncio.wait_for(world.new_capture(**settings).run_sessions(), 20)
     assert words in str(error.value)
     assert error.value.fix
     assert await world.catalogue.list(CaptureRow) == []
@@ -117,7 +117,7 @@ def test_a_dropped_slot_is_an_error_not_a_gap(postgres_dsn: str) -> None:
         await world.sql("INSERT INTO a VALUES (2)")
         drop = f'DROP PUBLICATION "tidemill_{world.name}"'
         with pytest.raises(SlotLostError, match="does not exist") as caught:
-            await asyncio.wait_for(world.new_capture().session(), 20)
+            await asyncio.wait_for(world.new_capture().run_sessions(), 20)
         # What it tells the operator to do is all there is to do.
         assert drop in caught.value.fix
         await world.sql(drop)
@@ -138,7 +138,7 @@ def test_another_cluster_under_the_same_name_is_refused(postgres_dsn: str) -> No
             type(row)(**{**{f: getattr(row, f) for f in row.__struct_fields__}, "system_id": "1"})
         )
         with pytest.raises(InvalidError, match="another database cluster"):
-            await asyncio.wait_for(world.new_capture().session(), 20)
+            await asyncio.wait_for(world.new_capture().run_sessions(), 20)
 
     in_world(postgres_dsn, scenario)
 
@@ -148,7 +148,7 @@ def test_a_topic_of_kafka_producers_is_not_taken_over(postgres_dsn: str) -> None
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         await world.catalogue.create_topic(f"{world.name}.public.a", 1)
         with pytest.raises(InvalidError, match="belongs to Kafka producers"):
-            await asyncio.wait_for(world.new_capture().session(), 20)
+            await asyncio.wait_for(world.new_capture().run_sessions(), 20)
         assert await world.catalogue.list(CaptureRow) == []
         assert await world.select("SELECT FROM pg_publication") == []
 
@@ -196,7 +196,7 @@ def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(
 
         await until(lost, "the slot is invalidated")
         with pytest.raises(SlotLostError, match="invalidated") as caught:
-            await asyncio.wait_for(world.new_capture().session(), 20)
+            await asyncio.wait_for(world.new_capture().run_sessions(), 20)
         drop = f'DROP PUBLICATION "tidemill_{world.name}"'
         assert drop in caught.value.fix and "Raise max_slot_wal_keep_size" in caught.value.fix
         assert "reason=wal_removed" in str(caught.value)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, MissingError
-from tidemill.capture.catalog.table_discovery import TableInfo, resolve
+from tidemill.capture.catalog.table_discovery import TableInfo, choose_tables
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.decode.copy_text import parse_copy_row
 from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.postgres.connection import literal
-from tidemill.capture.topics.binder import MERGE_ABOVE, Binder
-from tidemill.capture.topics.commit_boundaries import Boundary, in_snapshot, merged
-from tidemill.capture.topics.partition_writer import SEQUENCE_MODULUS, PartitionWriter, Round
+from tidemill.capture.topics.binder import MAX_UNMERGED_BOUNDARIES, Binder
+from tidemill.capture.topics.commit_boundaries import CommitBoundary, is_in_snapshot, merge_boundaries
+from tidemill.capture.topics.partition_writer import SEQUENCE_MODULUS, PartitionWriter, SendRound
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import TableSnapshot
 from tidemill.shards.api import Binding
@@ -40,11 +40,11 @@ def test_no_binding_is_minted_while_a_table_copied_beside_the_stream_is_behind_t
         await binder.open()
         binder.start_at({"old": [5], "late": [3]}, gate=60, late_lsn=60)
         running = asyncio.ensure_future(binder.run())
-        binder.durable([Boundary(80, at(80), True, 1, [("late", 0, 4)])])
+        binder.add_durable([CommitBoundary(80, at(80), True, 1, [("late", 0, 4)])])
         await asyncio.sleep(0.05)
         latest = await remap.latest()
         assert latest is not None and latest.lsn == 100 and "late" not in latest.offsets
-        binder.durable([Boundary(100, at(100), True, 1, [("late", 0, 5)])])
+        binder.add_durable([CommitBoundary(100, at(100), True, 1, [("late", 0, 5)])])
         while latest is None or "late" not in latest.offsets:
             await asyncio.sleep(0.01)
             latest = await remap.latest()
@@ -60,18 +60,18 @@ def snapshot(xmin: int, xmax: int, xip: tuple[int, ...] = (), lsn: int = 1000) -
 
 def test_a_commit_at_or_after_the_snapshots_lsn_is_never_skipped() -> None:
     s = snapshot(10, 20, lsn=1000)
-    assert in_snapshot(5, 999, s)
-    assert not in_snapshot(5, 1000, s)  # the xid counter may have come round
-    assert not in_snapshot(5, 1, None)
+    assert is_in_snapshot(5, 999, s)
+    assert not is_in_snapshot(5, 1000, s)  # the xid counter may have come round
+    assert not is_in_snapshot(5, 1, None)
 
 
 def test_merged_boundaries_say_what_the_later_one_said_and_keep_all_offsets() -> None:
-    a = Boundary(5, at(5, 2), True, 50, [("t", 0, 3), ("u", 0, 1)])
-    b = Boundary(7, at(7, 0), True, 70, [("t", 0, 4)], ("tag",))
-    both = merged(a, b)
+    a = CommitBoundary(5, at(5, 2), True, 50, [("t", 0, 3), ("u", 0, 1)])
+    b = CommitBoundary(7, at(7, 0), True, 70, [("t", 0, 4)], ("tag",))
+    both = merge_boundaries(a, b)
     assert (both.lsn, both.last, both.commit, both.commit_time_ms, both.tags) == (7, at(7, 0), True, 70, ("tag",))
     assert set(both.offsets) == {("t", 0, 4), ("u", 0, 1)}
-    idle = merged(a, Boundary(9, at(9), False))
+    idle = merge_boundaries(a, CommitBoundary(9, at(9), False))
     assert (idle.lsn, idle.last, idle.commit) == (9, at(5, 2), True)
 
 
@@ -83,10 +83,10 @@ def test_the_binder_stays_exact_at_markers_when_boundaries_pile_up() -> None:
         binder = Binder(remap, clock, bound.append, interval_ms=0, idle_ms=10_000)
         await binder.open()
         binder.start_at({"t": [0]}, gate=0)
-        total = 3 * MERGE_ABOVE
+        total = 3 * MAX_UNMERGED_BOUNDARIES
         tags = {n: (f"m{n}",) for n in range(0, total, 100)}
         for n in range(total):
-            binder.durable([Boundary(n + 1, at(n + 1), True, n, [("t", 0, n + 1)], tags.get(n, ()))])
+            binder.add_durable([CommitBoundary(n + 1, at(n + 1), True, n, [("t", 0, n + 1)], tags.get(n, ()))])
         task = asyncio.ensure_future(binder.run())
         while not bound or bound[-1] != at(total):
             await asyncio.sleep(0)
@@ -109,10 +109,10 @@ def test_nothing_is_bound_below_the_gate_and_early_tags_are_carried() -> None:
         await binder.open()
         binder.start_at({"t": [10]}, gate=100)
         task = asyncio.ensure_future(binder.run())
-        binder.durable([Boundary(50, at(50), True, 0, [("t", 0, 11)], ("early",))])
+        binder.add_durable([CommitBoundary(50, at(50), True, 0, [("t", 0, 11)], ("early",))])
         await asyncio.sleep(0.03)
         assert await remap.latest() is None and bound == []
-        binder.durable([Boundary(100, at(100), True, 0, [("t", 0, 12)])])
+        binder.add_durable([CommitBoundary(100, at(100), True, 0, [("t", 0, 12)])])
         while not bound:
             await asyncio.sleep(0)
         found = await remap.after(0)
@@ -164,11 +164,11 @@ def lane() -> PartitionWriter:
 def test_a_lane_counts_what_is_there_and_writes_what_is_not() -> None:
     x = lane()
     x.start_at(base=5, high_watermark=7, tail=at(10, 2))
-    assert not x.take(at(10, 0))
-    assert not x.take(at(10, 2))
-    assert x.take(at(10, 4))
+    assert not x.assign_offset(at(10, 0))
+    assert not x.assign_offset(at(10, 2))
+    assert x.assign_offset(at(10, 4))
     x.add(Record(b"k", b"v", (), 1))
-    (batch,) = x.close_batches(Round(at(10, 4)))
+    (batch,) = x.close_batches(SendRound(at(10, 4)))
     assert (batch.start, batch.end) == (7, 8)
     assert parse_header(batch.data).base_sequence == 7
 
@@ -177,7 +177,7 @@ def test_a_lane_whose_tail_is_another_ones_is_corrupt() -> None:
     x = lane()
     x.start_at(base=5, high_watermark=6, tail=at(10, 2))
     with pytest.raises(CorruptError, match="tail"):
-        x.take(at(10, 0))
+        x.assign_offset(at(10, 0))
     with pytest.raises(CorruptError, match="shorter"):
         lane().start_at(base=5, high_watermark=4, tail=None)
 
@@ -185,25 +185,25 @@ def test_a_lane_whose_tail_is_another_ones_is_corrupt() -> None:
 def test_sequences_follow_offsets_over_the_wrap() -> None:
     x = lane()
     x.start_at(SEQUENCE_MODULUS + 3, SEQUENCE_MODULUS + 3, None)
-    x.take(at(1))
+    x.assign_offset(at(1))
     x.add(Record(b"k", b"v", (), 1))
-    (batch,) = x.close_batches(Round(at(1)))
+    (batch,) = x.close_batches(SendRound(at(1)))
     assert parse_header(batch.data).base_sequence == 3
 
 
 def test_large_waiting_work_is_cut_into_several_batches() -> None:
     x = lane()
     for n in range(40):
-        x.take(at(1, n))
+        x.assign_offset(at(1, n))
         x.add(Record(b"k", b"v" * 50_000, (), 1))
-    round_ = Round(at(1, 39))
+    round_ = SendRound(at(1, 39))
     batches = x.close_batches(round_)
     assert len(batches) > 2 and round_.left == len(batches)
     assert [(b.start, b.end) for b in batches][-1][1] == 40
     assert all(a.end == b.start for a, b in pairwise(batches))
-    assert x.expected == 0
-    assert len(x.landed(batches[0].end)) == 1
-    assert x.expected == batches[1].start
+    assert x.expected_high_watermark == 0
+    assert len(x.remove_landed(batches[0].end)) == 1
+    assert x.expected_high_watermark == batches[1].start
 
 
 def table(name: str, *, key: bool = True, persistence: str = "p") -> TableInfo:
@@ -212,7 +212,7 @@ def table(name: str, *, key: bool = True, persistence: str = "p") -> TableInfo:
 
 
 def chosen(patterns: tuple[str, ...], tables: list[TableInfo], version: int = 180_000) -> list[str]:
-    return [t.name for t in resolve(patterns, tables, version).tables]
+    return [t.name for t in choose_tables(patterns, tables, version).tables]
 
 
 def test_patterns_choose_tables_in_name_order() -> None:
@@ -222,16 +222,16 @@ def test_patterns_choose_tables_in_name_order() -> None:
     assert chosen(("*.*", "!public.a"), tables) == ["other.c", "public.b"]
     for patterns in (("nope",), ("b", "!b"), ("nope", "x.*")):
         with pytest.raises(MissingError, match="table="):
-            resolve(patterns, tables, 180_000)
+            choose_tables(patterns, tables, 180_000)
 
 
 def test_what_cannot_be_taken_is_refused_by_name_and_left_by_pattern() -> None:
     log, keyless = table("public.log", persistence="u"), table("public.x", key=False)
     virtual = TableInfo(9, "public", "v", "r", "p", "d", True, generated="v")
-    choice = resolve(("public.*", "log", "nope"), [log, keyless, virtual], 180_000)
+    choice = choose_tables(("public.*", "log", "nope"), [log, keyless, virtual], 180_000)
     assert choice.tables == ()
     assert {name: why.state for name, why in choice.refused.items()} == {
         "public.log": "refused", "public.nope": "refused", "public.v": "refused", "public.x": "refused",
     }  # fmt: skip
-    assert resolve(("public.*",), [log, keyless], 180_000).refused["public.log"].state == "left"
+    assert choose_tables(("public.*",), [log, keyless], 180_000).refused["public.log"].state == "left"
     assert chosen(("public.*",), [virtual], 170_000) == ["public.v"]

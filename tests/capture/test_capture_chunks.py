@@ -20,11 +20,12 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.snapshot import copier, throttle
-from tidemill.capture.snapshot.chunks import Prefix, cut
-from tidemill.capture.snapshot.throttle import Throttle
+from tidemill.capture.snapshot.chunks import CompletedPrefix, plan_chunks
+from tidemill.capture.snapshot.throttle import CopyThrottle
 from tidemill.capture.tables.table_setup import copy_producer_id
 from tidemill.capture.topics.binder import Binder
-from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import TableCopy
 from tidemill.objects.factory import open_objects
@@ -66,16 +67,16 @@ async def as_folded(world: World) -> dict[str, dict[str, Any]]:
 def test_every_block_is_in_one_chunk_and_the_last_chunk_has_no_end(
     blocks: int, longest: int, chunk: int, count: int
 ) -> None:
-    chunks = cut(blocks, longest, chunk)
+    chunks = plan_chunks(blocks, longest, chunk)
     assert chunks.count == count
-    conditions = [chunks.condition(number) for number in range(chunks.count)]
+    conditions = [chunks.sql_condition(number) for number in range(chunks.count)]
     assert ">=" not in conditions[0] and "<" not in conditions[-1], "it begins with the first block, and has no end"
     for earlier, later in pairwise(conditions):
         assert earlier.split("< ")[1] == later.split(" AND")[0].split(">= ")[1]
 
 
 def test_chunks_that_end_in_any_order_are_done_without_a_gap() -> None:
-    prefix = Prefix(2, 20)
+    prefix = CompletedPrefix(2, 20)
     prefix.add(4, 5)
     assert (prefix.done, prefix.rows) == (2, 20)
     prefix.add(2, 7)
@@ -100,18 +101,18 @@ def test_a_throttled_copy_is_as_fast_as_its_rate_however_many_connections_read(m
     monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
 
     async def run() -> None:
-        slow = Throttle(1000, 2048, clock)
+        slow = CopyThrottle(1000, 2048, clock)
         parts = [len(part) for part in slow.parts([b"x"] * 1000)]
         assert parts == [250] * 4, "a quarter of a second at once"
         for part in parts * 3:
-            await slow.turn(part)
+            await slow.wait_turn(part)
         assert sleeping == [100 + 0.25 * n for n in range(1, 12)], "3,000 rows in three seconds"
         clock.now_s = 500.0
-        await slow.turn(10)
+        await slow.wait_turn(10)
         assert len(sleeping) == 11, "it may go on at once"
-        fast = Throttle(0, 2048, clock)
+        fast = CopyThrottle(0, 2048, clock)
         assert [len(part) for part in fast.parts([b"x"] * 5000)] == [2048, 2048, 904]
-        await fast.turn(10**9)
+        await fast.wait_turn(10**9)
         assert len(sleeping) == 11
 
     asyncio.run(run())
@@ -130,21 +131,21 @@ def test_nothing_of_a_session_believed_dead_lands_once_another_goes_on_with_its_
             async def writer(epoch: int) -> tuple[TopicWriter, CapturedTable]:
                 table = CapturedTable("public.a", topic, copy_producer_id(world.config()), oid=1, epoch=epoch)
                 made = TopicWriter("copy", [table], world.topics, world.rand, lambda boundaries: None)
-                await made.open({}, 0)
+                await made.open_tables({}, 0)
                 return made, table
 
             def lines(first: int) -> list[bytes]:
                 return [b"%d\t%d\n" % (n, n) for n in range(first, first + 100)]
 
             dead, of_dead = await writer(0)
-            await dead.write_rows(of_dead, relation, lines(0), 1)
-            await dead.drained()
+            await dead.write_copied_rows(of_dead, relation, lines(0), 1)
+            await dead.wait_drained()
             alive, of_alive = await writer(1)
-            await dead.write_rows(of_dead, relation, lines(5000), 2)
+            await dead.write_copied_rows(of_dead, relation, lines(5000), 2)
             with pytest.raises(TidemillError):
-                await dead.drained()
-            await alive.write_rows(of_alive, relation, lines(100), 3)
-            await alive.drained()
+                await dead.wait_drained()
+            await alive.write_copied_rows(of_alive, relation, lines(100), 3)
+            await alive.wait_drained()
             ends = [(await world.topics.offsets(topic.topic_id, p)).high_watermark for p in range(2)]
             assert ends == [lane.next for lane in of_alive.lanes]
             assert sum(ends) == 200 + 2, "a record more in each partition opens the epoch"
@@ -211,7 +212,7 @@ def test_f414_a_copy_that_is_killed_goes_on_at_the_first_chunk_that_was_not_told
                 await world.flowing("a")
                 binding = await world.caught_up()
                 row = await world.table("public.a")
-                assert row is not None and row.flows and row.copy is None and row.snapshot is not None
+                assert row is not None and row.is_streaming and row.copy is None and row.snapshot is not None
                 assert row.snapshot.lsn < row.snapshot.settled_lsn <= binding.lsn
                 again = await written_in_epoch(world, 1)
                 moved = rows // 500 + rows // 900
@@ -314,7 +315,7 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
 
         async def flows() -> bool:
             row = await world.table("public.a")
-            return row is not None and row.flows
+            return row is not None and row.is_streaming
 
         for _ in range(3):
             before = await copy_of(world)

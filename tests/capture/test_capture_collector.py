@@ -13,7 +13,7 @@ from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.sinks import FlushNotices
-from tidemill.capture.postgres.standby_status import Keepalive, Status
+from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 
 
 class RecordingSink:
@@ -32,7 +32,7 @@ class RecordingSink:
         self.got.append(fragment)
         self.notices = notices
         if self.eager and fragment.commits:
-            notices.flushed(self.name, fragment.last)
+            notices.report_flushed(self.name, fragment.last)
         return [self.name]
 
     async def aclose(self) -> None: ...
@@ -40,7 +40,7 @@ class RecordingSink:
 
 def with_collector(scenario: Callable[[Collector], object], *sinks: RecordingSink) -> None:
     async def run() -> None:
-        collector = Collector(sinks, Status(0), ManualClock())
+        collector = Collector(sinks, ReplicationStatus(0), ManualClock())
         task = asyncio.ensure_future(collector.run())
         try:
             await scenario(collector)  # type: ignore[misc]
@@ -70,7 +70,7 @@ def test_slc1_a_replayed_transaction_is_dropped_and_still_acknowledged() -> None
         await settle()
         assert [f.commit_lsn for f in sink.got] == [5, 7]
         assert collector.status.flushed == 7
-        assert collector.tracker.pending == {}
+        assert collector.tracker.pending_positions == {}
 
     with_collector(scenario, sink)
 
@@ -89,10 +89,10 @@ def test_slc3_nothing_is_registered_or_seen_before_the_commit() -> None:
         for n in range(3):
             await collector.put(fragment(5, change(5, 2 * n), begins=n == 0, commits=False))
         await settle()
-        assert collector.tracker.pending == {} and collector.status.last_seen_txn == 0
+        assert collector.tracker.pending_positions == {} and collector.status.last_seen_txn == 0
         await collector.put(fragment(5, change(5, 6), begins=False))
         await settle()
-        assert list(collector.tracker.pending) == ["c"] and collector.status.last_seen_txn == 5
+        assert list(collector.tracker.pending_positions) == ["c"] and collector.status.last_seen_txn == 5
 
     with_collector(scenario, RecordingSink())
 
@@ -101,7 +101,7 @@ def test_a_notice_sent_while_the_commit_is_handled_comes_after_its_registration(
     async def scenario(collector: Collector) -> None:
         await collector.put(fragment(5, change(5)))
         await settle()
-        assert collector.tracker.pending == {}
+        assert collector.tracker.pending_positions == {}
         assert collector.status.flushed == 5
 
     with_collector(scenario, RecordingSink(eager=True))
@@ -111,7 +111,7 @@ def test_slc4_a_sink_that_dies_while_it_is_served_is_not_registered() -> None:
     async def scenario(collector: Collector) -> None:
         await collector.put(fragment(5, change(5)))
         await settle()
-        assert collector.tracker.pending == {}
+        assert collector.tracker.pending_positions == {}
         assert collector.status.flushed == 0
 
     with pytest.raises(UnavailableError, match=r"commit=0/5 .*tables=public.t error='RuntimeError: the sink died'"):
@@ -123,13 +123,13 @@ def test_a_keepalive_behind_an_undelivered_commit_does_not_confirm_it() -> None:
     progress: list[int] = []
 
     async def run() -> None:
-        collector = Collector([RecordingSink()], Status(0), ManualClock(), on_keepalive=progress.append)
+        collector = Collector([RecordingSink()], ReplicationStatus(0), ManualClock(), on_keepalive=progress.append)
         await collector.put(fragment(5, change(5)))
-        collector.keepalive(Keepalive(50, False), inside_txn=False)
+        collector.put_keepalive(Keepalive(50, False), inside_txn=False)
         task = asyncio.ensure_future(collector.run())
         await settle()
         assert collector.status.flushed == 0
-        collector.flushed("c", at(5))
+        collector.report_flushed("c", at(5))
         await settle()
         assert collector.status.flushed == 49
         assert progress == [49]
@@ -142,12 +142,12 @@ def test_a_keepalive_behind_an_undelivered_commit_does_not_confirm_it() -> None:
 def test_put_waits_while_the_queue_is_full_and_notices_do_not() -> None:
     async def run() -> None:
         sink = RecordingSink(eager=True)
-        collector = Collector([sink], Status(0), ManualClock(), queue_changes=2)
+        collector = Collector([sink], ReplicationStatus(0), ManualClock(), queue_changes=2)
         await collector.put(fragment(5, change(5)))
         blocked = asyncio.ensure_future(collector.put(fragment(7, change(7))))
         await settle()
         assert not blocked.done()
-        collector.flushed("c", at(1))
+        collector.report_flushed("c", at(1))
         task = asyncio.ensure_future(collector.run())
         await asyncio.wait_for(blocked, 40)
         await settle()

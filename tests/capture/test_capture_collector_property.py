@@ -22,10 +22,10 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.delivery.sinks import FlushNotices
-from tidemill.capture.postgres.standby_status import Keepalive, Status
+from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 
 T = TypeVar("T")
 TABLES = 3
@@ -44,7 +44,7 @@ class Consumer:
     """In memory, in front of `durable`, which survives the process."""
 
     def __init__(self, durable: list[ChangePosition], since: int, *, defer: bool) -> None:
-        self.logic = FragmentConsumer(defer=defer)
+        self.logic = FlushAlignment(defer=defer)
         self.durable = durable
         self.buffered: list[ChangePosition] = []
         self.since = since
@@ -70,7 +70,7 @@ class Sink:
         if name in self._part:
             self._left[name] = consumer.sent
         elif consumer.sent > at(-1):
-            notices.flushed(name, consumer.sent)
+            notices.report_flushed(name, consumer.sent)
 
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
         if fragment.begins:
@@ -89,22 +89,22 @@ class Sink:
                 continue
             if fragment.commits:
                 consumer.sent = fragment.last
-            notice = consumer.logic.fragment(own[-1] if own else None, fragment.last, commits=fragment.commits)
+            notice = consumer.logic.record_fragment(own[-1] if own else None, fragment.last, commits=fragment.commits)
             if notice is not None:
-                notices.flushed(name, notice)
+                notices.report_flushed(name, notice)
             if own and not consumer.buffered:  # a replay of what is durable
                 self.report(name, consumer.durable[-1], notices)
         if fragment.commits:
             left, self._left = self._left, {}
             for name in left:
-                notices.flushed(name, fragment.last)
+                notices.report_flushed(name, fragment.last)
             self._part = set()
         return touched
 
     def report(self, name: str, position: ChangePosition, notices: FlushNotices) -> None:
-        notice = self.consumers[name].logic.flushed(position)
+        notice = self.consumers[name].logic.record_flush(position)
         if notice is not None:
-            notices.flushed(name, notice)
+            notices.report_flushed(name, notice)
 
     async def aclose(self) -> None:
         return None
@@ -131,7 +131,7 @@ class Capture(RuleBasedStateMachine):
         self.sink = Sink(defer=self.faults.get("defer", True), silent=self.faults.get("silent", False))
         for name, disk in self.disks.items():
             self.sink.consumers[name] = Consumer(disk, self.since[name], defer=self.sink.defer)
-        self.status = Status(self.confirmed, recompute_at_commit=self.faults.get("recompute", True))
+        self.status = ReplicationStatus(self.confirmed, recompute_at_commit=self.faults.get("recompute", True))
         self.collector = Collector(
             [self.sink],
             self.status,
@@ -172,7 +172,7 @@ class Capture(RuleBasedStateMachine):
     @rule()
     def handle(self) -> None:
         if self.collector._queue:
-            at_once(self.collector._handle(self.collector._queue.popleft()))
+            at_once(self.collector._process_item(self.collector._queue.popleft()))
 
     @rule(which=st.integers(0, 10), part=st.integers(1, 5), further=st.booleans())
     def flush(self, which: int, part: int, further: bool) -> None:
@@ -192,7 +192,7 @@ class Capture(RuleBasedStateMachine):
     @rule(inside=st.booleans())
     def keepalive(self, inside: bool) -> None:
         wal_end = self.lsn + 1 if not self.open else self.lsn
-        self.collector.keepalive(Keepalive(wal_end, False), inside_txn=bool(self.open))
+        self.collector.put_keepalive(Keepalive(wal_end, False), inside_txn=bool(self.open))
 
     @rule()
     def add(self) -> None:
@@ -211,7 +211,7 @@ class Capture(RuleBasedStateMachine):
 
     @rule()
     def tell(self) -> None:
-        self.confirmed = max(self.confirmed, self.status.told)
+        self.confirmed = max(self.confirmed, self.status.reported_flush)
 
     @rule()
     def crash(self) -> None:
@@ -231,11 +231,11 @@ class Capture(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_confirmed_early(self) -> None:
-        self.collector.tracker.check()
+        self.collector.tracker.check_invariants()
         for name, disk in self.disks.items():
-            due = self.due(name, self.status.told)
-            assert disk[: len(due)] == due, f"confirmed {self.status.told} while {name} holds {disk} of {due}"
-        assert not self.open or self.status.told < self.lsn, "confirmed inside a transaction"
+            due = self.due(name, self.status.reported_flush)
+            assert disk[: len(due)] == due, f"confirmed {self.status.reported_flush} while {name} holds {disk} of {due}"
+        assert not self.open or self.status.reported_flush < self.lsn, "confirmed inside a transaction"
 
     def teardown(self) -> None:
         """Everything commits, everything is flushed, every notice handled: then nothing is pending."""
@@ -249,8 +249,10 @@ class Capture(RuleBasedStateMachine):
         while self.collector._queue:
             self.handle()
         self.nothing_is_confirmed_early()
-        assert not self.collector.tracker.pending, f"pending for ever: {self.collector.tracker.pending}"
-        assert self.status.told >= self.lsn, f"confirmed {self.status.told} of {self.lsn}"
+        assert not self.collector.tracker.pending_positions, (
+            f"pending for ever: {self.collector.tracker.pending_positions}"
+        )
+        assert self.status.reported_flush >= self.lsn, f"confirmed {self.status.reported_flush} of {self.lsn}"
         for name, disk in self.disks.items():
             assert disk == self.due(name, self.lsn), f"{name} misses or repeats changes"
 

@@ -16,19 +16,20 @@ from msgspec.structs import replace
 from tidemill.base.clock import Rand
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Column, Fragment, Relation
-from tidemill.capture.decode.receive_batch import Run, steps
-from tidemill.capture.decode.row_blocks import Changes, Rows, by_relation, first_position
+from tidemill.capture.decode.receive_batch import RowRun, split_into_steps
+from tidemill.capture.decode.row_blocks import LazyChanges, SegmentRows, first_position, group_by_relation
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
-from tidemill.capture.decode.undecodable import UndecodableMessageError, take
+from tidemill.capture.decode.undecodable import UndecodableMessageError, feed_frame
 from tidemill.capture.encode import columnar_encoder
-from tidemill.capture.encode.debezium_json import Source
+from tidemill.capture.encode.debezium_json import EventSource
 from tidemill.capture.postgres.pgoutput import UNCHANGED as WIRE_UNCHANGED
-from tidemill.capture.postgres.pgoutput import Delete, Update, decode
-from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.postgres.pgoutput import Delete, Update, decode_message
+from tidemill.capture.postgres.replication_stream import FramedMessage
 from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive
 from tidemill.capture.topics import batch_builder, topic_writer
 from tidemill.capture.topics import partition_writer as lane
-from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import ProduceResult
 
@@ -242,29 +243,29 @@ def feed(
     fragments: list[Fragment] = []
     poisoned: list[str] = []
 
-    def one(item: Framed | Keepalive) -> None:
+    def one(item: FramedMessage | Keepalive) -> None:
         if isinstance(item, Keepalive):
             return
         try:
-            out = take(item, converter)
+            out = feed_frame(item, converter)
         except UndecodableMessageError as error:
             poisoned.append(str(error))
-            converter.pass_over(item.payload)
+            converter.skip_message(item.payload)
             if parks and error.oid in RELATIONS and len(poisoned) % 2:
-                converter.park(error.oid, converter.commit_lsn)
+                converter.pause_relation(error.oid, converter.commit_lsn)
             return
         fragments.extend([out] if isinstance(out, Fragment) else [])
 
     at = 0
     for size in bursts or [1] * len(frames):
-        for step in steps(frames[at : at + size], converter, least if bursts else 1 << 60):
-            if not isinstance(step, Run):
+        for step in split_into_steps(frames[at : at + size], converter, least if bursts else 1 << 60):
+            if not isinstance(step, RowRun):
                 one(step)
                 continue
             place = step.start
             while place < step.end:
-                if not converter.takes(step.segment):
-                    one(step.framed(place))
+                if not converter.accepts_segment(step.segment):
+                    one(step.parse_frame_at(place))
                     place += 1
                     continue
                 fragment, place = converter.feed_rows(step.segment, place, step.end)
@@ -297,7 +298,7 @@ def test_a_burst_gives_the_fragments_and_the_poison_of_its_messages_one_by_one(
     assert [told(f) for f in by_columns[0]] == [told(f) for f in by_rows[0]]
     assert by_columns[1] == by_rows[1]
     for one, other in zip(by_columns[0], by_rows[0], strict=True):
-        assert by_relation(one.changes, {2}) == by_relation(other.changes, {2})
+        assert group_by_relation(one.changes, {2}) == group_by_relation(other.changes, {2})
 
 
 AS_IS = {oid: replace(relation, old_rows="key") for oid, relation in RELATIONS.items()}
@@ -310,7 +311,7 @@ def less_of_old_rows(rand: random.Random, frames: Sequence[bytes]) -> list[bytes
     for each in frames:
         payload = each[PAYLOAD_START:]
         if payload[:1] in (b"U", b"D") and rand.random() < 0.9:
-            found = decode(payload)
+            found = decode_message(payload)
             assert isinstance(found, Update | Delete) and found.old is not None
             keys = {at for at, c in enumerate(RELATIONS[found.oid].columns) if c.key_index >= 0}
             if rand.random() < 0.03:
@@ -348,17 +349,17 @@ def test_a_flow_of_updates_and_deletes_that_say_keys_alone_is_read_by_columns() 
         for n in range(200)
     ]
     rows = [each.replace(b"O\0\3", b"K\0\3", 1) for each in rows]
-    found = list(steps([framed(50, b"B" + struct.pack(">qqI", 50, 0, 7)), *rows], TransactionBuilder(AS_IS)))
-    assert [(step.start, step.end) for step in found if isinstance(step, Run)] == [(1, 201)]
+    found = list(split_into_steps([framed(50, b"B" + struct.pack(">qqI", 50, 0, 7)), *rows], TransactionBuilder(AS_IS)))
+    assert [(step.start, step.end) for step in found if isinstance(step, RowRun)] == [(1, 201)]
 
 
-AVRO = Source("shop", 'a "b"', tuple((version, 70_000 + version) for version in range(1, 13)))
+AVRO = EventSource("shop", 'a "b"', tuple((version, 70_000 + version) for version in range(1, 13)))
 Written = tuple[dict[tuple[str, int], list[bytes]], dict[str, list[int]], list[tuple[str, int, str]]]
 
 
 def write(
     fragments: Sequence[Fragment], partitions: int, held: dict[int, int], tails: dict[int, ChangePosition],
-    source: Source | None = None,
+    source: EventSource | None = None,
 ) -> Written:  # fmt: skip
     """What a topic writer makes of them: the batches of every lane, its offsets, and the rows it cannot write."""
 
@@ -374,7 +375,7 @@ def write(
 
         async def fault(table: CapturedTable, lsn: int, error: BaseException) -> None:
             faults.append((table.name, lsn, repr(error)))
-            writer.park(table.oid, lsn)
+            writer.pause_table(table.oid, lsn)
 
         writer = TopicWriter("w", tables, log, Rand(1), lambda _: None, fault)  # type: ignore[arg-type]
         for table in tables:
@@ -382,7 +383,7 @@ def write(
                 each.start_at(0, held.get(table.oid, 0), tails.get(table.oid))
         for fragment in fragments:
             await writer.deliver(fragment, Notices())
-        await writer.drained()
+        await writer.wait_drained()
         await writer.aclose()
         return log.batches, {t.name: [each.next for each in t.lanes] for t in tables}, faults
 
@@ -393,10 +394,10 @@ def write(
 @given(
     st.integers(0, 1 << 32), st.sampled_from([1, 1, 3]), st.sampled_from([1, 1, 40]),
     st.sampled_from([400, 3_000, 512 << 10]), st.lists(st.sampled_from([0, 0, 3, 30]), min_size=5, max_size=5),
-    st.sampled_from([None, Source("shop", 'a "b"'), AVRO]),
+    st.sampled_from([None, EventSource("shop", 'a "b"'), AVRO]),
 )  # fmt: skip
 def test_l1_rows_written_by_columns_have_the_bytes_of_rows_written_one_by_one(
-    seed: int, partitions: int, least: int, batch_bytes: int, held: list[int], source: Source | None
+    seed: int, partitions: int, least: int, batch_bytes: int, held: list[int], source: EventSource | None
 ) -> None:
     """Every type, NULL, unchanged TOAST, escapes, key changes, several partitions, and lanes that hold some already;
     in topics of rows and of events, in JSON and in Avro."""
@@ -404,7 +405,7 @@ def test_l1_rows_written_by_columns_have_the_bytes_of_rows_written_one_by_one(
     frames = transactions(rand)
     before = dict(zip(RELATIONS, held, strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_builder, "LEAST_ROWS", least)
+        patch.setattr(batch_builder, "MIN_COLUMNAR_ROWS", least)
         patch.setattr(lane, "BATCH_BYTES", batch_bytes)
         by_rows = write(feed(frames, None, 1)[0], partitions, before, {}, source)
         by_columns = write(feed(frames, bursts(rand, len(frames)), 1)[0], partitions, before, {}, source)
@@ -420,14 +421,14 @@ def rows_of(count: int, texts: Sequence[str], lsn: int = 50) -> list[bytes]:
 
 def columnar(frames: Sequence[bytes]) -> list[Fragment]:
     fragments = feed(frames, [len(frames)], 1)[0]
-    assert any(isinstance(fragment.changes, Changes) for fragment in fragments)
+    assert any(isinstance(fragment.changes, LazyChanges) for fragment in fragments)
     return fragments
 
 
 def test_w3_a_row_too_large_to_be_written_parks_its_table_at_its_transaction_and_no_row_of_it_is_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(topic_writer, "ROW_BYTES", 200)
+    monkeypatch.setattr(topic_writer, "MAX_ROW_BYTES", 200)
     first, second = rows_of(60, ["x"]), rows_of(60, ["x"] * 30 + ["y" * 300], 90)
     batches, offsets, faults = write(columnar([*first, *second]), 1, {}, {})
     assert [(table, lsn) for table, lsn, _ in faults] == [("public.narrow", 90)] and "too large" in faults[0][2]
@@ -448,7 +449,7 @@ def test_rows_whose_encoding_by_columns_fails_are_written_one_by_one(monkeypatch
 
     frames = rows_of(60, ["x", "ä"])
     expected = write(columnar(frames), 1, {}, {})
-    monkeypatch.setattr(columnar_encoder, "_json", fails)
+    monkeypatch.setattr(columnar_encoder, "_encode_json", fails)
     assert write(columnar(frames), 1, {}, {}) == expected and expected[0]
 
 
@@ -459,9 +460,10 @@ def test_events_of_inserts_updates_and_deletes_are_encoded_by_columns() -> None:
     begin = framed(50, b"B" + struct.pack(">qqI", 50, 0, 7))
     end = framed(50, b"C" + struct.pack(">Bqqq", 0, 50, 58, 0))
     (fragment, *_) = columnar([begin, *(framed(50, row) for row in rows), end])
-    (part,) = (part for part in fragment.changes.parts if isinstance(part, Rows))  # type: ignore[attr-defined]
+    (part,) = (part for part in fragment.changes.parts if isinstance(part, SegmentRows))  # type: ignore[attr-defined]
     (found,) = (
-        columnar_encoder.encode(block, 1, 1 << 20, columnar_encoder.JsonEvents()) for block in part.segment.blocks
+        columnar_encoder.encode_block(block, 1, 1 << 20, columnar_encoder.JsonEventFormat())
+        for block in part.segment.blocks
     )
     assert found is not None
     (lane_rows,) = found.lanes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fragments import at, fragment
 
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 
 
@@ -13,19 +13,19 @@ class Harness:
     """One consumer and a tracker: notices wait in the queue until the step that sent them is over."""
 
     def __init__(self, *, defer: bool = True, exact_completion: bool = False) -> None:
-        self.consumer = FragmentConsumer(defer=defer)
+        self.consumer = FlushAlignment(defer=defer)
         self.tracker = FlushTracker(exact_completion=exact_completion)
         self.queue: list[ChangePosition] = []
         self.confirmed: list[int] = []
 
     def deliver(self, lsn: int, written: ChangePosition | None, last: ChangePosition, *, commits: bool) -> None:
-        self._cast(self.consumer.fragment(written, last, commits=commits))
+        self._cast(self.consumer.record_fragment(written, last, commits=commits))
         if commits:
             self._note(self.tracker.commit(fragment(lsn, last=last), ["c"], 0))
         self._drain()
 
     def flush(self, position: ChangePosition) -> None:
-        self._cast(self.consumer.flushed(position))
+        self._cast(self.consumer.record_flush(position))
         self._drain()
 
     def _cast(self, position: ChangePosition | None) -> None:
@@ -34,7 +34,7 @@ class Harness:
 
     def _drain(self) -> None:
         for position in self.queue:
-            self._note(self.tracker.flushed("c", position, 0))
+            self._note(self.tracker.record_flush("c", position, 0))
         self.queue.clear()
 
     def _note(self, lsn: int | None) -> None:
@@ -65,15 +65,15 @@ def test_c2_the_race_of_seed_002_gives_silence_and_then_one_aligned_notice() -> 
     h = Harness()
     seed_002(h)
     assert h.confirmed == [100]
-    assert h.tracker.pending == {}
-    assert h.consumer.idle
+    assert h.tracker.pending_positions == {}
+    assert h.consumer.is_idle
 
 
 def test_c2_without_deferral_the_race_pins_the_slot() -> None:
     h = Harness(defer=False)
     seed_002(h)
     assert 100 not in h.confirmed
-    assert list(h.tracker.pending) == ["c"]
+    assert list(h.tracker.pending_positions) == ["c"]
 
 
 def test_c3_a_timer_flush_between_fragments_is_the_same() -> None:
@@ -88,57 +88,57 @@ def test_c3_a_timer_flush_between_fragments_is_the_same() -> None:
 
 
 def test_c4_a_commit_without_changes_and_nothing_mapped_reports_at_once() -> None:
-    consumer = FragmentConsumer()
-    assert consumer.fragment(None, at(7), commits=True) == at(7)
+    consumer = FlushAlignment()
+    assert consumer.record_fragment(None, at(7), commits=True) == at(7)
 
 
 def test_c5_a_commit_without_changes_raises_the_boundary_of_what_is_still_to_be_flushed() -> None:
-    consumer = FragmentConsumer()
-    assert consumer.fragment(at(5, 2), at(5, 8), commits=True) is None
-    assert consumer.fragment(None, at(7), commits=True) is None
-    assert consumer.flushed(at(5, 2)) == at(7)
-    assert consumer.idle
+    consumer = FlushAlignment()
+    assert consumer.record_fragment(at(5, 2), at(5, 8), commits=True) is None
+    assert consumer.record_fragment(None, at(7), commits=True) is None
+    assert consumer.record_flush(at(5, 2)) == at(7)
+    assert consumer.is_idle
 
 
 def test_c15_align_exact_none_and_empty() -> None:
-    consumer = FragmentConsumer()
-    assert consumer.align(at(3, 3)) == at(3, 3)  # nothing mapped: as it is
-    consumer.fragment(at(5, 2), at(5, 8), commits=True)
-    assert consumer.align(at(4)) == at(4)  # below the entry: as it is
-    assert consumer.align(at(5, 2)) == at(5, 8)  # the entry: its boundary
-    assert consumer.align(at(5, 2)) == at(5, 2)
+    consumer = FlushAlignment()
+    assert consumer.align_to_boundary(at(3, 3)) == at(3, 3)  # nothing mapped: as it is
+    consumer.record_fragment(at(5, 2), at(5, 8), commits=True)
+    assert consumer.align_to_boundary(at(4)) == at(4)  # below the entry: as it is
+    assert consumer.align_to_boundary(at(5, 2)) == at(5, 8)  # the entry: its boundary
+    assert consumer.align_to_boundary(at(5, 2)) == at(5, 2)
 
 
 def test_c15_a_flush_past_several_entries_reports_the_greatest_boundary_dropped() -> None:
     """electric #4744"""
-    consumer = FragmentConsumer()
-    consumer.fragment(at(5, 2), at(5, 8), commits=True)
-    consumer.fragment(at(6, 0), at(6, 4), commits=True)
-    assert consumer.align(at(6, 2)) == at(6, 4)
+    consumer = FlushAlignment()
+    consumer.record_fragment(at(5, 2), at(5, 8), commits=True)
+    consumer.record_fragment(at(6, 0), at(6, 4), commits=True)
+    assert consumer.align_to_boundary(at(6, 2)) == at(6, 4)
 
 
 def test_a_flush_of_an_earlier_transaction_is_reported_while_another_one_is_open() -> None:
-    consumer = FragmentConsumer()
-    consumer.fragment(at(5, 2), at(5, 8), commits=True)
-    consumer.fragment(at(6, 0), at(6, 0), commits=False)
-    assert consumer.flushed(at(5, 2)) == at(5, 8)
-    assert consumer.flushed(at(6, 0)) is None
+    consumer = FlushAlignment()
+    consumer.record_fragment(at(5, 2), at(5, 8), commits=True)
+    consumer.record_fragment(at(6, 0), at(6, 0), commits=False)
+    assert consumer.record_flush(at(5, 2)) == at(5, 8)
+    assert consumer.record_flush(at(6, 0)) is None
 
 
 def test_c14_what_is_open_mapped_or_deferred_is_not_idle() -> None:
-    consumer = FragmentConsumer()
-    assert consumer.idle
-    consumer.fragment(at(5, 2), at(5, 2), commits=False)
-    assert not consumer.idle
-    consumer.flushed(at(5, 2))
-    assert not consumer.idle  # the deferred flush is still to be reported
-    assert consumer.fragment(None, at(5, 9), commits=True) == at(5, 9)
-    assert consumer.idle
+    consumer = FlushAlignment()
+    assert consumer.is_idle
+    consumer.record_fragment(at(5, 2), at(5, 2), commits=False)
+    assert not consumer.is_idle
+    consumer.record_flush(at(5, 2))
+    assert not consumer.is_idle  # the deferred flush is still to be reported
+    assert consumer.record_fragment(None, at(5, 9), commits=True) == at(5, 9)
+    assert consumer.is_idle
 
 
 def test_a_keepalive_at_the_commit_itself_does_not_lower_its_boundary() -> None:
     """Found by the simulation, seed 341: the notice stayed below what was registered, and nothing came after it."""
-    consumer = FragmentConsumer()
-    consumer.fragment(at(5, 2), at(5, 8), commits=True)
-    assert consumer.fragment(None, at(5, 0), commits=True) is None
-    assert consumer.flushed(at(5, 2)) == at(5, 8)
+    consumer = FlushAlignment()
+    consumer.record_fragment(at(5, 2), at(5, 8), commits=True)
+    assert consumer.record_fragment(None, at(5, 0), commits=True) is None
+    assert consumer.record_flush(at(5, 2)) == at(5, 8)

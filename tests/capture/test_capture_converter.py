@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment, Marker
-from tidemill.capture.decode.row_tuples import change_of
+from tidemill.capture.decode.row_tuples import build_change
 from tidemill.capture.decode.transaction_builder import (
     MARKER_BYTES,
     MARKERS_PER_TXN,
     RelationSeen,
     TransactionBuilder,
-    key_changed,
+    is_key_changed,
     merge_relation,
 )
 from tidemill.capture.postgres.pgoutput import (
@@ -36,7 +36,7 @@ from tidemill.capture.postgres.pgoutput import (
     Truncate,
     Update,
     WireColumn,
-    decode,
+    decode_message,
 )
 
 BEGIN, COMMIT = Begin(100, 1000, 7), Commit(100, 140, 1000)
@@ -47,7 +47,7 @@ def converter(**settings: int) -> TransactionBuilder:
 
 
 def run(c: TransactionBuilder, *messages: Message) -> list[Fragment]:
-    return [out for m in messages if isinstance(out := c.feed(m, 10), Fragment)]
+    return [out for m in messages if isinstance(out := c.feed_message(m, 10), Fragment)]
 
 
 def insert(n: int) -> Insert:
@@ -89,7 +89,7 @@ def test_p3_every_fragment_has_a_last_position_of_its_own_whatever_the_sizes(
     out: list[Fragment] = []
     for number, messages in enumerate(transactions, 1):
         for message in (Begin(100 * number, 0, number), *messages, Commit(100 * number, 100 * number + 40, 0)):
-            found = c.feed(message, rng.randint(0, largest))
+            found = c.feed_message(message, rng.randint(0, largest))
             out += [found] if isinstance(found, Fragment) else []
     lasts = [f.last for f in out]
     assert lasts == sorted(set(lasts))
@@ -110,26 +110,26 @@ def test_a_commit_that_goes_back_is_no_replay_within_one_stream() -> None:
     c = converter()
     assert len(run(c, BEGIN, insert(1), COMMIT)) == 1
     with pytest.raises(CorruptError, match="go back"):
-        c.feed(Begin(100, 1000, 8))
+        c.feed_message(Begin(100, 1000, 8))
 
 
 def test_the_change_held_back_counts_with_its_bytes() -> None:
     c = converter(max_changes=100, max_bytes=100)
-    c.feed(BEGIN)
-    assert c.feed(insert(1), 90) is None
-    first = c.feed(insert(2), 90)
-    second = c.feed(insert(3), 90)
+    c.feed_message(BEGIN)
+    assert c.feed_message(insert(1), 90) is None
+    first = c.feed_message(insert(2), 90)
+    second = c.feed_message(insert(3), 90)
     assert isinstance(first, Fragment) and isinstance(second, Fragment)
     assert [len(f.changes) for f in (first, second)] == [1, 1]
 
 
 def test_markers_are_few_and_short_whoever_writes_them() -> None:
     c = converter()
-    c.feed(BEGIN)
+    c.feed_message(BEGIN)
     for n in range(MARKERS_PER_TXN + 5):
-        c.feed(LogicalMessage(True, 1, "tidemill", b"%d" % n))
-    c.feed(LogicalMessage(True, 1, "tidemill", b"x" * (MARKER_BYTES + 1)))
-    out = c.feed(COMMIT)
+        c.feed_message(LogicalMessage(True, 1, "tidemill", b"%d" % n))
+    c.feed_message(LogicalMessage(True, 1, "tidemill", b"x" * (MARKER_BYTES + 1)))
+    out = c.feed_message(COMMIT)
     assert isinstance(out, Fragment)
     assert len(out.markers) == MARKERS_PER_TXN and c.markers_left_out == 6
 
@@ -144,7 +144,7 @@ def test_cv1_exact_multiples_keep_the_newest_change_for_the_commit() -> None:
 def test_cv2_a_relation_in_the_middle_of_a_batch_is_told_first_and_the_batch_stays() -> None:
     c = converter()
     assert run(c, BEGIN, insert(1)) == []
-    seen = c.feed(RelationMessage(T.oid, "public", "t", "f", (WireColumn("id", 23, -1, True),)))
+    seen = c.feed_message(RelationMessage(T.oid, "public", "t", "f", (WireColumn("id", 23, -1, True),)))
     assert isinstance(seen, RelationSeen) and seen.changed
     (out,) = run(c, insert(2), COMMIT)
     assert len(out.changes) == 2
@@ -152,7 +152,7 @@ def test_cv2_a_relation_in_the_middle_of_a_batch_is_told_first_and_the_batch_sta
 
 def test_cv2_a_relation_as_known_is_not_a_change() -> None:
     columns = (WireColumn("id", 23, -1, True), WireColumn("v", 25, -1, True))
-    seen = converter().feed(RelationMessage(T.oid, "public", "t", "f", columns))
+    seen = converter().feed_message(RelationMessage(T.oid, "public", "t", "f", columns))
     assert isinstance(seen, RelationSeen) and not seen.changed
 
 
@@ -176,7 +176,7 @@ def test_unchanged_toast_is_filled_from_the_old_row() -> None:
 
 def test_a_key_change_is_one_change_with_the_old_row() -> None:
     (out,) = run(converter(), BEGIN, Update(1, "O", ["1", "a"], ["2", "a"]), insert(3), COMMIT)
-    assert key_changed(out.changes[0])
+    assert is_key_changed(out.changes[0])
     assert [c.position.ordinal for c in out.changes] == [0, 2]
 
 
@@ -235,21 +235,21 @@ TEXTS = st.lists(st.none() | st.text(st.characters(blacklist_categories=["Cs"], 
 @given(TEXTS, TEXTS)
 def test_tuples_are_decoded_as_they_were_encoded(old: list[str | None], new: list[str | None]) -> None:
     data = b"U" + struct.pack(">I", 7) + b"O" + _encoded_tuple(old) + b"N" + _encoded_tuple(new)
-    assert decode(data) == Update(7, "O", old, new)  # type: ignore[arg-type]
-    assert decode(b"I" + struct.pack(">I", 7) + b"N" + _encoded_tuple(new)) == Insert(7, new)  # type: ignore[arg-type]
+    assert decode_message(data) == Update(7, "O", old, new)  # type: ignore[arg-type]
+    assert decode_message(b"I" + struct.pack(">I", 7) + b"N" + _encoded_tuple(new)) == Insert(7, new)  # type: ignore[arg-type]
 
 
 def test_an_unchanged_value_and_an_empty_schema_are_decoded() -> None:
     data = b"U" + struct.pack(">I", 7) + b"N" + struct.pack(">H", 1) + b"u"
-    assert decode(data) == Update(7, "", None, [UNCHANGED])
+    assert decode_message(data) == Update(7, "", None, [UNCHANGED])
     relation = b"R" + struct.pack(">I", 7) + _cstring("") + _cstring("pg") + b"f" + struct.pack(">H", 0)
-    assert decode(relation) == RelationMessage(7, "pg_catalog", "pg", "f", ())
+    assert decode_message(relation) == RelationMessage(7, "pg_catalog", "pg", "f", ())
 
 
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_a_message_or_corrupt(data: bytes) -> None:
     with contextlib.suppress(CorruptError):
-        decode(data)
+        decode_message(data)
 
 
 def test_a_relation_parked_now_or_in_an_earlier_life_leaves_the_others_where_they_are() -> None:
@@ -260,10 +260,10 @@ def test_a_relation_parked_now_or_in_an_earlier_life_leaves_the_others_where_the
     wanted = [(c.op, c.position) for f in plain for c in f.changes if c.relation is OTHER]
 
     earlier = converter()
-    earlier.park(T.oid, 100)
+    earlier.pause_relation(T.oid, 100)
     now = converter()
     first = run(now, BEGIN, *messages[:2])
-    now.park(T.oid, 100)
+    now.pause_relation(T.oid, 100)
     later = first + run(now, *messages[2:], COMMIT)
     for fragments in (run(earlier, BEGIN, *messages, COMMIT), later):
         assert [(c.op, c.position) for f in fragments for c in f.changes if c.relation is OTHER] == wanted
@@ -274,7 +274,7 @@ def test_a_relation_parked_now_or_in_an_earlier_life_leaves_the_others_where_the
 
 def test_a_relation_is_parked_from_its_lsn_on_and_told_there() -> None:
     c = converter()
-    c.park(T.oid, 150)
+    c.pause_relation(T.oid, 150)
     (before,) = run(c, BEGIN, insert(1), COMMIT)
     (after,) = run(c, Begin(200, 1000, 8), insert(2), Commit(200, 240, 1000))
     assert [change.op for change in before.changes] == ["insert"]
@@ -285,6 +285,6 @@ def test_an_old_row_with_null_where_a_value_did_not_change_is_not_whole() -> Non
     """Of a partition that lacks FULL under a root that has it: such a value is never NULL."""
     update = Update(1, "O", ["1", None], ["2", UNCHANGED])
     with pytest.raises(InvalidError, match="REPLICA IDENTITY FULL"):
-        change_of(T, ("id", "v"), update, ChangePosition(1, 0))
-    found = change_of(replace(T, old_rows="key"), ("id", "v"), update, ChangePosition(1, 0))
+        build_change(T, ("id", "v"), update, ChangePosition(1, 0))
+    found = build_change(replace(T, old_rows="key"), ("id", "v"), update, ChangePosition(1, 0))
     assert (found.new, found.unchanged) == ({"id": "2"}, ("v",))

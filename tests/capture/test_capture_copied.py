@@ -15,7 +15,8 @@ from tidemill.base.clock import Rand
 from tidemill.capture.changes import Relation
 from tidemill.capture.decode import copy_text
 from tidemill.capture.topics import batch_builder, partition_writer, topic_writer
-from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.batch import decode_batch
 
@@ -54,15 +55,15 @@ def copy(relation: Relation, bursts: Sequence[list[bytes]], partitions: int, lea
         raised = []
         for number, lines in enumerate(bursts):
             try:
-                await writer.write_rows(table, relation, lines, 1_000 + number)
+                await writer.write_copied_rows(table, relation, lines, 1_000 + number)
             except Exception as error:
                 raised.append(repr(error))
-        await asyncio.wait_for(writer.drained(), 20)
+        await asyncio.wait_for(writer.wait_drained(), 20)
         await writer.aclose()
         return log.batches, [each.next for each in table.lanes], raised
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copy_text, "LEAST_LINES", least)
+        patch.setattr(copy_text, "MIN_COLUMNAR_LINES", least)
         return asyncio.run(run())
 
 
@@ -78,7 +79,7 @@ def test_p5_rows_copied_by_columns_have_the_bytes_of_rows_copied_one_by_one(
     relation = RELATIONS[oid]
     bursts = [lines_of(rand, relation, rand.choice([1, 3, 60, 200]), odd) for _ in range(rand.randint(1, 4))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_builder, "LEAST_ROWS", least)
+        patch.setattr(batch_builder, "MIN_COLUMNAR_ROWS", least)
         patch.setattr(partition_writer, "BATCH_BYTES", batch_bytes)
         by_columns = copy(relation, bursts, partitions, 1)
         assert by_columns == copy(relation, bursts, partitions, 1 << 60)
@@ -92,14 +93,14 @@ def test_rows_of_a_copy_are_read_by_columns_with_every_escape() -> None:
     relation = RELATIONS[1]
     texts = [None, *TEXTS]
     lines = [line_of([str(n), None, texts[n % len(texts)]]) for n in range(200)]
-    block = copy_text.block_of(relation, lines)
+    block = copy_text.decode_block(relation, lines)
     assert block is not None
     starts, sizes = block.values
     found = [
         [None if size < 0 else block.walker.body[at : at + size].decode() for at, size in zip(*row, strict=True)]
         for row in zip(starts.T.tolist(), sizes.T.tolist(), strict=True)
     ]
-    assert found == [list(row.values()) for row in copy_text.rows_of(relation, lines)]
+    assert found == [list(row.values()) for row in copy_text.decode_rows(relation, lines)]
 
 
 @pytest.mark.parametrize("bad", [b"1\t2\n", b"1\t2\tx\ty\n", b"1\t2\t\xff\n", b"1\t2\n3\n", b"1\n2\tx\n", b"1\t2\tx"])
@@ -113,7 +114,7 @@ def test_p5_a_line_that_cannot_be_read_raises_the_same_either_way_and_takes_no_o
 
 
 def test_w3_a_copied_row_too_large_for_a_record_is_refused_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topic_writer, "ROW_BYTES", 200)
+    monkeypatch.setattr(topic_writer, "MAX_ROW_BYTES", 200)
     relation = RELATIONS[1]
     lines = [line_of([str(n), "1", "y" * (300 if n == 70 else 3)]) for n in range(100)]
     by_columns = copy(relation, [lines], 1, 1)

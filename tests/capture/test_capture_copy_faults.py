@@ -14,17 +14,18 @@ from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from tidemill.base.errors import ConflictError, CorruptError, FencedError, TidemillError, UnavailableError
 from tidemill.capture.catalog.table_discovery import Refusal
-from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.control_connection import NoAnswerError
-from tidemill.capture.postgres.errors import connect_error, may_pass, statement_error
+from tidemill.capture.postgres.errors import is_transient, translate_connect_error, translate_statement_error
 from tidemill.capture.session import table_adder
 from tidemill.capture.snapshot import copier, exported_snapshot
-from tidemill.capture.snapshot.copier import Copy
+from tidemill.capture.snapshot.copier import SnapshotCopy
 from tidemill.capture.tables import table_states
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics import topic_writer
-from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow, TableCopy
 
 BAD = (
@@ -37,20 +38,26 @@ BAD = (
 @pytest.mark.parametrize(
     ("error", "passes"),
     [
-        *[(statement_error(state, "no", "COPY t"), True) for state in ("53200", "57014", "57P01", "40001", "55P03")],
-        *[(statement_error(state, "no", "COPY t"), False) for state in ("XX000", "XX001", "54000", "P0001", "58030")],
-        (statement_error("22P03", "no", "COPY t"), False),
+        *[
+            (translate_statement_error(state, "no", "COPY t"), True)
+            for state in ("53200", "57014", "57P01", "40001", "55P03")
+        ],
+        *[
+            (translate_statement_error(state, "no", "COPY t"), False)
+            for state in ("XX000", "XX001", "54000", "P0001", "58030")
+        ],
+        (translate_statement_error("22P03", "no", "COPY t"), False),
         (UnavailableError("no."), True),
         (FencedError("no."), False),
         (CorruptError("no."), False),
         (ValueError("no"), False),
-        (connect_error('FATAL: too many connections for role "bob"', "x"), True),
-        (connect_error("FATAL: sorry, too many clients already", "x"), True),
-        (connect_error('FATAL: role "bob" does not exist', "x"), False),
+        (translate_connect_error('FATAL: too many connections for role "bob"', "x"), True),
+        (translate_connect_error("FATAL: sorry, too many clients already", "x"), True),
+        (translate_connect_error('FATAL: role "bob" does not exist', "x"), False),
     ],
 )
 def test_what_may_pass_is_told_from_what_is_met_again(error: Exception, passes: bool) -> None:
-    assert may_pass(error) is passes
+    assert is_transient(error) is passes
 
 
 @pytest.mark.postgres
@@ -100,9 +107,9 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
 ) -> None:
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
     monkeypatch.setattr(exported_snapshot, "LOCK_PAUSE_S", 0.1)
-    publish, connect = table_adder.publish, Copy._connect
+    publish, connect = table_adder.publish_tables, SnapshotCopy._connect
     tries = 0
-    having: set[Copy] = set()
+    having: set[SnapshotCopy] = set()
 
     async def publish_later(*args: Any, **settings: Any) -> Any:
         nonlocal tries
@@ -111,9 +118,9 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
             raise NoAnswerError("PostgreSQL does not answer.")
         return await publish(*args, **settings)
 
-    async def connect_once(self: Copy, opened: Any) -> Wire:
+    async def connect_once(self: SnapshotCopy, opened: Any) -> PgConnection:
         if self in having:
-            raise connect_error("FATAL: sorry, too many clients already", "server=x")
+            raise translate_connect_error("FATAL: sorry, too many clients already", "server=x")
         having.add(self)
         return await connect(self, opened)
 
@@ -121,8 +128,8 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
         topic = await cut_off(world)
         before = await copy_of(world)
         assert before is not None
-        monkeypatch.setattr(table_adder, "publish", publish_later)
-        monkeypatch.setattr(Copy, "_connect", connect_once)
+        monkeypatch.setattr(table_adder, "publish_tables", publish_later)
+        monkeypatch.setattr(SnapshotCopy, "_connect", connect_once)
         async with await psycopg.AsyncConnection.connect(world.dsn) as other:
             await other.execute("UPDATE a SET v = -v WHERE id % 100 = 1")
             await other.execute("SAVEPOINT it")
@@ -134,7 +141,7 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
 
                 async def copied() -> bool:
                     row = await world.table("public.a")
-                    return row is not None and row.flows
+                    return row is not None and row.is_streaming
 
                 await until(copied, "the copy is done while a writer's transaction is open")
                 await other.commit()
@@ -157,7 +164,7 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
 
     async def scenario(world: World) -> None:
         topic = await cut_off(world)
-        real = SideLoopContext.published
+        real = SideLoopContext.read_published
 
         async def published_late(self: SideLoopContext) -> Any:
             nonlocal tries
@@ -168,7 +175,7 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
                 )
             return await real(self)
 
-        monkeypatch.setattr(SideLoopContext, "published", published_late)
+        monkeypatch.setattr(SideLoopContext, "read_published", published_late)
         async with world.capture(wait=False, **SMALL):
             await world.flowing("a")
             await world.caught_up()
@@ -195,12 +202,12 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
             "UPDATE a SET w = 'short' WHERE id = 3",
             "DELETE FROM a WHERE id > 2500",
         )
-        monkeypatch.setattr(topic_writer, "ROW_BYTES", 1000)
+        monkeypatch.setattr(topic_writer, "MAX_ROW_BYTES", 1000)
         async with world.capture(wait=False, **SMALL, copy_aside_max_mb=100 if aside else 0):
 
             async def anew() -> bool:
                 found = await world.table("public.a")
-                return found is not None and found.flows and await world.topic_id("a") != topic
+                return found is not None and found.is_streaming and await world.topic_id("a") != topic
 
             await until(anew, "it is copied anew")
             await world.flowing("a")
@@ -214,7 +221,7 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
 def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(table_states, "FRUITLESS_TRIES", 3)
+    monkeypatch.setattr(table_states, "MAX_FRUITLESS_ATTEMPTS", 3)
 
     async def scenario() -> None:
         async with stores() as world:
@@ -222,13 +229,13 @@ def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_
 
             async def tried(done: int, topic_id: str = "t") -> bool:
                 copy = TableCopy(1, 1, (), 1, 0, topic_id, 4, 9, done, 10 * done, "", 3)
-                await told.change("public.a", lambda _: CaptureTableRow(world.name, "public.a", copy=copy))
-                await told.refuse("public.a", Refusal("refused", "no.", "Wait."), 1, going_on=True)
+                await told.update_row("public.a", lambda _: CaptureTableRow(world.name, "public.a", copy=copy))
+                await told.refuse_table("public.a", Refusal("refused", "no.", "Wait."), 1, going_on=True)
                 return told.rows["public.a"].copy is not None
 
             assert [await tried(done) for done in (1, 1, 2, 2, 3, 3, 3)] == [True] * 6 + [False]
             assert await tried(3, "another topic's"), "a copy that is begun anew has all its tries"
-            await told.refuse("public.a", Refusal("refused", "its own fault.", "Mend it."), 1)
+            await told.refuse_table("public.a", Refusal("refused", "its own fault.", "Mend it."), 1)
             assert told.rows["public.a"].copy is None
 
     asyncio.run(scenario())
@@ -242,7 +249,7 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
     """The first chunks of `b` have no row any more. One that was told all the same begins anew, alone."""
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
     settings: dict[str, Any] = {**SMALL, "tables": ("a", "b")}
-    settle, write_rows = copier._Table.settle, TopicWriter.write_rows
+    settle, write_rows = copier._TableCopyTask.collect_durable_chunks, TopicWriter.write_copied_rows
     settled = 0
 
     def counted(self: Any) -> None:
@@ -262,8 +269,8 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
             "DELETE FROM b WHERE id <= 2900",
         )
         with monkeypatch.context() as patch:
-            patch.setattr(copier._Table, "settle", counted)
-            patch.setattr(TopicWriter, "write_rows", never_of_b)
+            patch.setattr(copier._TableCopyTask, "collect_durable_chunks", counted)
+            patch.setattr(TopicWriter, "write_copied_rows", never_of_b)
             async with world.capture(wait=False, copy_rows_per_s=4000, **settings):
                 await until(lambda: settled > 3, "chunks of b are done, again and again")
                 a, b = await world.table("public.a"), await world.table("public.b")
@@ -290,9 +297,9 @@ def test_a_copy_that_has_lost_its_topics_to_another_session_ends_and_blames_no_t
 
     async def scenario(world: World) -> None:
         await world.sql(*GOOD)
-        monkeypatch.setattr(TopicWriter, "write_rows", write_rows)
+        monkeypatch.setattr(TopicWriter, "write_copied_rows", write_rows)
         with pytest.raises(kind):
-            await asyncio.wait_for(world.new_capture().session(), 20)
+            await asyncio.wait_for(world.new_capture().run_sessions(), 20)
         row = await world.table("public.good")
         assert row is not None and row.state == "captured" and not row.reason
 

@@ -19,7 +19,7 @@ from test_capture_servers import INSTALLED, SETTINGS
 from test_capture_tables import GOOD
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.capture.tables.recopy_requests import accept
+from tidemill.capture.tables.recopy_requests import accept_effects
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
@@ -172,7 +172,7 @@ def test_f470_ddl_by_a_seed_under_load_and_kills_ends_in_topics_that_equal_selec
                     # A copy that was under way has taken the table as it is now: then nothing is to be accepted.
                     await until(lambda t=table: _waits_or_flows(world, t), f"{table} parks, or flows")  # type: ignore[misc]
                     if not await _flow(world, table):
-                        await accept(world.catalogue, world.name, f"public.{table}", (), copied=True)
+                        await accept_effects(world.catalogue, world.name, f"public.{table}", (), copied=True)
             assert not loading.done(), loading.result()
             stop.set()
             await loading

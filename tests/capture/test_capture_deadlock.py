@@ -10,8 +10,8 @@ from capture_world import World, until
 from test_capture_tables import in_world
 
 from tidemill.capture.catalog.table_discovery import list_tables
-from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.setup.publication import Identities, create_publication, publish
+from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.setup.publication import Identities, create_publication, publish_tables
 
 pytestmark = pytest.mark.postgres
 
@@ -34,7 +34,7 @@ def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_th
 
     async def scenario(world: World) -> None:
         await world.sql(*TABLES[kind], "INSERT INTO t VALUES (1, 0)")
-        wire = await Wire.connect(world.dsn, purpose="test")
+        wire = await PgConnection.connect(world.dsn, purpose="test")
 
         async def note(table: str, found: Identities) -> None:
             pass
@@ -48,7 +48,7 @@ def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_th
             async with await psycopg.AsyncConnection.connect(world.dsn) as application:
                 await application.execute("SELECT v FROM t")
                 publishing = asyncio.ensure_future(
-                    publish(wire, config, await list_tables(wire), {}, attempts=ATTEMPTS, note=note)
+                    publish_tables(wire, config, await list_tables(wire), {}, attempts=ATTEMPTS, note=note)
                 )
 
                 async def waits() -> bool:

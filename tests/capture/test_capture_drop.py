@@ -11,11 +11,11 @@ from test_capture_tables import in_world
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnknownOutcomeError
 from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.session import teardown
-from tidemill.capture.session.teardown import take_back
-from tidemill.capture.setup.publication import Identities, create_publication, publish
-from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key, try_lock
+from tidemill.capture.session.teardown import drop_capture
+from tidemill.capture.setup.publication import Identities, create_publication, publish_tables
+from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key, try_advisory_lock
 from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TopicRow
 
 pytestmark = pytest.mark.postgres
@@ -65,7 +65,7 @@ def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
 
             await until(whole, "the new partition has a whole identity")
             with pytest.raises(ConflictError, match="is running"):
-                await take_back(world.config(), world.catalogue)
+                await drop_capture(world.config(), world.catalogue)
         noted = {row.table: len(row.identities) for row in await world.catalogue.tables(world.name)}
         assert noted == {
             "public.plain": 1,
@@ -74,7 +74,7 @@ def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
             "public.whole": 0,
             "public.split": 3,
         }
-        done = await take_back(world.config(), world.catalogue)
+        done = await drop_capture(world.config(), world.catalogue)
         assert not done.left and done.publication and done.slot and len(done.topics) == 5
         assert await identities(world) == {**before, "split_high": "d"}
         assert await left_in_database(world) == []
@@ -83,7 +83,7 @@ def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
         assert await world.catalogue.list(TopicRow) == []
         await world.sql("UPDATE quiet SET v = 'x'", "DELETE FROM split")
         with pytest.raises(MissingError):
-            await take_back(world.config(), world.catalogue)
+            await drop_capture(world.config(), world.catalogue)
         # Begun anew under its name it captures as at first.
         await world.sql("INSERT INTO plain VALUES (1, 'a')")
         async with world.capture():
@@ -98,7 +98,7 @@ def test_an_identity_that_somebody_set_meanwhile_is_left(postgres_dsn: str) -> N
         async with world.capture():
             pass
         await world.sql("ALTER TABLE plain REPLICA IDENTITY NOTHING")
-        done = await take_back(world.config(), world.catalogue)
+        done = await drop_capture(world.config(), world.catalogue)
         assert done.identities == {} and await identities(world) == {"plain": "n"}
 
     in_world(postgres_dsn, scenario)
@@ -114,21 +114,21 @@ def test_sessions_that_postgresql_ends_only_now_are_waited_for(
         config, other = world.config(), await psycopg.AsyncConnection.connect(world.dsn)
         refused = 0
 
-        async def first_refused(wire: Wire, config: CaptureConfig) -> bool:
+        async def first_refused(wire: PgConnection, config: CaptureConfig) -> bool:
             nonlocal refused
-            if await try_lock(wire, config):
+            if await try_advisory_lock(wire, config):
                 return True
             refused += 1
             await other.close()
             return False
 
         async def free() -> bool:
-            query = f"SELECT pg_try_advisory_lock({ADVISORY_CLASS}, {lock_key(config)})"
+            query = f"SELECT pg_try_advisory_lock({ADVISORY_CLASS}, {advisory_lock_key(config)})"
             return (await (await other.execute(query)).fetchone()) == (True,)
 
         await until(free, "the capture's session has ended")
-        monkeypatch.setattr(teardown, "try_lock", first_refused)
-        done = await take_back(config, world.catalogue)
+        monkeypatch.setattr(teardown, "try_advisory_lock", first_refused)
+        done = await drop_capture(config, world.catalogue)
         assert refused and done.slot and not done.left and await identities(world) == {"plain": "d"}
 
     in_world(postgres_dsn, scenario)
@@ -141,11 +141,11 @@ def test_what_a_lock_keeps_is_named_and_done_by_the_next_try(postgres_dsn: str) 
             pass
         async with await psycopg.AsyncConnection.connect(world.dsn) as other:
             await other.execute("LOCK TABLE plain IN ACCESS SHARE MODE")
-            done = await take_back(world.config(), world.catalogue)
+            done = await drop_capture(world.config(), world.catalogue)
             assert list(done.left) == ['ALTER TABLE "public"."plain" REPLICA IDENTITY DEFAULT']
             assert await world.catalogue.tables(world.name) != []
             await other.rollback()
-        done = await take_back(world.config(), world.catalogue)
+        done = await drop_capture(world.config(), world.catalogue)
         assert not done.left and await identities(world) == {"plain": "d"}
         assert await world.catalogue.tables(world.name) == []
 
@@ -159,9 +159,9 @@ def test_a_capture_that_a_pipeline_reads_is_dropped_only_when_told_twice(postgre
             pass
         await world.catalogue.put(PipelineRow("p", {"plain": f"capture:{world.name}:public.plain"}))
         with pytest.raises(InvalidError, match="in use"):
-            await take_back(world.config(), world.catalogue)
+            await drop_capture(world.config(), world.catalogue)
         assert await identities(world) == {"plain": "f"}
-        assert not (await take_back(world.config(), world.catalogue, really=True)).left
+        assert not (await drop_capture(world.config(), world.catalogue, really=True)).left
 
     in_world(postgres_dsn, scenario)
 
@@ -193,7 +193,7 @@ def test_a_renamed_table_gets_its_identity_back_under_its_new_name(postgres_dsn:
                 return list(await world.tables()) == ["public.fancy"]
 
             await until(forgotten, "the old name is forgotten, though its table is captured under the new one")
-        done = await take_back(world.config(), world.catalogue)
+        done = await drop_capture(world.config(), world.catalogue)
         assert done.identities == {'"public"."fancy"': "DEFAULT"} and await identities(world) == {"fancy": "d"}
 
     in_world(postgres_dsn, scenario)
@@ -211,7 +211,7 @@ def test_a_table_made_anew_under_its_name_keeps_the_identity_that_somebody_gave_
                 return topic is not None and '{"id":1}' in await world.folded("quiet")
 
             await until(anew, "it is copied anew")
-        assert (await take_back(world.config(), world.catalogue)).identities == {}
+        assert (await drop_capture(world.config(), world.catalogue)).identities == {}
         assert await identities(world) == {"quiet": "f"}
 
     in_world(postgres_dsn, scenario)
@@ -224,10 +224,10 @@ def test_another_cluster_than_the_captured_one_is_left_alone(postgres_dsn: str) 
             pass
         await world.catalogue.put(replace(await world.row(), system_id="another"))
         with pytest.raises(InvalidError, match="not the cluster"):
-            await take_back(world.config(), world.catalogue)
+            await drop_capture(world.config(), world.catalogue)
         assert await identities(world) == {"plain": "f"} and await world.tables() != {}
         await world.catalogue.put(replace(await world.row(), system_id="another"))
-        assert (await take_back(world.config(), world.catalogue, really=True)).slot
+        assert (await drop_capture(world.config(), world.catalogue, really=True)).slot
 
     in_world(postgres_dsn, scenario)
 
@@ -235,7 +235,7 @@ def test_another_cluster_than_the_captured_one_is_left_alone(postgres_dsn: str) 
 def test_a_note_whose_outcome_is_not_known_is_no_refusal_of_the_table(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*TABLES[:1])
-        wire = await Wire.connect(world.dsn, purpose="test")
+        wire = await PgConnection.connect(world.dsn, purpose="test")
 
         async def note(table: str, found: Identities) -> None:
             raise UnknownOutcomeError("nobody knows.")
@@ -244,7 +244,7 @@ def test_a_note_whose_outcome_is_not_known_is_no_refusal_of_the_table(postgres_d
             config = world.config()
             await create_publication(wire, config.publication)
             with pytest.raises(UnknownOutcomeError):
-                await publish(wire, config, await list_tables(wire), {}, attempts=1, note=note)
+                await publish_tables(wire, config, await list_tables(wire), {}, attempts=1, note=note)
         finally:
             await wire.aclose()
         assert await identities(world) == {"plain": "d"}

@@ -15,9 +15,9 @@ from test_capture_tables import GOOD, good_flows, in_world
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode import undecodable
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
-from tidemill.capture.decode.undecodable import take
+from tidemill.capture.decode.undecodable import feed_frame
 from tidemill.capture.postgres import replication_stream
-from tidemill.capture.postgres.replication_stream import Framed, framed
+from tidemill.capture.postgres.replication_stream import FramedMessage, parse_frame
 from tidemill.capture.postgres.standby_status import PAYLOAD_START
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
@@ -166,9 +166,9 @@ def test_a_message_beyond_the_limit_is_passed_over_by_its_head(monkeypatch: pyte
     converter = TransactionBuilder({})
 
     def take_in(payload: bytes) -> Fragment | None:
-        item = framed(b"w" + bytes(PAYLOAD_START - 1) + payload)
-        assert isinstance(item, Framed)
-        out = take(item, converter)
+        item = parse_frame(b"w" + bytes(PAYLOAD_START - 1) + payload)
+        assert isinstance(item, FramedMessage)
+        out = feed_frame(item, converter)
         assert out is None or isinstance(out, Fragment)
         return out
 

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.delivery.flush_tracker import FlushTracker
-from tidemill.capture.postgres.standby_status import Status
+from tidemill.capture.postgres.standby_status import ReplicationStatus
 
 
 class Violation(AssertionError):
@@ -30,7 +30,7 @@ class Violation(AssertionError):
 
 class Consumer:
     def __init__(self, *, defer: bool) -> None:
-        self.logic = FragmentConsumer(defer=defer)
+        self.logic = FlushAlignment(defer=defer)
         self.buffered: list[ChangePosition] = []
         self.durable = at(-1)
         self.owed: deque[tuple[int, ChangePosition]] = deque()
@@ -55,7 +55,7 @@ class Model:
         self.rng = rng
         self.defer = defer
         self.tracker = FlushTracker(exact_completion=exact)
-        self.status = Status(0, recompute_at_commit=recompute)
+        self.status = ReplicationStatus(0, recompute_at_commit=recompute)
         self.consumers: dict[str, Consumer] = {f"c{i}": Consumer(defer=defer) for i in range(3)}
         self.queue: deque[tuple[str, ChangePosition]] = deque()
         self.lsn = 0
@@ -85,7 +85,7 @@ class Model:
                 self.touched.add(name)
                 consumer.open_change = written[name]
             if name in self.touched:
-                self.cast(name, consumer.logic.fragment(written.get(name), last, commits=commits))
+                self.cast(name, consumer.logic.record_fragment(written.get(name), last, commits=commits))
         if commits:
             for name in self.touched & set(self.consumers):
                 consumer = self.consumers[name]
@@ -93,7 +93,7 @@ class Model:
                 consumer.owed.append((self.lsn, consumer.open_change))
                 consumer.open_change = None
             self.confirm(self.tracker.commit(fragment(self.lsn, last=last), self.touched & set(self.consumers), 0))
-            self.status.commit_handled(self.lsn)
+            self.status.record_commit(self.lsn)
             self.open = False
             self.check()
 
@@ -109,12 +109,12 @@ class Model:
         if not consumer.buffered and consumer.open_change is None and self.rng.random() < 0.3:
             # Nothing of its own lies behind: storage may report a little further than its last record.
             reported = at(reported.commit_lsn, reported.ordinal + 1)
-        self.cast(name, consumer.logic.flushed(reported))
+        self.cast(name, consumer.logic.record_flush(reported))
 
     def handle(self) -> None:
         if self.queue:
             name, position = self.queue.popleft()
-            self.confirm(self.tracker.flushed(name, position, 0))
+            self.confirm(self.tracker.record_flush(name, position, 0))
         self.check()
 
     def add(self) -> None:
@@ -123,7 +123,7 @@ class Model:
             self.names += 1
 
     def keepalive(self) -> None:
-        self.status.keepalive(self.lsn + 1, inside_txn=self.open)
+        self.status.record_keepalive(self.lsn + 1, inside_txn=self.open)
         self.check()
 
     # plumbing -------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class Model:
 
     def confirm(self, lsn: int | None) -> None:
         if lsn is not None:
-            self.status.flush_notice(lsn)
-        self.tracker.check()
+            self.status.record_flush_notice(lsn)
+        self.tracker.check_invariants()
 
     def check(self) -> None:
         """P1: nothing is confirmed that a consumer does not hold."""
@@ -154,9 +154,9 @@ class Model:
                 self.flush(name)
         while self.queue:
             self.handle()
-        if self.tracker.pending:
-            raise Violation(f"pending for ever: {self.tracker.pending}")
-        if any(not consumer.logic.idle for consumer in self.consumers.values()):
+        if self.tracker.pending_positions:
+            raise Violation(f"pending for ever: {self.tracker.pending_positions}")
+        if any(not consumer.logic.is_idle for consumer in self.consumers.values()):
             raise Violation("a consumer is not idle")
         if self.status.flushed < self.lsn:
             raise Violation(f"confirmed {self.status.flushed} of {self.lsn}")

@@ -12,13 +12,13 @@ from tidemill.capture.delivery.flush_tracker import FlushTracker
 
 def commit(tracker: FlushTracker, lsn: int, *consumers: str, ordinal: int = 0, now_ms: int = 0) -> int | None:
     found = tracker.commit(fragment(lsn, last=at(lsn, ordinal)), consumers, now_ms)
-    tracker.check()
+    tracker.check_invariants()
     return found
 
 
 def flush(tracker: FlushTracker, consumer: str, position: ChangePosition, now_ms: int = 0) -> int | None:
-    found = tracker.flushed(consumer, position, now_ms)
-    tracker.check()
+    found = tracker.record_flush(consumer, position, now_ms)
+    tracker.check_invariants()
     return found
 
 
@@ -41,7 +41,7 @@ def test_ft4_the_last_consumer_to_reach_what_it_was_sent_confirms_the_last_seen(
     # b still holds its first position, (5 − 1, 0): all before 4 is certain.
     assert flush(tracker, "a", at(5, 8)) == 3
     assert flush(tracker, "b", at(5, 8)) == 5
-    assert tracker.pending == {}
+    assert tracker.pending_positions == {}
 
 
 def test_ft5_catching_up_after_later_transactions_confirms_the_last_seen_not_its_own() -> None:
@@ -91,7 +91,7 @@ def test_ft10_transactions_that_always_overlap_do_not_stop_progress() -> None:
         newer, older = ("b", "a") if lsn % 2 == 0 else ("a", "b")
         commit(tracker, lsn, newer)
         confirmed.append(flush(tracker, older, at(lsn - 1)))
-    assert tracker.pending
+    assert tracker.pending_positions
     seen = [c for c in confirmed if c is not None]
     assert seen == sorted(set(seen))
     assert seen[-1] == 37
@@ -101,9 +101,9 @@ def test_ft11_when_the_slowest_is_done_the_next_minimum_holds() -> None:
     tracker = FlushTracker()
     commit(tracker, 3, "slow")
     commit(tracker, 9, "b")
-    assert tracker.holder() == "slow"
+    assert tracker.blocking_consumer() == "slow"
     assert flush(tracker, "slow", at(3)) == 7
-    assert tracker.holder() == "b"
+    assert tracker.blocking_consumer() == "b"
 
 
 def test_ft12_a_dead_consumer_pins_whatever_the_others_flush() -> None:
@@ -113,48 +113,48 @@ def test_ft12_a_dead_consumer_pins_whatever_the_others_flush() -> None:
         commit(tracker, lsn, "b")
         assert flush(tracker, "b", at(lsn)) in (None, 1)
     assert tracker.global_flushed == at(2)
-    assert tracker.holder() == "dead"
+    assert tracker.blocking_consumer() == "dead"
 
 
 def test_ft14_unknown_consumers_change_nothing() -> None:
     tracker = FlushTracker()
     commit(tracker, 3, "a")
     assert flush(tracker, "ghost", at(99)) is None
-    assert list(tracker.pending) == ["a"]
+    assert list(tracker.pending_positions) == ["a"]
 
 
 def test_ft15_stalled_is_strictly_older_than_the_grace_time() -> None:
     tracker = FlushTracker()
     commit(tracker, 3, "a", now_ms=1000)
-    assert tracker.stalled(1060, 60) == []
-    assert tracker.stalled(1061, 60) == ["a"]
+    assert tracker.stalled_consumers(1060, 60) == []
+    assert tracker.stalled_consumers(1061, 60) == ["a"]
 
 
 def test_ft16_a_new_transaction_is_no_progress() -> None:
     tracker = FlushTracker()
     commit(tracker, 3, "a", now_ms=0)
     commit(tracker, 4, "a", now_ms=90)
-    assert tracker.stalled(100, 60) == ["a"]
+    assert tracker.stalled_consumers(100, 60) == ["a"]
 
 
 def test_ft17_a_partial_flush_gives_a_fresh_grace_time() -> None:
     tracker = FlushTracker()
     commit(tracker, 3, "a", ordinal=8, now_ms=0)
-    assert tracker.stalled(100, 60) == ["a"]
+    assert tracker.stalled_consumers(100, 60) == ["a"]
     flush(tracker, "a", at(3, 2), now_ms=100)
-    assert tracker.stalled(150, 60) == []
-    assert tracker.stalled(161, 60) == ["a"]
+    assert tracker.stalled_consumers(150, 60) == []
+    assert tracker.stalled_consumers(161, 60) == ["a"]
 
 
 def test_ft18_a_flush_above_what_was_sent_completes() -> None:
     tracker = FlushTracker()
     commit(tracker, 3, "a", ordinal=4)
     assert flush(tracker, "a", at(3, 5)) == 3
-    assert tracker.pending == {}
+    assert tracker.pending_positions == {}
     planted = FlushTracker(exact_completion=True)
     planted.commit(fragment(3, last=at(3, 4)), ["a"], 0)
-    planted.flushed("a", at(3, 5), 0)
-    assert planted.pending  # what == does: pinned for ever
+    planted.record_flush("a", at(3, 5), 0)
+    assert planted.pending_positions  # what == does: pinned for ever
 
 
 def test_a_pinned_minimum_does_not_let_the_order_grow() -> None:

@@ -9,7 +9,7 @@ import pytest
 from capture_world import World, until
 
 from tidemill.capture.session import capture as capture_module
-from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key
+from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key
 
 pytestmark = pytest.mark.postgres
 
@@ -29,12 +29,12 @@ def test_one_that_streams_works_one_without_its_database_fails_and_one_that_wait
         async with world.capture() as capture:
             assert capture.health() is None
         other = await psycopg.AsyncConnection.connect(dsn, autocommit=True)
-        await other.execute(f"SELECT pg_advisory_lock({ADVISORY_CLASS}, {lock_key(away)})")
+        await other.execute(f"SELECT pg_advisory_lock({ADVISORY_CLASS}, {advisory_lock_key(away)})")
         async with world.capture(wait=False) as waits:
             world.tracker.fail(waits.config.mark, "a session before it failed", now_ms=world.clock.now_ms())
             await until(lambda: "another session" in str(waits.facts()["phase"]), "it waits for the lock")
             assert waits.health() == "a session before it failed"
-            monkeypatch.setattr(capture_module, "PATIENT_S", 0.0)
+            monkeypatch.setattr(capture_module, "WAITING_SESSION_S", 0.0)
 
             def lets_be() -> bool:
                 return waits.health() == ""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from capture_world import World, until
 
-from tidemill.base.status.status import State, derive
+from tidemill.base.status.status import StageState, derive_status
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.sinks import FlushNotices
 
@@ -41,7 +41,7 @@ class HoldingSink:
 
     def flush(self) -> None:
         assert self.notices is not None
-        self.notices.flushed(self.name, self.got[-1].last)
+        self.notices.report_flushed(self.name, self.got[-1].last)
 
     async def aclose(self) -> None: ...
 
@@ -73,8 +73,8 @@ def test_slc7_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_
             mark = next(m for m in world.tracker.report("p", 0).marks if m.name == f"capture:{world.name}")
             assert mark.held_by == "shape:wedged"
             assert mark.position <= commit < mark.target
-            stuck = derive(mark, "p", mark.since_ms + 20_000, mark.since_ms + 20_000)
-            assert stuck.state is State.STUCK
+            stuck = derive_status(mark, "p", mark.since_ms + 20_000, mark.since_ms + 20_000)
+            assert stuck.state is StageState.STUCK
             assert capture.facts()["pending"] != {}
             sink.flush()
             await confirmed_reaches(world, await world.wal_end())
@@ -135,7 +135,7 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             assert session is not None and session.joining is not None and session.collector is not None
             status = session.collector.status
             # Each look at the tables ends with no copy under way. This one is over; the next is ten minutes off.
-            assert await session.joining.seeks("public.none") is False
+            assert await session.joining.is_being_added("public.none") is False
             session.joining.keeping.copies(True)
             held = status.hold
             await world.sql("INSERT INTO a VALUES (1)")

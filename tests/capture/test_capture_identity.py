@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from test_capture_tables import in_world
 
 from tidemill.base.errors import InvalidError
-from tidemill.capture.session.teardown import take_back
+from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.privileges import check_capture
 from tidemill.topics.batch import Record
 
@@ -85,7 +85,7 @@ def test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_r
                 return found is not None and found.identity == "FULL"
 
             await until(told, "the list shows the identity in use")
-        done = await take_back(world.config(), world.catalogue)
+        done = await drop_capture(world.config(), world.catalogue)
         assert done.publication and done.slot and done.identities == {}
         assert await identity(world, "wide") == "f", "what was not taken is not given back"
 
@@ -240,7 +240,7 @@ def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_
             await world.sql("ALTER TABLE later REPLICA IDENTITY NOTHING")
             row = await world.parked("later", "makes its UPDATE and DELETE fail")
             assert "DROP TABLE ONLY" in row.fix and await identity(world, "later") == "n"
-        done = await take_back(world.config(), world.catalogue)
+        done = await drop_capture(world.config(), world.catalogue)
         assert done.publication_left and done.slot and done.identities == {} and not done.left
         assert await identity(world, "wide") == "f" and len(await world.select("SELECT FROM pg_publication")) == 1
 

@@ -14,10 +14,10 @@ from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from patience import DEADLINE_S
 from tidemill.base.errors import UnknownOutcomeError
-from tidemill.base.status.status import Derived, State, derive
+from tidemill.base.status.status import DerivedStatus, StageState, derive_status
 from tidemill.capture.session import session
 from tidemill.capture.session.capture import Capture
-from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow
 
@@ -49,7 +49,7 @@ def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
 
             async def recorded() -> bool:
                 row = await world.table("public.x")
-                return row is not None and row.flows
+                return row is not None and row.is_streaming
 
             await until(recorded, "the first copy is recorded")
             await world.sql("INSERT INTO x VALUES (11, 11)", "DELETE FROM x WHERE id = 1")
@@ -93,7 +93,7 @@ def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_c
             await world.sql(copy.format(slot, early))
             await world.transaction("UPDATE t SET v = v + 1", *changes)
             await world.parked("t", words)
-            await ask(world.catalogue, world.name, "public.t")
+            await request_recopy(world.catalogue, world.name, "public.t")
             await world.flowing("t")
             await good_flows(world)
         await until(world.slot_dropped, "the slot is free")
@@ -102,7 +102,7 @@ def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_c
             await world.sql("INSERT INTO t (id, v, w) VALUES (9, 9, 'z')", "DELETE FROM t WHERE id = 2")
             await good_flows(world)
             row = await world.table("public.t")
-            assert row is not None and row.flows, row
+            assert row is not None and row.is_streaming, row
             columns = [c.name for c in row.columns]
             rows = await world.select(f"SELECT {', '.join(columns)} FROM t")
             expected = {f'{{"id":{r[0]}}}': dict(zip(columns, r, strict=True)) for r in rows}
@@ -155,12 +155,12 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
     in_world(postgres_dsn, scenario)
 
 
-def told(world: World, capture: Capture, name: str) -> Derived | None:
+def told(world: World, capture: Capture, name: str) -> DerivedStatus | None:
     """What the mark of a table, or of the capture itself, says now."""
-    capture._mark()
+    capture._publish_status()
     now_ms = world.clock.now_ms()
     mark = next((m for m in world.tracker.report("p", now_ms).marks if m.name == name), None)
-    return derive(mark, "p", now_ms, now_ms) if mark is not None else None
+    return derive_status(mark, "p", now_ms, now_ms) if mark is not None else None
 
 
 def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_captures_mark(
@@ -169,7 +169,7 @@ def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_capture
     async def scenario(world: World) -> None:
         await world.sql(*GOOD, *T, "INSERT INTO t SELECT g, g, repeat('w', 500) FROM generate_series(10, 3000) g")
         bursts, may_write = 0, asyncio.Event()
-        write_rows = TopicWriter.write_rows
+        write_rows = TopicWriter.write_copied_rows
 
         async def slowly(self: TopicWriter, *args: Any) -> None:
             nonlocal bursts
@@ -180,12 +180,12 @@ def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_capture
 
         async with world.capture(table_poll_s=0.1, budget_ms=1000) as capture:
             await good_flows(world)
-            monkeypatch.setattr(TopicWriter, "write_rows", slowly)
-            await ask(world.catalogue, world.name, "public.t")
+            monkeypatch.setattr(TopicWriter, "write_copied_rows", slowly)
+            await request_recopy(world.catalogue, world.name, "public.t")
             await until(lambda: bursts > 1, "a part is copied")
             binding = await good_flows_beyond(world)
             table = told(world, capture, capture.config.table_mark("public.t"))
-            assert table is not None and table.state is State.MOVING, table
+            assert table is not None and table.state is StageState.MOVING, table
             assert 0 < table.mark.position < table.mark.target and table.mark.unit == "rows"
             assert "copying public.t" in table.mark.reason
 
@@ -201,7 +201,7 @@ def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_capture
 
             def stuck() -> bool:
                 table = told(world, capture, capture.config.table_mark("public.t"))
-                return table is not None and table.state is State.STUCK and table.mark.held_by.startswith("topic:")
+                return table is not None and table.state is StageState.STUCK and table.mark.held_by.startswith("topic:")
 
             await until(stuck, "a copy that stands is stuck, and names who holds it")
             may_write.set()
@@ -227,12 +227,12 @@ def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(p
             async with await psycopg.AsyncConnection.connect(world.dsn, application_name="migration") as other:
                 await other.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
                 pid, query = other.info.backend_pid, "LOCK TABLE t IN ACCESS EXCLUSIVE MODE"
-                await ask(world.catalogue, world.name, "public.t")
+                await request_recopy(world.catalogue, world.name, "public.t")
 
                 def stuck() -> bool:
                     table = told(world, capture, mark)
                     by_pid = table is not None and table.mark.held_by == f"postgres-pid:{pid}"
-                    return by_pid and table.state is State.STUCK and query in table.mark.reason
+                    return by_pid and table.state is StageState.STUCK and query in table.mark.reason
 
                 await until(stuck, "the copy is stuck, and its holder named", 1 + 5)
                 await good_flows(world)  # the others, and the slot is confirmed
@@ -253,13 +253,13 @@ def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
     async def scenario(world: World) -> None:
         await world.sql(*GOOD, *T)
         other = await psycopg.AsyncConnection.connect(world.dsn)
-        real = session.take_snapshot
+        real = session.copy_tables
 
         async def take_snapshot(*args: Any) -> Any:
             await other.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
             return await real(*args)
 
-        monkeypatch.setattr(session, "take_snapshot", take_snapshot)
+        monkeypatch.setattr(session, "copy_tables", take_snapshot)
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             await world.parked("t", f"pid={other.info.backend_pid}")

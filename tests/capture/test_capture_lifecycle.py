@@ -16,7 +16,7 @@ from test_capture_tables import in_world, plain
 
 from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, TidemillError
-from tidemill.capture.session.teardown import take_back
+from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.privileges import check_capture, check_database
 from tidemill.cli import doctor
 from tidemill.metastore.catalogue import CaptureRow
@@ -35,7 +35,7 @@ def test_f495_drop_as_a_role_with_few_rights_takes_the_slot_and_hands_the_rest_t
                 await world.sql(statement)
             async with world.capture():
                 await world.flowing("a", "c")
-            done = await take_back(world.config(), world.catalogue)
+            done = await drop_capture(world.config(), world.catalogue)
             assert done.slot and done.publication_left and not done.publication and not done.left
             assert await left_in_database(world) == [(f"tidemill_{world.name}",)]
             assert await world.catalogue.tables(world.name) == []
@@ -72,7 +72,7 @@ def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_told_bac
             await world.flowing("a", "c")
             row_of_a = await world.table("public.a")
             assert row_of_a is not None and not row_of_a.identities_asked  # it was whole when it was met
-        done = await take_back(world.config(manual=True), world.catalogue)
+        done = await drop_capture(world.config(manual=True), world.catalogue)
         back = [s for s in done.for_administrator if s.startswith("ALTER TABLE")]
         assert back == ['ALTER TABLE "public"."c" REPLICA IDENTITY NOTHING']
         assert await identity(world, "a") == await identity(world, "c") == "f"
@@ -90,10 +90,10 @@ def test_f495_doctor_writes_what_it_asks_for_into_the_catalogue(postgres_dsn: st
     )
     config = load(tmp_path / "tidemill.toml")
     with pytest.raises(InvalidError, match="way_back"):
-        doctor._capture(config, "shop")
-    from tidemill.cli.context import stores
+        doctor._check_capture(config, "shop")
+    from tidemill.cli.context import open_stores
 
-    with stores(tmp_path / "tidemill.toml") as opened:
+    with open_stores(tmp_path / "tidemill.toml") as opened:
         (row,) = opened.portal.call(opened.catalogue.all_tables())
     assert row.state == "refused" and list(row.identities_asked.values()) == [('"public"."a"', "DEFAULT")]
 
@@ -123,7 +123,7 @@ def test_f496_a_table_that_comes_later_is_told_with_all_its_statements_at_once(p
                     row = await world.table("late.c")
                     if row is not None and row.state == "refused":
                         seen.add(row.fix)
-                    return row is not None and row.flows
+                    return row is not None and row.is_streaming
 
                 await until(flows, "it flows")
                 assert not any("GRANT" in fix for fix in seen - set(found)), seen
@@ -182,7 +182,7 @@ def test_f498_the_set_up_of_many_tables_is_progress(postgres_dsn: str) -> None:
                 await writer.commit()
                 await until(lambda: capture.streaming, "the capture streams")
                 assert capture._session is not None
-                assert capture._session.progress.steps.count >= before + 3 * tables
+                assert capture._session.progress.split_into_steps.count >= before + 3 * tables
                 await world.flowing(*[f"t{n}" for n in range(tables)])
                 assert await world.folded("t0") == await plain(world, "t0")
 

@@ -10,10 +10,10 @@ import pytest
 from capture_world import World, until
 
 from tidemill.capture.config import NAME_LENGTH
-from tidemill.capture.postgres.connection import Wire, application_name
+from tidemill.capture.postgres.connection import PgConnection, application_name
 from tidemill.capture.postgres.replication_stream import ReplicationStream
-from tidemill.capture.setup.server_checks import create_slot, try_lock
-from tidemill.capture.setup.session_lock import end_session, own_session
+from tidemill.capture.setup.server_checks import create_slot, try_advisory_lock
+from tidemill.capture.setup.session_lock import end_session, read_own_session
 
 
 def test_the_word_of_a_process_and_a_captures_name_are_whole_however_long_names_are(
@@ -44,21 +44,21 @@ def test_f613_of_a_frozen_process_the_lock_and_the_stream_are_ended_where_names_
         config = world.config()
         there = f"SELECT count(active_pid) FROM pg_replication_slots WHERE slot_name = '{config.slot}'"
         await world.sql(f"CREATE PUBLICATION {config.publication} FOR ALL TABLES")
-        wires = [await Wire.connect(world.dsn, purpose="capture", capture=config.name)]
+        wires = [await PgConnection.connect(world.dsn, purpose="capture", capture=config.name)]
         try:
-            assert await try_lock(wires[0], config)
+            assert await try_advisory_lock(wires[0], config)
             await create_slot(wires[0], config)
-            session = await own_session(wires[0])
+            session = await read_own_session(wires[0])
             if streams == "another process":
                 monkeypatch.setattr(os, "getpid", lambda: 1)
-            wires.append(await Wire.connect(world.dsn, replication=True, purpose="stream", capture=config.name))
+            wires.append(await PgConnection.connect(world.dsn, replication=True, purpose="stream", capture=config.name))
             await ReplicationStream(wires[1]).start(config.slot, config.publication)
             assert await world.select(there) == [(1,)]
-            wires.append(await Wire.connect(world.dsn, purpose="capture", capture=config.name))
+            wires.append(await PgConnection.connect(world.dsn, purpose="capture", capture=config.name))
             assert await end_session(wires[2], config, session)
 
             async def free() -> bool:
-                return await try_lock(wires[2], config)
+                return await try_advisory_lock(wires[2], config)
 
             async def over() -> bool:
                 return await world.select(there) == [(0,)]

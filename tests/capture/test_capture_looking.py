@@ -11,11 +11,11 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.capture.catalog import catalog_cache
-from tidemill.capture.catalog.catalog_cache import CachedQuery, Tables
-from tidemill.capture.catalog.table_discovery import TableInfo, hazards, list_tables, list_tables_unless
-from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.postgres.control_connection import Answers, Control
-from tidemill.capture.setup.publication import published_tables
+from tidemill.capture.catalog.catalog_cache import CachedQuery, TableList
+from tidemill.capture.catalog.table_discovery import TableInfo, find_hazards, list_tables, list_tables_if_changed
+from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.postgres.control_connection import ControlConnection, OpenQueries
+from tidemill.capture.setup.publication import read_published_tables
 
 pytestmark = pytest.mark.postgres
 
@@ -97,19 +97,19 @@ def with_looks(dsn: str, scenario: Callable[[Looks, Looks, psycopg.Connection[An
     """`scenario(kept, whole, connection)`: all three looks, kept and not."""
 
     async def run() -> None:
-        wire = await Wire.connect(dsn, purpose="test")
-        control = Control(wire, Answers(SystemClock()))
+        wire = await PgConnection.connect(dsn, purpose="test")
+        control = ControlConnection(wire, OpenQueries(SystemClock()))
 
-        async def published(wire: Wire) -> Any:
-            return await published_tables(wire, "of_looks")
+        async def published(wire: PgConnection) -> Any:
+            return await read_published_tables(wire, "of_looks")
 
-        async def hazardous(wire: Wire) -> Any:
-            return await hazards(wire, "of_looks", True)
+        async def hazardous(wire: PgConnection) -> Any:
+            return await find_hazards(wire, "of_looks", True)
 
-        kept = (Tables(control), CachedQuery(control, published), CachedQuery(control, hazardous))
+        kept = (TableList(control), CachedQuery(control, published), CachedQuery(control, hazardous))
 
         async def looks() -> tuple[Any, Any, Any]:
-            return await kept[0].now(), await kept[1].now(), await kept[2].now()
+            return await kept[0].fetch(), await kept[1].fetch(), await kept[2].fetch()
 
         async def whole() -> tuple[Any, Any, Any]:
             return await list_tables(wire), await published(wire), await hazardous(wire)
@@ -183,11 +183,11 @@ def test_while_nobody_writes_nothing_is_read_and_while_others_write_only_a_hash(
 ) -> None:
     asked: list[str] = []
 
-    async def counted(wire: Wire, known: str, tables: list[TableInfo]) -> tuple[str, list[TableInfo]]:
+    async def counted(wire: PgConnection, known: str, tables: list[TableInfo]) -> tuple[str, list[TableInfo]]:
         asked.append(known)
-        return await list_tables_unless(wire, known, tables)
+        return await list_tables_if_changed(wire, known, tables)
 
-    monkeypatch.setattr(catalog_cache, "list_tables_unless", counted)
+    monkeypatch.setattr(catalog_cache, "list_tables_if_changed", counted)
 
     async def scenario(kept: Looks, whole: Looks, connection: psycopg.Connection[Any]) -> None:
         first = await kept()
@@ -210,13 +210,13 @@ def test_what_is_changed_while_a_look_is_under_way_and_changed_back_after_it_is_
         before = await kept()
         there: list[str] = ["ALTER TABLE t REPLICA IDENTITY NOTHING"]
 
-        async def late(wire: Wire, known: str, tables: list[TableInfo]) -> tuple[str, list[TableInfo]]:
+        async def late(wire: PgConnection, known: str, tables: list[TableInfo]) -> tuple[str, list[TableInfo]]:
             while there:
                 connection.execute(there.pop())
-            return await list_tables_unless(wire, known, tables)
+            return await list_tables_if_changed(wire, known, tables)
 
         connection.execute("INSERT INTO t VALUES (1, 1, '', 1)")
-        monkeypatch.setattr(catalog_cache, "list_tables_unless", late)
+        monkeypatch.setattr(catalog_cache, "list_tables_if_changed", late)
         during = await kept()
         assert during[0] != before[0] and during == await whole()
         connection.execute("ALTER TABLE t REPLICA IDENTITY FULL")
@@ -228,20 +228,20 @@ def test_what_is_changed_while_a_look_is_under_way_and_changed_back_after_it_is_
 
 def test_a_look_that_fails_is_made_again(postgres_dsn: str) -> None:
     async def run() -> None:
-        wire = await Wire.connect(postgres_dsn, purpose="test")
+        wire = await PgConnection.connect(postgres_dsn, purpose="test")
         tries: list[int] = []
 
-        async def question(wire: Wire) -> list[int]:
+        async def question(wire: PgConnection) -> list[int]:
             tries.append(len(tries))
             if len(tries) == 1:
                 raise ValueError("odd")
             return tries
 
-        kept = CachedQuery(Control(wire, Answers(SystemClock())), question)
+        kept = CachedQuery(ControlConnection(wire, OpenQueries(SystemClock())), question)
         try:
             with pytest.raises(ValueError, match="odd"):
-                await kept.now()
-            assert await kept.now() is tries and await kept.now() == [0, 1]
+                await kept.fetch()
+            assert await kept.fetch() is tries and await kept.fetch() == [0, 1]
         finally:
             await wire.aclose()
 
@@ -252,15 +252,15 @@ def test_a_database_without_a_table_is_seen_as_such_and_so_is_its_first(new_data
     dsn = new_database()
 
     async def run() -> None:
-        wire = await Wire.connect(dsn, purpose="test")
-        tables = Tables(Control(wire, Answers(SystemClock())))
+        wire = await PgConnection.connect(dsn, purpose="test")
+        tables = TableList(ControlConnection(wire, OpenQueries(SystemClock())))
         try:
             with psycopg.connect(dsn, autocommit=True) as connection:
-                assert await tables.now() == []
+                assert await tables.fetch() == []
                 connection.execute("CREATE TABLE one (id int PRIMARY KEY)")
-                assert [table.name for table in await tables.now()] == ["public.one"]
+                assert [table.name for table in await tables.fetch()] == ["public.one"]
                 connection.execute("DROP TABLE one")
-                assert await tables.now() == []
+                assert await tables.fetch() == []
         finally:
             await wire.aclose()
 

@@ -11,7 +11,7 @@ from capture_world import World, until
 
 from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.session import bootstrap, session, table_adder
-from tidemill.capture.session.bootstrap import Prepared
+from tidemill.capture.session.bootstrap import PreparedSession
 from tidemill.capture.session.session import Session
 from tidemill.capture.tables.publication_repair import PublicationRepair
 
@@ -76,7 +76,7 @@ def test_a_captured_table_that_somebody_unpublishes_is_copied_again(postgres_dsn
 
             async def again() -> bool:
                 row = await world.table("public.t")
-                return row is not None and row.flows and row.generation == 1
+                return row is not None and row.is_streaming and row.generation == 1
 
             await until(again, "the table is copied again")
             assert len(await world.folded("t")) == 1
@@ -88,8 +88,8 @@ def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_o
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows up to there stay in its topic, and it ends there."""
-    seen: list[Prepared] = []
-    real_published, real_prepare = bootstrap.published_tables, session.prepare
+    seen: list[PreparedSession] = []
+    real_published, real_prepare = bootstrap.read_published_tables, session.prepare_session
 
     async def scenario(world: World) -> None:
         async with world.capture():
@@ -100,12 +100,12 @@ def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_o
                 await world.sql("DROP TABLE IF EXISTS t")
             return await real_published(*args, **more)
 
-        async def prepared(*args: Any, **more: Any) -> Prepared:
+        async def prepared(*args: Any, **more: Any) -> PreparedSession:
             seen.append(await real_prepare(*args, **more))
             return seen[-1]
 
-        monkeypatch.setattr(bootstrap, "published_tables", published)
-        monkeypatch.setattr(session, "prepare", prepared)
+        monkeypatch.setattr(bootstrap, "read_published_tables", published)
+        monkeypatch.setattr(session, "prepare_session", prepared)
         async with world.capture():
             assert {table.name for table in seen[0].captured} == {"public.t", "public.other"}
             assert failed(world) is None
@@ -124,23 +124,23 @@ def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
 ) -> None:
     """The question of the set-up's guard comes to its end: the connection answers nobody after one that was cut off."""
     asked: list[str] = []
-    withdraw, open_writer = PublicationRepair.withdraw, Session._open_writer
+    withdraw, open_writer = PublicationRepair.withdraw_identities, Session._open_writer
 
     async def slowly(mending: PublicationRepair, objected: Any, *, streams: bool = True) -> None:
         if not streams:
             asked.append("begun")
-            await mending._control.ask(lambda wire: wire.query("SELECT pg_sleep(1)"))
+            await mending._control.run(lambda wire: wire.query("SELECT pg_sleep(1)"))
             asked.append("answered")
         await withdraw(mending, objected, streams=streams)
 
-    async def opened(self: Session, prepared: Prepared) -> None:
+    async def opened(self: Session, prepared: PreparedSession) -> None:
         await until(lambda: "begun" in asked, "the guard asks")
         await open_writer(self, prepared)
 
     async def scenario(world: World) -> None:
         async with world.capture():
             await world.flowing("t", "other")
-        monkeypatch.setattr(PublicationRepair, "withdraw", slowly)
+        monkeypatch.setattr(PublicationRepair, "withdraw_identities", slowly)
         monkeypatch.setattr(Session, "_open_writer", opened)
         async with world.capture() as capture:
             first = capture._session
@@ -155,7 +155,7 @@ def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that fails is tried again after a pause, which is that table's, not its name's."""
-    real, tries = table_adder.take_snapshot, []
+    real, tries = table_adder.copy_tables, []
 
     async def scenario(world: World) -> None:
         async def take_snapshot(*args: Any, **more: Any) -> Any:
@@ -165,7 +165,7 @@ def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
                 await world.sql("INSERT INTO late VALUES (7)")
             return await real(*args, **more)
 
-        monkeypatch.setattr(table_adder, "take_snapshot", take_snapshot)
+        monkeypatch.setattr(table_adder, "copy_tables", take_snapshot)
         async with world.capture(table_poll_s=600.0) as capture:
             await world.flowing("t", "other")
             await world.sql("CREATE TABLE late (id int PRIMARY KEY)")

@@ -19,9 +19,9 @@ from test_capture_tables import in_world
 
 from tidemill.base.errors import CorruptError, InvalidError, UnavailableError
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.timeline import fork, parse_history
+from tidemill.capture.postgres.timeline import find_fork, parse_history
 from tidemill.capture.session import capture as capture_module
-from tidemill.capture.session.bootstrap import Prepared
+from tidemill.capture.session.bootstrap import PreparedSession
 from tidemill.capture.session.capture import Capture
 from tidemill.capture.session.session import Session
 from tidemill.capture.setup.privileges import check_capture
@@ -33,13 +33,13 @@ TABLES = ("a", "b")
 # histories ------------------------------------------------------------------------------------------
 def test_two_histories_are_one_up_to_where_the_first_of_them_left_a_timeline() -> None:
     first, promoted, again = ((1, 0),), ((1, 500), (2, 0)), ((1, 500), (2, 900), (3, 0))
-    assert fork(first, first) is None and fork(promoted, promoted) is None
-    assert fork(first, promoted) == 500 and fork(promoted, first) == 500
-    assert fork(promoted, again) == 900 and fork(first, again) == 500
+    assert find_fork(first, first) is None and find_fork(promoted, promoted) is None
+    assert find_fork(first, promoted) == 500 and find_fork(promoted, first) == 500
+    assert find_fork(promoted, again) == 900 and find_fork(first, again) == 500
     # Two servers that were promoted apart, be it under one number, and two with nothing in common.
-    assert fork(((1, 700), (2, 0)), promoted) == 500
-    assert fork(again, ((1, 500), (3, 0))) == 500
-    assert fork(((2, 0),), ((3, 0),)) == 0
+    assert find_fork(((1, 700), (2, 0)), promoted) == 500
+    assert find_fork(again, ((1, 500), (3, 0))) == 500
+    assert find_fork(((2, 0),), ((3, 0),)) == 0
 
 
 def test_a_history_file_is_read_as_postgresql_writes_it() -> None:
@@ -216,7 +216,7 @@ def test_a_failover_that_loses_nothing_copies_nothing_and_is_a_notice(
                     await world.same_as_select(*TABLES)
                     said = "failed over to another timeline, nothing that was captured is lost"
                     await until(lambda: said in noticed(capture), "it is a notice")
-                    monkeypatch.setattr(capture_module, "HISTORY_TOLD_MS", 0)
+                    monkeypatch.setattr(capture_module, "HISTORY_NOTICE_MS", 0)
                     await until(lambda: not noticed(capture), "the notice ends")
                     assert {table: await world.topic_id(table) for table in TABLES} == before
                     row = await world.row()
@@ -416,7 +416,7 @@ def test_idle_wal_that_an_older_version_confirmed_before_it_was_bound_is_no_slot
     """Such a version recorded no history. This one does, before anything else of its own is bound."""
     open_writer, sessions = Session._open_writer, list[Session]()
 
-    async def opened(self: Session, prepared: Prepared) -> None:
+    async def opened(self: Session, prepared: PreparedSession) -> None:
         sessions.append(self)
         if cut_off and len(sessions) == 1:
             raise UnavailableError("cut off.")

@@ -12,7 +12,7 @@ from test_capture_others import postgres_server
 from test_capture_tables import GOOD, good_flows, in_world
 
 from tidemill.base.errors import InvalidError
-from tidemill.capture.session.teardown import take_back
+from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.privileges import check_capture
 from tidemill.metastore.catalogue import CaptureTableRow
 
@@ -130,7 +130,7 @@ def test_f490_a_publication_that_comes_later_gives_the_application_its_statement
                 await world.sql(f"UPDATE {table} SET v = v + 1", f"DELETE FROM {table} WHERE id = 1")
                 await exact(world, table)
             await good_flows(world)
-        assert not (await take_back(world.config(), world.catalogue)).left
+        assert not (await drop_capture(world.config(), world.catalogue)).left
         assert await identity(world, "t") == "d"
 
     in_world(postgres_dsn, scenario)
@@ -221,7 +221,7 @@ def test_f491_an_identity_that_another_publication_needs_is_not_given_back(postg
             await good_flows(world)
             assert await identity(world, "t") == "f" and not await refused_by_postgres(world, "t")
             assert (await world.tables())["public.t"].identities
-        done = await take_back(world.config(), world.catalogue)
+        done = await drop_capture(world.config(), world.catalogue)
         (statement,) = [each for each in done.for_administrator if '"t"' in each]
         assert statement == 'ALTER TABLE "public"."t" REPLICA IDENTITY DEFAULT'
         assert "publications=other" in done.for_administrator[statement]

@@ -10,9 +10,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tidemill.capture.catalog.foreign_publications import failing, objections
+from tidemill.capture.catalog.foreign_publications import find_identity_failures, find_objections
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.connection import PgConnection
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres
@@ -110,7 +110,7 @@ def test_the_catalogue_says_which_identity_makes_update_and_delete_fail(postgres
     rng = random.Random(7)
 
     async def compared(connection: psycopg.Connection) -> dict[str, int]:
-        wire = await Wire.connect(postgres_dsn, purpose="test")
+        wire = await PgConnection.connect(postgres_dsn, purpose="test")
         causes: dict[str, int] = {}
         try:
             oids = {t: int((await wire.value(f"SELECT '{t}'::regclass::oid")) or 0) for t in IDENTITIES}
@@ -125,10 +125,10 @@ def test_the_catalogue_says_which_identity_makes_update_and_delete_fail(postgres
                     except psycopg.Error:
                         continue  # a list on a root that is not published as one, and the like
                     statements.append(statement)
-                found = await objections(wire, CaptureConfig("none", postgres_dsn))
+                found = await find_objections(wire, CaptureConfig("none", postgres_dsn))
                 withheld = {oid for each in found.values() for oid in each.relations}
                 said: dict[tuple[str, str], set[str]] = {}
-                for each in await failing(wire, [(oids[table], identity) for table, identity in asked]):
+                for each in await find_identity_failures(wire, [(oids[table], identity) for table, identity in asked]):
                     said.setdefault((names[each.oid], each.identity), set()).add(each.publication)
                     causes[each.cause] = causes.get(each.cause, 0) + 1
                 did = connection.execute(

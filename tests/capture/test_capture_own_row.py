@@ -14,7 +14,7 @@ from tidemill.base.errors import UnavailableError
 from tidemill.capture.capture_row import FencedCaptureRow
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.memory import MemoryObjects
 
 ROW = CaptureRow("shop", "7", "slot", "publication", 1, True, taps=("file of the first",))
@@ -23,7 +23,7 @@ ROW = CaptureRow("shop", "7", "slot", "publication", 1, True, taps=("file of the
 def with_catalogue(body: Callable[[Catalogue], Awaitable[None]]) -> None:
     async def main() -> None:
         clock, rand = SystemClock(), Rand(1)
-        metastore = metastore_on(MemoryConsensus(ManualClock()), MemoryObjects(clock), clock, rand)
+        metastore = create_metastore(MemoryConsensus(ManualClock()), MemoryObjects(clock), clock, rand)
         await body(Catalogue(metastore, clock, rand))
         await metastore.aclose()
 
@@ -39,7 +39,7 @@ async def taken_over(catalogue: Catalogue) -> None:
     heir = FencedCaptureRow(catalogue, "shop")
     await heir.read()
     await heir.claim()
-    await heir.change(named("file of the heir"))
+    await heir.update(named("file of the heir"))
 
 
 def test_a_session_that_was_frozen_before_it_named_its_taps_does_not_replace_the_names_of_its_successor() -> None:
@@ -50,9 +50,9 @@ def test_a_session_that_was_frozen_before_it_named_its_taps_does_not_replace_the
         await frozen.claim()
         await taken_over(catalogue)
         with pytest.raises(UnavailableError, match="another session has taken this capture over"):
-            await frozen.change(named("file of the frozen"))
+            await frozen.update(named("file of the frozen"))
         with pytest.raises(UnavailableError):
-            await frozen.begin(ROW)
+            await frozen.replace_row(ROW)
         row = await catalogue.get(CaptureRow, "shop")
         assert row is not None and row.taps == ("file of the heir",)
 
@@ -78,13 +78,13 @@ def test_of_two_first_sessions_one_begins_and_a_dropped_capture_is_not_brought_b
     async def body(catalogue: Catalogue) -> None:
         first, second = FencedCaptureRow(catalogue, "shop"), FencedCaptureRow(catalogue, "shop")
         assert await first.read() is None and await second.read() is None
-        await first.begin(ROW)
+        await first.replace_row(ROW)
         with pytest.raises(UnavailableError):
-            await second.begin(replace(ROW, generation=9))
-        assert (await first.change(named("a"))).generation == 1
+            await second.replace_row(replace(ROW, generation=9))
+        assert (await first.update(named("a"))).generation == 1
         await catalogue.delete(CaptureRow, "shop")
         with pytest.raises(UnavailableError):
-            await first.change(named("b"))
+            await first.update(named("b"))
         assert await catalogue.get(CaptureRow, "shop") is None
 
     with_catalogue(body)
@@ -99,13 +99,13 @@ def test_a_session_whose_row_was_claimed_names_nobody_and_the_next_one_claims_it
                 session = capture._session
                 assert session is not None
                 before = await world.row()
-                await session.name_taps()
+                await session.store_tap_names()
                 heir = FencedCaptureRow(world.catalogue, world.name)
                 await heir.read()
                 await heir.claim()
-                await heir.change(named("file of the heir"))
+                await heir.update(named("file of the heir"))
                 with pytest.raises(UnavailableError, match="another session"):
-                    await session.name_taps()
+                    await session.store_tap_names()
                 assert (await world.row()).taps == ("file of the heir",)
                 await world.sql(
                     "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"

@@ -11,8 +11,9 @@ from fragments import OTHER, T, at, change, fragment
 from tidemill.base.clock import Rand
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change
-from tidemill.capture.topics.commit_boundaries import Boundary
-from tidemill.capture.topics.topic_writer import ROW_BYTES, CapturedTable, TopicWriter
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.commit_boundaries import CommitBoundary
+from tidemill.capture.topics.topic_writer import MAX_ROW_BYTES, TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import ProduceResult
 
@@ -38,14 +39,14 @@ class Notices:
 
 def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boundary() -> None:
     async def main() -> None:
-        done: list[Boundary] = []
+        done: list[CommitBoundary] = []
         tables = [CapturedTable(r.name, TopicRow(r.table, r.table, 1), 1 << 62, oid=r.oid) for r in (T, OTHER)]
 
         async def parks(table: CapturedTable, lsn: int, error: BaseException) -> None:
             await asyncio.sleep(0.05)  # made durable; what was sent meanwhile lands
-            writer.park(table.oid, lsn)
+            writer.pause_table(table.oid, lsn)
 
-        def durable(boundaries: Sequence[Boundary]) -> None:
+        def durable(boundaries: Sequence[CommitBoundary]) -> None:
             done.extend(boundaries)
 
         topics: Any = AtOnce()
@@ -54,7 +55,7 @@ def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boundary()
             table.lanes[0].start_at(0, 0, None)
         # Something is on its way already, so that a round is sent in the middle of what follows.
         await writer.deliver(fragment(1, change(1)), Notices())
-        wide = Change(OTHER, "insert", at(2, 2), {"id": "1", "v": "x" * (ROW_BYTES + 1)})
+        wide = Change(OTHER, "insert", at(2, 2), {"id": "1", "v": "x" * (MAX_ROW_BYTES + 1)})
         await writer.deliver(fragment(2, change(2), wide), Notices())
         await asyncio.sleep(0.05)
         assert [boundary.lsn for boundary in done] == [1, 2]

@@ -65,7 +65,7 @@ def test_f494_a_prepared_transaction_in_the_way_is_named_with_the_statement_that
             # Whoever compares the tables meets it as well.
             await world.sql("CREATE TABLE d (id int PRIMARY KEY, v int)")
             with pytest.raises(UnavailableError, match="gid='other'"):
-                async with verify.source_point(world.dsn, ["public.c"], "nonce"):
+                async with verify.open_source_point(world.dsn, ["public.c"], "nonce"):
                     pass
             await world.sql("COMMIT PREPARED 'other'")
             await world.flowing("c")

@@ -16,13 +16,13 @@ from test_capture_tables import GOOD, good_flows, in_world
 from patience import DEADLINE_S
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Backoff
-from tidemill.base.status.status import State
+from tidemill.base.status.status import StageState
 from tidemill.capture.session import table_adder
 from tidemill.capture.setup import publication
-from tidemill.capture.setup.publication import Entry
+from tidemill.capture.setup.publication import PublishedTable
 from tidemill.capture.snapshot import exported_snapshot
 from tidemill.capture.tables import context, publication_repair
-from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.topics.topic_writer import TopicWriter
 
 pytestmark = pytest.mark.postgres
@@ -41,7 +41,7 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
     async def scenario(world: World) -> None:
         await world.sql(*GOOD)
         bursts, may_write = 0, asyncio.Event()
-        write_rows, other = TopicWriter.write_rows, await psycopg.AsyncConnection.connect(world.dsn)
+        write_rows, other = TopicWriter.write_copied_rows, await psycopg.AsyncConnection.connect(world.dsn)
 
         async def slowly(self: TopicWriter, target: Any, *args: Any) -> None:
             nonlocal bursts
@@ -63,7 +63,7 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
                     return await real(*args, **settings)
 
                 monkeypatch.setattr(table_adder, fails, locked)
-            monkeypatch.setattr(TopicWriter, "write_rows", slowly)
+            monkeypatch.setattr(TopicWriter, "write_copied_rows", slowly)
             await world.transaction(
                 *T,
                 "INSERT INTO t SELECT g, g, repeat('w', 500) FROM generate_series(10, 3000) g",
@@ -73,12 +73,12 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
 
             def copied() -> bool:
                 mark = told(world, capture, capture.config.table_mark("public.t"))
-                return mark is not None and mark.state is State.MOVING and mark.mark.position > 0
+                return mark is not None and mark.state is StageState.MOVING and mark.mark.position > 0
 
             await until(copied, "the other one is copied")
             mark = told(world, capture, capture.config.table_mark("public.a"))
             holder = "operator" if fails == "its rows" else f"postgres-pid:{other.info.backend_pid}"
-            assert mark is not None and mark.state is State.STUCK, mark
+            assert mark is not None and mark.state is StageState.STUCK, mark
             assert mark.mark.held_by == holder, mark
             assert ("no such rows" if fails == "its rows" else "is locked by others") in mark.mark.error, mark
             await other.close()
@@ -111,7 +111,7 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
             await parked_table(world)
             async with await psycopg.AsyncConnection.connect(world.dsn, application_name="nightly") as other:
                 await other.execute("UPDATE t SET v = v + 1")
-                await ask(world.catalogue, world.name, "public.t")
+                await request_recopy(world.catalogue, world.name, "public.t")
 
                 def named() -> bool:
                     table = told(world, capture, mark)
@@ -119,7 +119,7 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
 
                 await until(named, "its holder is named")
                 table = told(world, capture, mark)
-                assert table is not None and table.state is State.STUCK
+                assert table is not None and table.state is StageState.STUCK
                 for words in (
                     "column 'x' double precision is new",
                     "application='nightly'",
@@ -155,8 +155,8 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
                 raise UnavailableError("too many connections.")
 
             with monkeypatch.context() as patch:
-                patch.setattr(table_adder, "publish", publish)
-                await ask(world.catalogue, world.name, "public.t")
+                patch.setattr(table_adder, "publish_tables", publish)
+                await request_recopy(world.catalogue, world.name, "public.t")
 
                 def failing() -> bool:
                     table = told(world, capture, mark)
@@ -164,14 +164,14 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
 
                 await until(failing, "what its copy ended with is told")
                 row = await world.table("public.t")
-                assert row is not None and row.flows is not parked, "what flows goes on meanwhile"
+                assert row is not None and row.is_streaming is not parked, "what flows goes on meanwhile"
                 await good_flows(world)
                 assert failing(), "it still is"
             await world.flowing("t")
 
             async def copied() -> bool:
                 row = await world.table("public.t")
-                return row is not None and row.flows and row.generation == 1
+                return row is not None and row.is_streaming and row.generation == 1
 
             await until(copied, "it is copied")
             await until(lambda: told(world, capture, mark) is None, "nothing is told of it")
@@ -184,7 +184,7 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
 ) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*GOOD, *T)
-        real, looked = table_adder.publish, asyncio.Event()
+        real, looked = table_adder.publish_tables, asyncio.Event()
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             await parked_table(world)
@@ -199,8 +199,8 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
                 return done
 
             with monkeypatch.context() as patch:
-                patch.setattr(table_adder, "publish", publish)
-                await ask(world.catalogue, world.name, "public.t")
+                patch.setattr(table_adder, "publish_tables", publish)
+                await request_recopy(world.catalogue, world.name, "public.t")
                 await asyncio.wait_for(looked.wait(), DEADLINE_S)
             assert await world.select("SELECT FROM pg_publication_rel WHERE prrelid = 't'::regclass")
             await world.flowing("t")
@@ -225,21 +225,21 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
             await parked_table(world)
             row = await world.table("public.t")
             assert row is not None and capture._session is not None and capture._session.joining is not None
-            real, joins, taken_out = context.published_tables, capture._session.joining, []
+            real, joins, taken_out = context.read_published_tables, capture._session.joining, []
 
             async def published_tables(*args: Any, **more: Any) -> Any:
                 published = await real(*args, **more)
                 capture._desk.copying = {"public.t": row.oid}
-                return {**(published or {}), row.oid: Entry("ONLY public.t")}
+                return {**(published or {}), row.oid: PublishedTable("ONLY public.t")}
 
             async def unpublish(*args: Any) -> bool:
                 taken_out.append(args[2])
                 return True
 
             with monkeypatch.context() as patch:
-                patch.setattr(publication_repair, "unpublish", unpublish)
-                patch.setattr(context, "published_tables", published_tables)
-                await joins.mending._unpublish_parked()
+                patch.setattr(publication_repair, "unpublish_table", unpublish)
+                patch.setattr(context, "read_published_tables", published_tables)
+                await joins.mending._unpublish_paused()
                 assert not taken_out
             capture._desk.copied()
 
@@ -259,7 +259,7 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
         await world.sql(*GOOD, *T)
         if not known:
             await world.sql("ALTER TABLE t DROP CONSTRAINT t_pkey")
-        real, tries = table_adder.publish, 0
+        real, tries = table_adder.publish_tables, 0
         other = await psycopg.AsyncConnection.connect(world.dsn)
 
         async def publish(*args: Any, **settings: Any) -> Any:
@@ -269,13 +269,13 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
                 await other.execute("LOCK TABLE t IN SHARE ROW EXCLUSIVE MODE")
             return await real(*args, **settings)
 
-        monkeypatch.setattr(table_adder, "publish", publish)
+        monkeypatch.setattr(table_adder, "publish_tables", publish)
         monkeypatch.setattr(table_adder, "Restarts", Never)
         async with other, world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             if known:
                 await parked_table(world)
-                await ask(world.catalogue, world.name, "public.t")
+                await request_recopy(world.catalogue, world.name, "public.t")
             else:
                 await world.parked("t", "primary key")
                 await world.sql("ALTER TABLE t ADD PRIMARY KEY (id)")

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tidemill.base.lsn import Lsn
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 
 pytestmark = pytest.mark.postgres
 
@@ -43,7 +43,7 @@ async def restore(world: World, state: MemoryState, **row: Any) -> None:
     world.consensus = MemoryConsensus(world.clock, state)
     for lease in await world.consensus.leases("metastore/"):
         await world.consensus.release(lease.name, lease.holder, lease.term)
-    world.metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand)
+    world.metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand)
     world.catalogue = Catalogue(world.metastore, world.clock, world.rand)
     world.topics = world.new_topics()
     marked = replace(await world.row(), restored=True, snapshot_done=False, **row)

@@ -26,12 +26,13 @@ from tidemill.capture.changes import Column, Fragment, Relation, Row
 from tidemill.capture.delivery import deferrable_keys
 from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
 from tidemill.capture.encode.avro_schemas import schemas_of
-from tidemill.capture.encode.debezium_json import Source
+from tidemill.capture.encode.debezium_json import EventSource
 from tidemill.capture.postgres import control_connection
-from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import PipelineRow, TopicRow
 from tidemill.shapes.definition.definition import ShapeDefinition
 from tidemill.shapes.definition.definition import Source as ShapeSource
@@ -40,13 +41,13 @@ from tidemill.shapes.log.log import MemoryLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import Turn
-from tidemill.shapes.tables.table_consumer import Backlog, Entry, TableConsumer, Transaction, Work
+from tidemill.shapes.tables.table_consumer import Backlog, InboxEntry, PendingFragment, TableConsumer, Transaction
 from tidemill.topics.batch import Record, decode_batch
 
 D = Relation(
     1, "public", "d", (Column("v", TEXT, -1, "", -1), Column("id", INT4, -1, "integer", 0)), deferrable=True
 )  # fmt: skip
-AVRO = Source("shop", "db", ((5, 6),))
+AVRO = EventSource("shop", "db", ((5, 6),))
 KEY_SCHEMA, VALUE_SCHEMA = (fastavro.parse_schema(json.loads(text)) for text in schemas_of("shop.public.d", D.columns))
 Table = dict[str, str]
 """id → v."""
@@ -141,13 +142,13 @@ def settled(
         pure = DeferrableKeys(ask, refuse, remembered_bytes=limit, waiting_bytes=limit)
         for fragment in fragments:
             at[0] = fragment.commit_lsn
-            out += await pure.settle(fragment)
+            out += await pure.resolve_fragment(fragment)
         return out
 
     return asyncio.run(run())
 
 
-def written(fragments: Sequence[Fragment], partitions: int, source: Source | None) -> list[list[Record]]:
+def written(fragments: Sequence[Fragment], partitions: int, source: EventSource | None) -> list[list[Record]]:
     """The records of each partition."""
 
     async def run() -> list[list[Record]]:
@@ -160,7 +161,7 @@ def written(fragments: Sequence[Fragment], partitions: int, source: Source | Non
             lane.start_at(0, 0, None)
         for fragment in fragments:
             await writer.deliver(fragment, Notices())
-        await writer.drained()
+        await writer.wait_drained()
         await writer.aclose()
         return [
             [record for batch in log.batches.get(("d", p), []) for record in decode_batch(batch).records]
@@ -176,26 +177,28 @@ class Literal:
     def __init__(self) -> None:
         shape = LiveShape("h", ShapeDefinition(ShapeSource("table", "main", "public", "d")), b"{}", MemoryLog())
         shape.log.seal_base()
-        shape.ready()
+        shape.mark_ready()
         self._turn = Turn(SystemClock(), float("inf"))
         self._shape = shape
         self._consumer = TableConsumer(shape, D, None, RowWriter("public", "d", ["id", "v"], ["id"], [], "default"))
-        self._consumer.open(PgSnapshot(1, 1, frozenset()))
-        self._consumer.settle(self._turn)
+        self._consumer.set_snapshot(PgSnapshot(1, 1, frozenset()))
+        self._consumer.publish_waiting(self._turn)
         self._transaction = Transaction(0, 0)
 
     def take(self, fragment: Fragment) -> None:
         if fragment.begins:
             self._transaction = Transaction(fragment.xid, fragment.commit_lsn)
         changes = list(fragment.changes)
-        self._consumer.offer(Entry(self._transaction, Work(Backlog(), 0, 0, 0.0, 0), changes, fragment.commits), 0)
+        self._consumer.offer(
+            InboxEntry(self._transaction, PendingFragment(Backlog(), 0, 0, 0.0, 0), changes, fragment.commits), 0
+        )
         while self._consumer.evaluate(self._turn):
             pass
 
     @property
     def over(self) -> bool:
         """A truncate ends a shape."""
-        return self._shape.gone
+        return self._shape.has_ended
 
     def held(self) -> Table:
         rows: Table = {}
@@ -210,7 +213,7 @@ class Literal:
         return rows
 
 
-def row_of(record: Record, source: Source | None) -> tuple[str, str | None, str]:
+def row_of(record: Record, source: EventSource | None) -> tuple[str, str | None, str]:
     """(id, v or None, op) of a record."""
     assert record.key is not None
     if source is AVRO:
@@ -228,7 +231,7 @@ def row_of(record: Record, source: Source | None) -> tuple[str, str | None, str]
     return str(key["id"]), event["after"]["v"] if event["after"] else None, event["op"]
 
 
-def folded(parts: Sequence[Sequence[Record]], source: Source | None, end_lsn: int) -> Table:
+def folded(parts: Sequence[Sequence[Record]], source: EventSource | None, end_lsn: int) -> Table:
     """Whoever keeps the last record of each key has this, as of a commit."""
     table: Table = {}
     for part in parts:
@@ -250,11 +253,11 @@ def folded(parts: Sequence[Sequence[Record]], source: Source | None, end_lsn: in
 
 @settings(max_examples=150)
 @given(
-    st.integers(0, 1 << 32), st.sampled_from([1, 3]), st.sampled_from([None, Source("shop", "db"), AVRO]),
+    st.integers(0, 1 << 32), st.sampled_from([1, 3]), st.sampled_from([None, EventSource("shop", "db"), AVRO]),
     st.sampled_from([1 << 20, 1 << 20, 2_000]),
 )  # fmt: skip
 def test_after_each_transaction_the_last_record_of_a_key_is_the_row_that_the_table_has(
-    seed: int, partitions: int, source: Source | None, limit: int
+    seed: int, partitions: int, source: EventSource | None, limit: int
 ) -> None:
     """Swaps, chains, cycles, permutations, rows of equal content, deletes and inserts of the same key, truncates; in
     fragments, by columns and one by one, and where too much is to be remembered."""
@@ -354,7 +357,7 @@ def test_what_cannot_be_asked_for_refuses_its_table_alone() -> None:
 
     frames = one(message("I", 1, None, ["a", "1"]), message("D", 1, ["a", "1"], None))
     (fragment,) = feed(frames, None, 1, relations={1: D})[0]
-    (passed,) = asyncio.run(DeferrableKeys(ask, refuse).settle(fragment))
+    (passed,) = asyncio.run(DeferrableKeys(ask, refuse).resolve_fragment(fragment))
     assert [(c.op, c.old, c.new) for c in passed.changes] == [(c.op, c.old, c.new) for c in fragment.changes]
     assert refused == ["public.d 100 no lock."]
 
@@ -453,7 +456,7 @@ def test_f486_rows_are_asked_for_under_a_type_that_the_catalogue_describes_other
         async with world.capture(copy_again=False):
             await as_selected(world, "d")
             row = await world.table("public.d")
-            assert row is not None and row.flows
+            assert row is not None and row.is_streaming
 
     in_world(postgres_dsn, scenario)
 
@@ -517,7 +520,7 @@ def test_keys_that_were_deferrable_when_they_moved_are_told_apart_though_the_cat
             await as_selected(world, "late")
             for table in ("d", "late"):
                 row = await world.table(f"public.{table}")
-                assert row is not None and row.flows and row.generation == 0
+                assert row is not None and row.is_streaming and row.generation == 0
 
     in_world(postgres_dsn, scenario)
 
@@ -538,7 +541,7 @@ def test_a_key_that_was_made_anew_is_no_deferrable_one_where_the_stream_says_onl
             )  # fmt: skip
             await as_selected(world, "d")
             row = await world.table("public.d")
-            assert row is not None and row.flows
+            assert row is not None and row.is_streaming
 
     in_world(postgres_dsn, scenario)
 
@@ -552,9 +555,9 @@ def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_quest
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the session ends, and the next one is told the same transaction and asks the same."""
-    some, slices = row_lookup._some, list[int]()
+    some, slices = row_lookup._read_rows_by_key, list[int]()
 
-    async def slowly(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+    async def slowly(wire: PgConnection, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
         slices.append(len(rows))
         await asyncio.sleep(0.5)
         return await some(wire, relation, rows)
@@ -567,8 +570,8 @@ def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_quest
         async with world.capture() as capture:
             await world.flowing("d2")
             session = capture._session
-            monkeypatch.setattr(row_lookup, "ASKED_AT_ONCE", 10)
-            monkeypatch.setattr(row_lookup, "_some", slowly)
+            monkeypatch.setattr(row_lookup, "KEYS_PER_QUERY", 10)
+            monkeypatch.setattr(row_lookup, "_read_rows_by_key", slowly)
             monkeypatch.setattr(control_connection, "ANSWER_DEADLINE_S", 3.0)
             await world.sql("UPDATE d2 SET id = id + 1")
             await as_selected(world, "d2")

@@ -6,8 +6,8 @@ import pytest
 from capture_world import World
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
-from tidemill.capture.catalog.schema_versions import schema_of
-from tidemill.cli.verify.postgres import source_point
+from tidemill.capture.catalog.schema_versions import shard_schema_of
+from tidemill.cli.verify.postgres import open_source_point
 
 pytestmark = pytest.mark.postgres
 
@@ -39,10 +39,10 @@ def test_f493_a_capture_is_set_up_copies_and_flows_whatever_its_role_has_as_defa
                 await world.sql("UPDATE more SET v = 'x' WHERE id < 100", "DELETE FROM more WHERE id > 19990")
                 await world.caught_up()
                 assert await world.folded("more") == await plain(world, "more")
-            async with source_point(world.dsn, ["public.more"], "nonce") as point:
+            async with open_source_point(world.dsn, ["public.more"], "nonce") as point:
                 row = await world.table("public.more")
                 assert row is not None
-                chunks = [len(chunk) async for chunk in point.rows("public.more", schema_of(row.columns))]
+                chunks = [len(chunk) async for chunk in point.rows("public.more", shard_schema_of(row.columns))]
                 assert sum(chunks) == 19990
         finally:
             world.dsn = owner

@@ -11,7 +11,7 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.topics import batch_sender as rounds_module
-from tidemill.capture.topics.batch_sender import SMALL_BYTES, BatchSender
+from tidemill.capture.topics.batch_sender import SMALL_ROUND_BYTES, BatchSender
 from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.topics.api import ProduceResult
 from tidemill.topics.batch import Record
@@ -70,12 +70,12 @@ def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None
 
     async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
         one = lane()
-        one.take(at(0))
+        one.assign_offset(at(0))
         rounds.add(one, RECORD)
-        rounds.kick()  # somebody else's turn
+        rounds.schedule_round()  # somebody else's turn
         await turn()
         assert len(topics.taken) == 1
-        rounds.kick(at(0))
+        rounds.schedule_round(at(0))
         topics.answer()
         await turn()
         assert durable == [at(0)]
@@ -86,14 +86,14 @@ def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None
 def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once() -> None:
     async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
         one = lane()
-        one.take(at(0))
+        one.assign_offset(at(0))
         rounds.add(one, RECORD)
-        rounds.kick()
+        rounds.schedule_round()
         await turn()
         topics.answer()
         await turn()
         assert at(0) not in durable
-        rounds.kick(at(0))
+        rounds.schedule_round(at(0))
         assert durable[-1] == at(0)
 
     in_loop(scenario)
@@ -102,10 +102,10 @@ def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once()
 def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
     async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
         one = lane()
-        one.take(at(0))
+        one.assign_offset(at(0))
         one.close_batches = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
         rounds.add(one, RECORD)
-        rounds.kick(at(0))
+        rounds.schedule_round(at(0))
         with pytest.raises(UnavailableError, match="cannot be encoded"):
             async with asyncio.timeout(5):
                 await rounds.failed()
@@ -117,16 +117,16 @@ def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
 def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rounds_module, "GAP_S", 1.0)  # no stall of the machine is as long
+    monkeypatch.setattr(rounds_module, "MIN_ROUND_GAP_S", 1.0)  # no stall of the machine is as long
 
     async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
         one, ordinal = lane(), 0
 
         async def put(record: Record = RECORD) -> int:
             nonlocal ordinal
-            one.take(at(ordinal))
+            one.assign_offset(at(ordinal))
             rounds.add(one, record)
-            rounds.kick(at(ordinal))
+            rounds.schedule_round(at(ordinal))
             ordinal += 1
             await turn()
             return len(topics.taken)
@@ -139,7 +139,7 @@ def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_o
             await asyncio.sleep(0.001)
         assert loop.time() - began_s >= 0.5
         assert await put() == 2
-        assert await put(Record(b"k", bytes(SMALL_BYTES), (), 0)) == 3
+        assert await put(Record(b"k", bytes(SMALL_ROUND_BYTES), (), 0)) == 3
         topics.offsets = [0, 1, 4]
         topics.answer()
         await turn()

@@ -109,7 +109,7 @@ def test_a_stream_that_tells_of_before_the_copy_leaves_followers_no_older_column
 
             async def copied() -> bool:
                 row = await world.table("public.grown")
-                return row is not None and row.flows and [c.name for c in row.columns] == ["id", "v", "a", "w"]
+                return row is not None and row.is_streaming and [c.name for c in row.columns] == ["id", "v", "a", "w"]
 
             await until(copied, "the table is copied again")
             await world.caught_up()

@@ -16,9 +16,9 @@ from tidemill.capture.delivery.collector import QUEUE_FRAGMENTS, Collector
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.delivery.sinks import FlushNotices
 from tidemill.capture.postgres.pgoutput import Begin, Commit, Insert, RelationMessage, WireColumn
-from tidemill.capture.postgres.standby_status import Status
+from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.capture.topics.binder import Binder
-from tidemill.capture.topics.commit_boundaries import Boundary
+from tidemill.capture.topics.commit_boundaries import CommitBoundary
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.shards.bindings.remap import LogRemap
 
@@ -36,7 +36,7 @@ class Sink:
             raise RuntimeError("the sink died")
         self.got.append(fragment)
         if self.eager and fragment.commits:
-            notices.flushed("c", fragment.last)
+            notices.report_flushed("c", fragment.last)
         return ["c"]
 
     async def aclose(self) -> None: ...
@@ -62,23 +62,23 @@ def test_ft13_two_that_hang_are_freed_in_turn_and_the_acknowledgement_goes_step_
     tracker = FlushTracker()
     for lsn, consumer in ((3, "first"), (6, "second"), (9, "other")):
         assert tracker.commit(fragment(lsn), [consumer], 0) is None
-    assert tracker.flushed("other", at(9), 0) == 1, "held below the first one's transaction"
-    assert tracker.holder() == "first"
-    assert tracker.flushed("first", at(3), 0) == 4, "held below the second one's"
-    assert tracker.holder() == "second"
-    assert tracker.flushed("second", at(6), 0) == 9
-    assert tracker.pending == {}
+    assert tracker.record_flush("other", at(9), 0) == 1, "held below the first one's transaction"
+    assert tracker.blocking_consumer() == "first"
+    assert tracker.record_flush("first", at(3), 0) == 4, "held below the second one's"
+    assert tracker.blocking_consumer() == "second"
+    assert tracker.record_flush("second", at(6), 0) == 9
+    assert tracker.pending_positions == {}
 
 
 def test_slc5_a_sink_that_dies_on_a_later_fragment_leaves_no_entry_of_that_transaction() -> None:
     async def run() -> None:
         sink = Sink(poison=frozenset({at(5, 2)}))
-        collector = Collector([sink], Status(0), ManualClock())
+        collector = Collector([sink], ReplicationStatus(0), ManualClock())
         await collector.put(fragment(5, change(5, 0), commits=False))
         await collector.put(fragment(5, change(5, 2), begins=False))
         assert isinstance(await ended_with(collector), UnavailableError)
         assert len(sink.got) == 1
-        assert collector.tracker.pending == {}
+        assert collector.tracker.pending_positions == {}
         assert (collector.status.flushed, collector.status.last_seen_txn) == (0, 0)
 
     asyncio.run(run())
@@ -93,7 +93,7 @@ def test_slc11_a_table_that_is_gone_before_it_is_looked_up_has_all_columns_as_it
 def test_slc14_what_comes_before_the_collector_runs_waits_in_order_and_its_sender_beyond_the_bound() -> None:
     async def run() -> None:
         sink = Sink(eager=True)
-        collector = Collector([sink], Status(0), ManualClock())
+        collector = Collector([sink], ReplicationStatus(0), ManualClock())
         for lsn in range(1, QUEUE_FRAGMENTS + 1):
             await collector.put(fragment(lsn, change(lsn)))
         sender = asyncio.ensure_future(collector.put(fragment(1000, change(1000))))
@@ -116,7 +116,7 @@ def test_slc14_what_comes_before_the_collector_runs_waits_in_order_and_its_sende
 def test_c13_a_fragment_of_no_open_transaction_is_an_error(commits: bool) -> None:
     async def run() -> None:
         sink = Sink(eager=True)
-        collector = Collector([sink], Status(0), ManualClock())
+        collector = Collector([sink], ReplicationStatus(0), ManualClock())
         await collector.put(fragment(5, change(5)))
         await collector.put(fragment(7, change(7), begins=False, commits=commits))
         assert isinstance(await ended_with(collector), CorruptError)
@@ -128,11 +128,11 @@ def test_c13_a_fragment_of_no_open_transaction_is_an_error(commits: bool) -> Non
 def test_c13_messages_of_no_open_transaction_are_an_error() -> None:
     for message in (Insert(T.oid, ["1", "x"]), Commit(100, 140, 0)):
         with pytest.raises(CorruptError):
-            TransactionBuilder({T.oid: T}).feed(message)
+            TransactionBuilder({T.oid: T}).feed_message(message)
     converter = TransactionBuilder({T.oid: T})
-    converter.feed(Begin(100, 0, 7))
+    converter.feed_message(Begin(100, 0, 7))
     with pytest.raises(CorruptError):
-        converter.feed(Begin(200, 0, 8))
+        converter.feed_message(Begin(200, 0, 8))
 
 
 def test_st6_what_became_durable_within_one_interval_is_one_notice() -> None:
@@ -144,7 +144,7 @@ def test_st6_what_became_durable_within_one_interval_is_one_notice() -> None:
         await binder.open()
         binder.start_at({"t": [0]}, gate=0)
         for n in range(1, 51):
-            binder.durable([Boundary(n, at(n), True, n, [("t", 0, n)])])
+            binder.add_durable([CommitBoundary(n, at(n), True, n, [("t", 0, n)])])
         task = asyncio.ensure_future(binder.run())
         while not bound:
             await asyncio.sleep(0)

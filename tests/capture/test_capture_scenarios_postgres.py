@@ -1,5 +1,5 @@
-"""Rows of docs/internals/capture-scenarios.md that are about PostgreSQL: what a session that ended in the middle leaves to the
-next one."""
+"""Rows of docs/internals/capture-scenarios.md that are about PostgreSQL: what a session that ended in the middle leaves
+to the next one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DyingSink:
 
     def flush(self) -> None:
         assert self.notices is not None
-        self.notices.flushed("dying", max(f.last for f in self.got))
+        self.notices.report_flushed("dying", max(f.last for f in self.got))
 
     async def aclose(self) -> None: ...
 
@@ -112,7 +112,7 @@ def test_slc6_a_sink_that_dies_with_work_pending_ends_the_session_and_the_next_o
 def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_nothing_is_confirmed(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    describe, refused = table_discovery.describe, 0
+    describe, refused = table_discovery.describe_tables, 0
 
     async def failing(*args: Any, **more: Any) -> Any:
         nonlocal refused
@@ -125,7 +125,7 @@ def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_no
         await world.sql(TABLE)
         async with world.capture():
             await world.caught_up()
-            monkeypatch.setattr(table_discovery, "describe", failing)
+            monkeypatch.setattr(table_discovery, "describe_tables", failing)
             confirmed = await world.confirmed()
             await world.sql("INSERT INTO a VALUES (1, 1)")
             commit = await world.wal_end()
@@ -165,7 +165,7 @@ def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_t
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first session dies between seeing it and parking the table; nothing of that transaction is written before."""
-    change, died = TableStates.change, 0
+    change, died = TableStates.update_row, 0
 
     async def dying(self: TableStates, name: str, *args: Any) -> Any:
         nonlocal died
@@ -178,7 +178,7 @@ def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_t
         await world.sql(TABLE, "CREATE TABLE b (id int PRIMARY KEY)", "INSERT INTO a VALUES (1, 1)")
         async with world.capture(table_poll_s=60):
             await world.caught_up()
-            monkeypatch.setattr(TableStates, "change", dying)
+            monkeypatch.setattr(TableStates, "update_row", dying)
             await world.sql("ALTER TABLE a DROP CONSTRAINT a_pkey")
             await world.transaction("INSERT INTO a VALUES (1, 2)", "INSERT INTO b VALUES (7)")
             row = await world.parked("a")

@@ -19,9 +19,9 @@ from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.changes import Fragment
-from tidemill.capture.delivery.taps import Stream
+from tidemill.capture.delivery.taps import TapSession
 from tidemill.capture.encode import row_encoder as values
-from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
@@ -140,21 +140,21 @@ class Followed:
     def __init__(self) -> None:
         self.ops: list[str] = []
 
-    def take(self, fragment: Fragment) -> Collection[str]:
+    def process_fragment(self, fragment: Fragment) -> Collection[str]:
         self.ops += [change.op for change in fragment.changes if change.relation.table == "t"]
         return ()
 
     def lost(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
         return False
 
-    def ended(self, reason: str) -> None:
+    def mark_incomplete(self, reason: str) -> None:
         raise AssertionError(reason)
 
-    def carried(self, oids: Collection[int]) -> None: ...
+    def set_carried_relations(self, oids: Collection[int]) -> None: ...
 
-    def claim(self, last: Collection[str]) -> None: ...
+    def begin_session(self, last: Collection[str]) -> None: ...
 
-    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None: ...
+    def begin_stream(self, stream: TapSession, confirmed_lsn: int, wal_end: int = 0) -> None: ...
 
 
 @pytest.mark.parametrize("rows", ["INSERT INTO t VALUES (3, 3, 'c', 3)", "SELECT 1"])
@@ -201,7 +201,7 @@ def test_f413_a_table_asked_for_again_is_copied_beside_the_stream_and_flows(post
 
 
 async def recopy(world: World, table: str) -> None:
-    await ask(world.catalogue, world.name, table)
+    await request_recopy(world.catalogue, world.name, table)
 
 
 def test_f413_while_a_table_is_copied_the_others_flow_and_nothing_is_confirmed_beyond(
@@ -212,14 +212,14 @@ def test_f413_while_a_table_is_copied_the_others_flow_and_nothing_is_confirmed_b
         async with world.capture(table_poll_s=0.1):
             await good_flows(world)
             writing, may_write = asyncio.Event(), asyncio.Event()
-            write_rows = TopicWriter.write_rows
+            write_rows = TopicWriter.write_copied_rows
 
             async def slowly(self: TopicWriter, *args: Any) -> None:
                 writing.set()
                 await may_write.wait()
                 await write_rows(self, *args)
 
-            monkeypatch.setattr(TopicWriter, "write_rows", slowly)
+            monkeypatch.setattr(TopicWriter, "write_copied_rows", slowly)
             await recopy(world, "public.t")
             await asyncio.wait_for(writing.wait(), DEADLINE_S)
             copied_at = await world.wal_end()
@@ -278,14 +278,14 @@ def test_f415_a_row_that_cannot_be_written_parks_its_table_whatever_is_raised(
 ) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*GOOD, *T)
-        encode = values._encode
+        encode = values._encode_object
 
         def failing(plan: Any, row: Any) -> bytes:
             if row.get("w") == "poison":
                 raise error
             return encode(plan, row)
 
-        monkeypatch.setattr(values, "_encode", failing)
+        monkeypatch.setattr(values, "_encode_object", failing)
         async with world.capture(partitions=2) as capture:
             session = capture._session
             await world.sql("INSERT INTO t VALUES (3, 3, 'c')")
@@ -303,7 +303,7 @@ def test_f415_a_row_that_cannot_be_written_parks_its_table_whatever_is_raised(
             ends = binding.offsets[await world.topic_id("t")]
             bound = [r for r in await world.records("t") if (sum(ends) and r.offset < ends[0]) or r.offset < ends[1]]
             assert len(bound) >= len(expected)
-        monkeypatch.setattr(values, "_encode", encode)
+        monkeypatch.setattr(values, "_encode_object", encode)
         async with world.capture(table_poll_s=0.1):
             await good_flows(world)
             await recopy(world, "public.t")

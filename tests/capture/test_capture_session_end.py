@@ -10,9 +10,9 @@ import pytest
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.histogram import Stages
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.delivery.taps import TapRegistry
 from tidemill.capture.session.session import Session
 
 
@@ -30,14 +30,14 @@ class EndsSlowly(Session):
         nothing: Any = None
         super().__init__(
             CaptureConfig("shop", "postgresql://nowhere/x"), topics=nothing, catalogue=nothing, remap=nothing,
-            taps=Taps(SystemClock()), clock=SystemClock(), rand=Rand(1), on_phase=lambda reason, held_by: None,
-            desk=nothing, stages=Stages(),
+            taps=TapRegistry(SystemClock()), clock=SystemClock(), rand=Rand(1), on_phase=lambda reason, held_by: None,
+            desk=nothing, stages=StageHistograms(),
         )  # fmt: skip
         self.stream, self.control = Closable(), Closable()
         self.ending = asyncio.Event()
         self.may_end = asyncio.Event()
 
-    async def _start(self, tasks: Tasks) -> None:
+    async def _set_up(self, tasks: Tasks) -> None:
         self._stream, self._control = self.stream, self.control  # type: ignore[assignment]
         tasks.spawn(self._linger(), name="lingers")
         await asyncio.sleep(0)

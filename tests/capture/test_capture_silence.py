@@ -20,12 +20,12 @@ from patience import slowness
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
-from tidemill.base.status.status import State
+from tidemill.base.status.status import StageState
 from tidemill.capture.postgres import control_connection
-from tidemill.capture.postgres.control_connection import Answers
+from tidemill.capture.postgres.control_connection import OpenQueries
 from tidemill.capture.session import server_watch, session
 from tidemill.capture.setup.blockers import Blocker
-from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key
+from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key
 
 pytestmark = pytest.mark.postgres
 
@@ -63,31 +63,31 @@ class JumpingClock(ManualClock):
 
 def test_a_wall_clock_that_jumps_makes_no_question_old() -> None:
     clock = JumpingClock()
-    answers = Answers(clock)
-    with answers.expected("a question"):
+    answers = OpenQueries(clock)
+    with answers.track("a question"):
         clock.wall_ms = 3_600_000
-        assert answers.overdue() is None
-        clock.advance(control_connection.TELL_AFTER_MS + 1000)
-        assert answers.overdue() == ("a question", clock.now_ms() - control_connection.TELL_AFTER_MS - 1000)
-    assert answers.overdue() is None
+        assert answers.oldest_overdue() is None
+        clock.advance(control_connection.OVERDUE_AFTER_MS + 1000)
+        assert answers.oldest_overdue() == ("a question", clock.now_ms() - control_connection.OVERDUE_AFTER_MS - 1000)
+    assert answers.oldest_overdue() is None
 
 
 def test_a_question_that_is_given_up_stays_open_for_its_age_to_go_on() -> None:
     """The marks are written between its end and its session's: what was told of it must not heal there."""
     clock = ManualClock()
-    answers = Answers(clock)
+    answers = OpenQueries(clock)
 
     def asked(what: str, ends: UnavailableError) -> None:
-        with answers.expected(what):
+        with answers.track(what):
             clock.advance(10_000)
             raise ends
 
     with pytest.raises(UnavailableError, match="does not answer"):
-        asked("a question", control_connection.no_answer("server", "a question", 10))
-    assert answers.overdue() == ("a question", clock.now_ms() - 10_000)
+        asked("a question", control_connection.no_answer_error("server", "a question", 10))
+    assert answers.oldest_overdue() == ("a question", clock.now_ms() - 10_000)
     with pytest.raises(UnavailableError, match="too many"):
         asked("another", UnavailableError("too many clients."))
-    assert answers.overdue() == ("a question", clock.now_ms() - 20_000)
+    assert answers.oldest_overdue() == ("a question", clock.now_ms() - 20_000)
 
 
 async def walsender_of(world: World) -> int:
@@ -113,11 +113,11 @@ def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: 
             """However busy it looks."""
             return Blocker(1, "", "", "replication streaming", 0, "")
 
-        answers = Answers(SystemClock())
+        answers = OpenQueries(SystemClock())
         stream = server_watch.StreamWatch(
             "server", SystemClock(), answers, ask, timeout_ms, busy=busy, tell=lambda _: None
         )
-        stream.waiting()
+        stream.record_wait()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stream.run(), 0.2)
         return asked
@@ -134,10 +134,10 @@ def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_budget(
             straight, world.dsn = world.dsn, proxy.dsn
             async with world.capture(budget_ms=BUDGET_MS) as capture:
                 await world.caught_up()
-                await until(lambda: mark_of(world, capture)[1] is State.IDLE, "it is idle")
+                await until(lambda: mark_of(world, capture)[1] is StageState.IDLE, "it is idle")
                 proxy.swallow()
                 stuck = "stuck within budget + 5 s"
-                await until_in_time(lambda: mark_of(world, capture)[1] is State.STUCK, stuck, BUDGET_MS)
+                await until_in_time(lambda: mark_of(world, capture)[1] is StageState.STUCK, stuck, BUDGET_MS)
                 mark, _ = mark_of(world, capture)
                 assert mark.held_by == f"postgres:127.0.0.1:{proxy.port}"
                 assert f"server=127.0.0.1:{proxy.port}" in mark.error and "does not answer" in mark.error
@@ -146,7 +146,7 @@ def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_budget(
                 since_ms = mark.failing_since_ms
                 await until(lambda: mark_of(world, capture)[0].tries >= 2, "the session is given up")
                 assert mark_of(world, capture)[0].failing_since_ms == since_ms
-                assert mark_of(world, capture)[1] is State.STUCK
+                assert mark_of(world, capture)[1] is StageState.STUCK
                 proxy.flow()
                 await world.sql("INSERT INTO a VALUES (1)")
                 await world.caught_up()
@@ -170,7 +170,7 @@ def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, mo
 
                 def told() -> bool:
                     mark, state = mark_of(world, capture)
-                    return state is State.STUCK and "a keepalive of the stream" in mark.error
+                    return state is StageState.STUCK and "a keepalive of the stream" in mark.error
 
                 await until_in_time(told, "stuck, and the silent stream is named", BUDGET_MS)
                 assert mark_of(world, capture)[0].held_by.startswith("postgres:")
@@ -236,7 +236,7 @@ def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as
 ) -> None:
     """It looks at its input once half of wal_sender_timeout has passed, and no sooner."""
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.1)
-    monkeypatch.setattr(control_connection, "TELL_AFTER_MS", 0)
+    monkeypatch.setattr(control_connection, "OVERDUE_AFTER_MS", 0)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE other (id int)")
@@ -266,10 +266,10 @@ def test_f433_whoever_has_the_captures_name_is_named_with_pid_application_client
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         other = await psycopg.AsyncConnection.connect(world.dsn, autocommit=True, application_name="bobs psql")
-        await other.execute(f"SELECT pg_advisory_lock({ADVISORY_CLASS}, {lock_key(world.config())})")
+        await other.execute(f"SELECT pg_advisory_lock({ADVISORY_CLASS}, {advisory_lock_key(world.config())})")
         pid = other.info.backend_pid
         async with world.capture(wait=False, budget_ms=1000) as capture:
-            await until_in_time(lambda: mark_of(world, capture)[1] is State.STUCK, "stuck within its budget", 1000)
+            await until_in_time(lambda: mark_of(world, capture)[1] is StageState.STUCK, "stuck within its budget", 1000)
             mark, _ = mark_of(world, capture)
             assert mark.held_by == f"postgres-pid:{pid}"
             named = f"pid={pid} application='bobs psql' client=127.0.0.1 state='idle'"
@@ -298,7 +298,7 @@ def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_and_quer
                 mark, state = mark_of(world, capture)
                 named = "application='nightly job' client=127.0.0.1 state='idle in transaction'"
                 by_pid = mark.held_by == f"postgres-pid:{pid}"
-                return state is State.STUCK and by_pid and named in mark.reason and query in mark.reason
+                return state is StageState.STUCK and by_pid and named in mark.reason and query in mark.reason
 
             await until_in_time(told, f"stuck, and the writer of {table} is named", 1000)
             await writer.rollback()
@@ -317,18 +317,18 @@ def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         other = await psycopg.AsyncConnection.connect(world.dsn, application_name="migration")
-        real = session.take_snapshot
+        real = session.copy_tables
 
         async def take_snapshot(*args: Any) -> Any:
             await other.execute("LOCK TABLE a IN ACCESS EXCLUSIVE MODE")
             return await real(*args)
 
-        monkeypatch.setattr(session, "take_snapshot", take_snapshot)
+        monkeypatch.setattr(session, "copy_tables", take_snapshot)
         async with world.capture(wait=False, budget_ms=1000) as capture:
 
             def told() -> bool:
                 mark, state = mark_of(world, capture)
-                return state is State.STUCK and mark.held_by == f"postgres-pid:{other.info.backend_pid}"
+                return state is StageState.STUCK and mark.held_by == f"postgres-pid:{other.info.backend_pid}"
 
             await until_in_time(told, "stuck, and the migration is named", 1000)
             assert "application='migration'" in mark_of(world, capture)[0].reason

@@ -11,36 +11,36 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLostError
 from tidemill.capture.session import server_watch
 from tidemill.capture.setup.server_checks import SlotState, check_slot
-from tidemill.capture.snapshot.slot_retention import Retained
+from tidemill.capture.snapshot.slot_retention import WalRetention
 
 
 def test_a_slot_that_grows_says_when_it_is_full() -> None:
-    seen = Retained(window_s=60)
+    seen = WalRetention(window_s=60)
     assert seen.full_in_s is None
     for second in range(0, 200, 10):
-        seen.saw(float(second), second * 1_000, 1_000_000 - second * 1_000)
+        seen.record(float(second), second * 1_000, 1_000_000 - second * 1_000)
         if second < 30:
             assert seen.grows_bytes_per_s == 0.0  # too soon to say
     assert seen.grows_bytes_per_s == 1_000
     assert seen.full_in_s == (1_000_000 - 190_000) // 1_000
     # A checkpoint gave most of it back: it does not grow, over the window.
-    seen.saw(200.0, 0, 1_000_000)
+    seen.record(200.0, 0, 1_000_000)
     assert seen.grows_bytes_per_s == 0.0 and seen.full_in_s is None
 
 
 def test_growth_is_that_of_the_window_not_of_all_time() -> None:
-    seen = Retained(window_s=60)
+    seen = WalRetention(window_s=60)
     for second in range(0, 600, 5):
-        seen.saw(float(second), min(second, 300) * 1_000, None)
+        seen.record(float(second), min(second, 300) * 1_000, None)
     assert seen.grows_bytes_per_s == 0.0
     assert seen.full_in_s is None
     assert len(seen._seen) <= 14
 
 
 def test_a_slot_beyond_its_limit_is_full_now() -> None:
-    seen = Retained(window_s=60)
-    seen.saw(0.0, 0, 10)
-    seen.saw(60.0, 6_000, -5)
+    seen = WalRetention(window_s=60)
+    seen.record(0.0, 0, 10)
+    seen.record(60.0, 6_000, -5)
     assert seen.full_in_s == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tidemill.capture.tables.unavailable_tables import LOOK_AGAIN_S, standing_of
+from tidemill.capture.tables.unavailable_tables import MAX_RETRY_AFTER_S, unavailability_of
 from tidemill.metastore.catalogue import CaptureTableRow
 
 NOW_MS = 1_000_000
@@ -12,26 +12,26 @@ ROW = CaptureTableRow("c", "public.t", state="parked", reason="its columns chang
 
 
 def test_a_parked_table_says_why_and_when_it_is_worth_asking_again() -> None:
-    for_good = standing_of(ROW, NOW_MS)
-    soon = standing_of(replace(ROW, again_ms=NOW_MS + 2_500), NOW_MS)
-    late = standing_of(replace(ROW, again_ms=NOW_MS + 300_000), NOW_MS)
-    due = standing_of(replace(ROW, again_ms=NOW_MS - 1), NOW_MS)
-    asked = standing_of(replace(ROW, recopy=True), NOW_MS)
+    for_good = unavailability_of(ROW, NOW_MS)
+    soon = unavailability_of(replace(ROW, again_ms=NOW_MS + 2_500), NOW_MS)
+    late = unavailability_of(replace(ROW, again_ms=NOW_MS + 300_000), NOW_MS)
+    due = unavailability_of(replace(ROW, again_ms=NOW_MS - 1), NOW_MS)
+    asked = unavailability_of(replace(ROW, recopy=True), NOW_MS)
     found = [for_good, soon, late, due, asked]
     assert all(each is not None and "its columns changed." in each.reason and not each.passing for each in found)
-    assert [each.retry_after_s for each in found if each is not None] == [LOOK_AGAIN_S, 3, LOOK_AGAIN_S, 1, 1]
+    assert [each.retry_after_s for each in found if each is not None] == [MAX_RETRY_AFTER_S, 3, MAX_RETRY_AFTER_S, 1, 1]
     assert for_good is not None and "an operator" in for_good.reason
     assert late is not None and "an operator" not in late.reason
 
 
 def test_a_refused_table_says_why_and_is_worth_asking_for_again() -> None:
-    refused = standing_of(replace(ROW, state="refused", parked_lsn=0, reason="a publication holds it."), NOW_MS)
+    refused = unavailability_of(replace(ROW, state="refused", parked_lsn=0, reason="a publication holds it."), NOW_MS)
     assert refused is not None and "a publication holds it." in refused.reason
-    assert (refused.retry_after_s, refused.passing) == (LOOK_AGAIN_S, False)
+    assert (refused.retry_after_s, refused.passing) == (MAX_RETRY_AFTER_S, False)
 
 
 def test_a_table_that_is_being_taken_in_passes_and_one_that_is_gone_or_of_another_kind_has_nothing_to_say() -> None:
-    passing = standing_of(replace(ROW, state="captured", parked_lsn=0), NOW_MS)
+    passing = unavailability_of(replace(ROW, state="captured", parked_lsn=0), NOW_MS)
     assert passing is not None and passing.passing
-    assert [standing_of(replace(ROW, state=state), NOW_MS) for state in ("dropped", "left")] == [None] * 2
-    assert standing_of(None, NOW_MS) is None
+    assert [unavailability_of(replace(ROW, state=state), NOW_MS) for state in ("dropped", "left")] == [None] * 2
+    assert unavailability_of(None, NOW_MS) is None

@@ -11,12 +11,12 @@ import psycopg
 import pytest
 from capture_world import World, until
 
-from tidemill.base.status.status import LIVES, StageStatus, State, StatusTracker, derive
+from tidemill.base.status.status import RESTARTS_MAX, StageState, StageStatus, StatusTracker, derive_status
 from tidemill.capture.decode import undecodable
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.decode.undecodable import UndecodableMessageError
 from tidemill.capture.postgres import pgoutput, replication_stream
-from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.postgres.replication_stream import FramedMessage
 from tidemill.capture.session import capture as capture_module
 from tidemill.capture.session import session
 from tidemill.capture.session.capture import Capture
@@ -38,12 +38,12 @@ def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def mark_of(world: World, capture: Capture) -> tuple[StageStatus, State]:
-    capture._mark()
+def mark_of(world: World, capture: Capture) -> tuple[StageStatus, StageState]:
+    capture._publish_status()
     now_ms = world.clock.now_ms()
     report = world.tracker.report("p", now_ms)
     mark = next(m for m in report.marks if m.name == capture.config.mark)
-    return mark, derive(mark, "p", now_ms, now_ms).state
+    return mark, derive_status(mark, "p", now_ms, now_ms).state
 
 
 def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_age_survives(
@@ -54,14 +54,14 @@ def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_ag
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         broken = False
-        real = session.prepare
+        real = session.prepare_session
 
         async def prepare(*args: Any) -> Any:
             if broken:
                 raise NobodyListed("panic in native code")
             return await real(*args)
 
-        monkeypatch.setattr(session, "prepare", prepare)
+        monkeypatch.setattr(session, "prepare_session", prepare)
         async with world.capture(budget_ms=1000) as capture:
             await world.sql("INSERT INTO a VALUES (1)")
             await world.caught_up()
@@ -72,7 +72,7 @@ def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_ag
             )
             await until(lambda: mark_of(world, capture)[0].tries >= 3, "it is tried again")
             failing_since_ms = mark_of(world, capture)[0].failing_since_ms
-            await until(lambda: mark_of(world, capture)[1] is State.STUCK, "restarting at one LSN is stuck")
+            await until(lambda: mark_of(world, capture)[1] is StageState.STUCK, "restarting at one LSN is stuck")
             mark, _ = mark_of(world, capture)
             assert mark.error == "NobodyListed: panic in native code"
             assert mark.failing_since_ms == failing_since_ms and not mark.parked
@@ -97,16 +97,16 @@ def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_where_and
             poisoned = poisoned or b"poison" in payload
             if payload[:1] == b"C" and poisoned and not readable:
                 raise RecursionError("nested too deep")
-            return pgoutput.decode(payload)
+            return pgoutput.decode_message(payload)
 
-        monkeypatch.setattr(undecodable, "decode", decode)
+        monkeypatch.setattr(undecodable, "decode_message", decode)
         async with world.capture() as capture:
             await world.sql("INSERT INTO a VALUES (1, 'good')")
             await world.caught_up()
             await world.transaction("INSERT INTO b VALUES (1)", "INSERT INTO a VALUES (2, 'poison')")
             await until(lambda: mark_of(world, capture)[0].parked, "the capture is parked")
             mark, state = mark_of(world, capture)
-            assert state is State.STUCK and mark.held_by == "operator"
+            assert state is StageState.STUCK and mark.held_by == "operator"
             for words in ("lsn=", "commit=", "ordinal=4", "kind=commit", "nested too deep"):
                 assert words in mark.error
             assert await world.confirmed() <= await world.wal_end()
@@ -157,7 +157,7 @@ def test_f429_a_row_too_large_to_be_carried_parks_its_table_without_being_decode
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
         async with world.capture() as capture:
             await world.caught_up()
-            monkeypatch.setattr(undecodable, "decode", _decode_small)
+            monkeypatch.setattr(undecodable, "decode_message", _decode_small)
             await world.transaction("INSERT INTO a VALUES (1, repeat('x', 20000))", "INSERT INTO b VALUES (1)")
             await world.caught_up()
             failure = world.tracker.failure(capture.config.table_mark("public.a"))
@@ -171,12 +171,12 @@ def test_f429_a_row_too_large_to_be_carried_parks_its_table_without_being_decode
 
 def _decode_small(payload: bytes) -> pgoutput.Message:
     assert len(payload) < 10_000, "it was looked into"
-    return pgoutput.decode(payload)
+    return pgoutput.decode_message(payload)
 
 
 def test_what_is_about_no_single_table_is_not_blamed_on_one() -> None:
     for payload in (b"B", b"", b"Z123", b"T" + bytes(9), b"M\x01"):
-        found = undecodable.poison(Framed(7, payload), TransactionBuilder(), ValueError("x"))
+        found = undecodable.explain_decode_failure(FramedMessage(7, payload), TransactionBuilder(), ValueError("x"))
         assert isinstance(found, UndecodableMessageError) and found.table == "" and found.position is None
 
 
@@ -194,7 +194,9 @@ def test_f430_a_server_that_is_down_is_named_with_host_and_port(tmp_path_factory
                     await world.caught_up()
                     await world.connection.close()
                     await asyncio.to_thread(server.stop)
-                    await until(lambda: mark_of(world, capture)[1] is State.STUCK, "stuck within budget + 5 s", 6.0)
+                    await until(
+                        lambda: mark_of(world, capture)[1] is StageState.STUCK, "stuck within budget + 5 s", 6.0
+                    )
                     mark, _ = mark_of(world, capture)
                     at = psycopg.conninfo.conninfo_to_dict(server.dsn)
                     assert f"server={at['host']}:{at['port']}" in mark.error
@@ -215,7 +217,7 @@ def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgre
         rows = "g, repeat('x', 50) FROM generate_series({}, {}) g"
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
         await world.sql("INSERT INTO a SELECT " + rows.format(1, 150_000))
-        seen: set[State] = set()
+        seen: set[StageState] = set()
         longest_ms = 0
 
         async def watch(capture: Capture, until_done: asyncio.Future[Any]) -> None:
@@ -223,7 +225,9 @@ def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgre
             while not until_done.done():
                 mark, state = mark_of(world, capture)
                 seen.add(state)
-                longest_ms = max(longest_ms, world.clock.now_ms() - mark.since_ms if state is not State.IDLE else 0)
+                longest_ms = max(
+                    longest_ms, world.clock.now_ms() - mark.since_ms if state is not StageState.IDLE else 0
+                )
                 await asyncio.sleep(0.02)
 
         async with world.capture(wait=False, budget_ms=1500) as capture:
@@ -232,8 +236,8 @@ def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgre
             await world.sql("INSERT INTO a SELECT " + rows.format(200_001, 450_000))
             tagged = asyncio.ensure_future(world.caught_up())
             await watch(capture, tagged)
-        assert State.MOVING in seen
-        assert State.STUCK not in seen, f"stood for {longest_ms} ms"
+        assert StageState.MOVING in seen
+        assert StageState.STUCK not in seen, f"stood for {longest_ms} ms"
 
     in_world(postgres_dsn, scenario)
 
@@ -247,7 +251,7 @@ def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restar
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
         await world.sql("INSERT INTO a SELECT g, repeat('x', 500) FROM generate_series(1, 3000) g")
         bursts, may_write = 0, asyncio.Event()
-        write_rows = TopicWriter.write_rows
+        write_rows = TopicWriter.write_copied_rows
 
         async def slowly(self: TopicWriter, *args: Any) -> None:
             nonlocal bursts
@@ -259,9 +263,9 @@ def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restar
         def copies(capture: Capture) -> bool:
             return bursts > 1 and mark_of(world, capture)[0].progress > 0
 
-        monkeypatch.setattr(TopicWriter, "write_rows", slowly)
+        monkeypatch.setattr(TopicWriter, "write_copied_rows", slowly)
         ages = []
-        for life in range(LIVES + 2):
+        for life in range(RESTARTS_MAX + 2):
             bursts = 0
             async with world.capture(wait=False) as capture:
                 await until(partial(copies, capture), "rows are copied")
@@ -270,11 +274,11 @@ def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restar
                 ages.append(mark.since_ms)
                 last = world.tracker.report("p", world.clock.now_ms())
             world.tracker = StatusTracker()  # killed: nothing was taken back
-            world.tracker.adopt(last)
+            world.tracker.adopt_last_report(last)
             await world.sql(f"INSERT INTO a VALUES ({10_000 + life})")
-        assert ages[:LIVES] == sorted(set(ages[:LIVES])), "some restarts in a long copy are no failure"
-        assert set(ages[LIVES:]) == {ages[LIVES - 1]}
-        assert f"restarted {LIVES + 1} times" in mark.reason
+        assert ages[:RESTARTS_MAX] == sorted(set(ages[:RESTARTS_MAX])), "some restarts in a long copy are no failure"
+        assert set(ages[RESTARTS_MAX:]) == {ages[RESTARTS_MAX - 1]}
+        assert f"restarted {RESTARTS_MAX + 1} times" in mark.reason
         may_write.set()
         async with world.capture() as capture:
             await until(lambda: mark_of(world, capture)[0].restarts == 0, "it goes on once a copy ends")
@@ -287,13 +291,13 @@ def test_a_restart_leaves_a_capture_that_streamed_where_it_stood(postgres_dsn: s
         before = StatusTracker()
         before.set("capture:" + world.name, 77, 90, now_ms=1_000, unit="lsn")
         before.fail("capture:" + world.name, "OSError: away", now_ms=2_000)
-        world.tracker.adopt(before.report("p", 3_000))
+        world.tracker.adopt_last_report(before.report("p", 3_000))
         capture = world.new_capture()
         mark, _ = mark_of(world, capture)
         assert (mark.position, mark.since_ms, mark.restarts) == (77, 1_000, 1)
         world.tracker.fail(capture.config.mark, "OSError: away", now_ms=world.clock.now_ms())
         mark, state = mark_of(world, capture)
-        assert (mark.failing_since_ms, mark.tries, state) == (2_000, 2, State.STUCK)
+        assert (mark.failing_since_ms, mark.tries, state) == (2_000, 2, StageState.STUCK)
 
     in_world(postgres_dsn, scenario)
 
@@ -309,7 +313,7 @@ def test_a_mark_that_cannot_be_published_ends_the_capture_and_is_told_to_its_own
         def broken(_: Capture) -> None:
             raise NobodyListed("no marks")
 
-        monkeypatch.setattr(capture_module.Capture, "_mark", broken)
+        monkeypatch.setattr(capture_module.Capture, "_publish_status", broken)
         capture = world.new_capture()
         with pytest.raises(NobodyListed):
             await asyncio.wait_for(capture.run(), 20)

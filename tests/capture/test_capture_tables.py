@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from capture_world import World, until
 
-from tidemill.base.status.status import State, derive
+from tidemill.base.status.status import StageState, derive_status
 
 pytestmark = pytest.mark.postgres
 
@@ -30,7 +30,7 @@ def stuck(world: World, table: str) -> str:
     now_ms = world.clock.now_ms()
     name = f"table:{world.name}/public.{table}"
     (mark,) = [m for m in world.tracker.report("p", now_ms).marks if m.name == name]
-    assert derive(mark, "p", now_ms, now_ms).state is State.STUCK
+    assert derive_status(mark, "p", now_ms, now_ms).state is StageState.STUCK
     assert mark.parked and mark.held_by == "operator"
     return mark.reason
 
@@ -282,7 +282,7 @@ def test_f408_a_table_dropped_while_it_is_set_up_stops_nothing(postgres_dsn: str
         from tidemill.capture.snapshot import exported_snapshot
 
         await world.sql(*GOOD, "CREATE TABLE early (id int PRIMARY KEY)", "CREATE TABLE late (id int PRIMARY KEY)")
-        publish, begin = bootstrap.publish, exported_snapshot.Snapshot.begin
+        publish, begin = bootstrap.publish_tables, exported_snapshot.ExportedSnapshot.open_snapshot
 
         async def publish_late(*args, **kwargs):  # type: ignore[no-untyped-def]
             await world.sql("DROP TABLE IF EXISTS early")
@@ -293,8 +293,8 @@ def test_f408_a_table_dropped_while_it_is_set_up_stops_nothing(postgres_dsn: str
             return await begin(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bootstrap, "publish", publish_late)
-            patch.setattr(exported_snapshot.Snapshot, "begin", begin_late)
+            patch.setattr(bootstrap, "publish_tables", publish_late)
+            patch.setattr(exported_snapshot.ExportedSnapshot, "open_snapshot", begin_late)
             async with world.capture(table_poll_s=0.1):
                 await good_flows(world)
 

@@ -12,8 +12,8 @@ from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.sinks import FlushNotices
-from tidemill.capture.delivery.taps import Stream, Tap, Taps
-from tidemill.capture.postgres.standby_status import Status
+from tidemill.capture.delivery.taps import Tap, TapRegistry, TapSession
+from tidemill.capture.postgres.standby_status import ReplicationStatus
 
 
 class NobodyListed(BaseException):
@@ -30,11 +30,11 @@ class SeeingTap:
         self.error = error
         self.ending = ending
 
-    def claim(self, last: Collection[str]) -> None: ...
+    def begin_session(self, last: Collection[str]) -> None: ...
 
-    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None: ...
+    def begin_stream(self, stream: TapSession, confirmed_lsn: int, wal_end: int = 0) -> None: ...
 
-    def take(self, fragment: Fragment) -> Collection[str]:
+    def process_fragment(self, fragment: Fragment) -> Collection[str]:
         if self.error is not None:
             raise self.error
         self.got.append(fragment)
@@ -46,12 +46,12 @@ class SeeingTap:
             raise self.ending
         return False
 
-    def ended(self, reason: str) -> None:
+    def mark_incomplete(self, reason: str) -> None:
         self.reasons.append(reason)
         if self.ending is not None:
             raise self.ending
 
-    def carried(self, oids: Collection[int]) -> None: ...
+    def set_carried_relations(self, oids: Collection[int]) -> None: ...
 
 
 class GatedSink:
@@ -66,7 +66,7 @@ class GatedSink:
         await self.gate.wait()
         self.got.append(fragment)
         if fragment.commits:
-            notices.flushed("sink", fragment.last)
+            notices.report_flushed("sink", fragment.last)
         return ["sink"]
 
     async def aclose(self) -> None: ...
@@ -77,10 +77,10 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def collecting(taps: Taps, scenario: Callable[[Collector, GatedSink], Awaitable[None]]) -> None:
+def collecting(taps: TapRegistry, scenario: Callable[[Collector, GatedSink], Awaitable[None]]) -> None:
     async def run() -> None:
         sink = GatedSink()
-        collector = Collector([sink], Status(0), ManualClock(), taps=taps)
+        collector = Collector([sink], ReplicationStatus(0), ManualClock(), taps=taps)
         task = asyncio.ensure_future(collector.run())
         try:
             await scenario(collector, sink)
@@ -96,7 +96,7 @@ def collecting(taps: Taps, scenario: Callable[[Collector, GatedSink], Awaitable[
     "error", [ZeroDivisionError("where"), NobodyListed("panic"), asyncio.CancelledError(), RecursionError()]
 )
 def test_f425_a_tap_that_raises_ends_alone_and_capture_confirms_on(error: BaseException) -> None:
-    taps = Taps(ManualClock())
+    taps = TapRegistry(ManualClock())
     bad, good = SeeingTap(error), SeeingTap()
     taps.add(bad)
     taps.add(good)
@@ -119,41 +119,41 @@ def test_f425_a_tap_that_raises_ends_alone_and_capture_confirms_on(error: BaseEx
 
 
 def test_a_tap_that_failed_gets_nothing_more_of_that_transaction() -> None:
-    taps = Taps(ManualClock())
+    taps = TapRegistry(ManualClock())
     tap = SeeingTap(ValueError("once"))
     taps.add(tap)
-    taps.take(fragment(5, change(5, 0), commits=False))
+    taps.dispatch_fragment(fragment(5, change(5, 0), commits=False))
     tap.error = None
-    taps.take(fragment(5, change(5, 2), begins=False))
+    taps.dispatch_fragment(fragment(5, change(5, 2), begins=False))
     assert tap.got == [] and tap.reasons == ["ValueError: once"]
-    taps.take(fragment(7, change(7)))
+    taps.dispatch_fragment(fragment(7, change(7)))
     assert [f.commit_lsn for f in tap.got] == [7]
 
 
 def test_a_tap_that_cannot_even_end_is_left_out() -> None:
-    taps = Taps(ManualClock())
+    taps = TapRegistry(ManualClock())
     tap = SeeingTap(ValueError("first"), ending=NobodyListed("again"))
     taps.add(tap)
-    taps.take(fragment(5, change(5)))
+    taps.dispatch_fragment(fragment(5, change(5)))
     tap.error = None
-    taps.take(fragment(7, change(7)))
+    taps.dispatch_fragment(fragment(7, change(7)))
     assert tap.got == []
     assert "could not end" in str(taps.facts()["tap_error"])
 
 
 def test_er3_a_tap_added_in_the_middle_of_a_transaction_joins_the_next_one() -> None:
-    taps = Taps(ManualClock())
+    taps = TapRegistry(ManualClock())
     late = SeeingTap()
-    taps.take(fragment(5, change(5, 0), commits=False))
+    taps.dispatch_fragment(fragment(5, change(5, 0), commits=False))
     taps.add(late)
-    taps.take(fragment(5, change(5, 2), begins=False))
-    taps.take(fragment(7, change(7)))
+    taps.dispatch_fragment(fragment(5, change(5, 2), begins=False))
+    taps.dispatch_fragment(fragment(7, change(7)))
     assert [f.commit_lsn for f in late.got] == [7]
 
 
 def test_f426_a_tap_removed_while_a_sink_is_awaited_gets_nothing_more() -> None:
     """K4, ER4: the removal falls into the wait for a sink, in the middle of a transaction."""
-    taps = Taps(ManualClock())
+    taps = TapRegistry(ManualClock())
     gone, stays = SeeingTap(), SeeingTap()
     taps.add(gone)
     taps.add(stays)
@@ -174,53 +174,53 @@ def test_f426_a_tap_removed_while_a_sink_is_awaited_gets_nothing_more() -> None:
 
 
 def test_a_tap_that_removes_another_keeps_it_from_the_fragment_at_hand() -> None:
-    taps = Taps(ManualClock())
+    taps = TapRegistry(ManualClock())
     victim = SeeingTap()
 
     class Remover(SeeingTap):
-        def take(self, fragment: Fragment) -> None:
+        def process_fragment(self, fragment: Fragment) -> None:
             taps.remove(victim)
 
     remover: Tap = Remover()
     taps.add(remover)
     taps.add(victim)
-    taps.take(fragment(5, change(5)))
+    taps.dispatch_fragment(fragment(5, change(5)))
     assert victim.got == []
 
 
 def test_a_tap_that_raises_when_it_is_told_what_is_carried_on_ends_alone() -> None:
-    taps = Taps(ManualClock())
+    taps = TapRegistry(ManualClock())
     told: list[Collection[int]] = []
     bad, good = SeeingTap(), SeeingTap()
-    bad.carried = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
-    good.carried = told.append  # type: ignore[method-assign,assignment]
+    bad.set_carried_relations = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    good.set_carried_relations = told.append  # type: ignore[method-assign,assignment]
     taps.add(bad)
     taps.add(good)
-    taps.take(fragment(5, change(5)))
-    taps.carried({1, 2})
+    taps.dispatch_fragment(fragment(5, change(5)))
+    taps.set_carried_relations({1, 2})
     assert told == [{1, 2}]
     assert good.reasons == [] and "ZeroDivisionError" in bad.reasons[0]
 
 
 def test_a_tap_is_told_of_a_relation_that_is_carried_no_more_and_lives_on() -> None:
     seen, joining = SeeingTap(), SeeingTap()
-    taps = Taps(ManualClock())
+    taps = TapRegistry(ManualClock())
     taps.add(seen)
-    taps.take(fragment(1, change(1)))
+    taps.dispatch_fragment(fragment(1, change(1)))
     taps.add(joining)
-    taps.lose(7, "parked")
+    taps.lose_relation(7, "parked")
     assert seen.reasons == joining.reasons == ["7: parked"]
-    taps.take(fragment(2, change(2), commits=False))
-    taps.take(fragment(2, change(2, 2), begins=False))
+    taps.dispatch_fragment(fragment(2, change(2), commits=False))
+    taps.dispatch_fragment(fragment(2, change(2, 2), begins=False))
     assert [len(tap.got) for tap in (seen, joining)] == [3, 2]
 
 
 def test_a_tap_that_cannot_take_a_loss_ends_and_no_other_notices() -> None:
     broken, seen = SeeingTap(ending=NobodyListed("no")), SeeingTap()
-    taps = Taps(ManualClock())
+    taps = TapRegistry(ManualClock())
     taps.add(broken)
     taps.add(seen)
-    taps.take(fragment(1, change(1)))
-    taps.lose(7, "parked")
-    taps.take(fragment(2, change(2)))
+    taps.dispatch_fragment(fragment(1, change(1)))
+    taps.lose_relation(7, "parked")
+    taps.dispatch_fragment(fragment(2, change(2)))
     assert [len(tap.got) for tap in (broken, seen)] == [1, 2]

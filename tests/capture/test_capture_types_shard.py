@@ -27,7 +27,7 @@ from tidemill.spark.upsert.commands import Commands
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
 from tidemill.topics.batch import Record
-from tidemill.topics.batch.columns import of_fields
+from tidemill.topics.batch.columns import columns_from_fields
 
 pytestmark = pytest.mark.postgres
 
@@ -44,7 +44,7 @@ async def decoded(
     world: World, table: str, records: list[Record], schema: ShardSchema | None = None
 ) -> tuple[tuple[Column, ...], Captured]:
     schema = schema or await schema_of(world, table)
-    fields = of_fields([r.key for r in records], [r.value for r in records])
+    fields = columns_from_fields([r.key for r in records], [r.value for r in records])
     times = np.full(len(records), 1000, dtype=np.int64)
     return schema.columns, CapturedDecoder(schema, f"public.{table}").decode(Records("topic", 0, times, fields))
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tidemill.capture.catalog.columns import Attribute, Attributes
+from tidemill.capture.catalog.columns import ColumnAttributes, TableAttributes
 from tidemill.capture.catalog.schema_versions import (
     NUMERIC,
     TEXT,
     VARCHAR,
-    Step,
-    described,
-    next_version,
-    targets_of,
-    version_of,
-    widens,
+    SchemaStep,
+    classify_type_change,
+    columns_at_version,
+    find_version,
+    plan_next_version,
+    targets_of_attributes,
 )
 from tidemill.capture.postgres.pgoutput import RelationMessage, WireColumn
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
@@ -43,8 +43,8 @@ def numeric(precision: int, scale: int) -> tuple[int, int]:
 def test_a_wider_type_holds_every_value_and_says_whether_rows_are_written_anew(
     old: tuple[int, int], new: tuple[int, int], how: tuple[bool, bool]
 ) -> None:
-    assert widens(old, new) == how
-    assert not widens(new, old)[0], "the other way round it is narrower"
+    assert classify_type_change(old, new) == how
+    assert not classify_type_change(new, old)[0], "the other way round it is narrower"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_wider_type_holds_every_value_and_says_whether_rows_are_written_anew(
     ],
 )  # fmt: skip
 def test_no_other_type_is_wider(old: tuple[int, int], new: tuple[int, int]) -> None:
-    assert not widens(old, new)[0]
+    assert not classify_type_change(old, new)[0]
 
 
 NAMES = {INT4: "integer", INT8: "bigint", TEXT: "text", FLOAT8: "double precision"}
@@ -73,13 +73,15 @@ ROW = CaptureTableRow(
 )  # fmt: skip
 
 
-def seen(*columns: CapturedColumn, missing: dict[str, str] | None = None, **others: object) -> Attributes:
+def seen(*columns: CapturedColumn, missing: dict[str, str] | None = None, **others: object) -> TableAttributes:
     found = tuple(
-        Attribute(c.name, c.attnum, c.type_oid, c.type_mod, c.type_name, c.key_index, (missing or {}).get(c.name))
+        ColumnAttributes(
+            c.name, c.attnum, c.type_oid, c.type_mod, c.type_name, c.key_index, (missing or {}).get(c.name)
+        )
         for c in columns
     )
     facts: dict[str, object] = {"count": max(c.attnum for c in columns), "dropped": 0, "storage": "files"} | others
-    return Attributes(found, **facts)  # type: ignore[arg-type]
+    return TableAttributes(found, **facts)  # type: ignore[arg-type]
 
 
 def message(columns: tuple[CapturedColumn, ...]) -> RelationMessage:
@@ -90,9 +92,9 @@ def message(columns: tuple[CapturedColumn, ...]) -> RelationMessage:
 X = column("x", 4)
 
 
-def grown(row: CaptureTableRow, found: Attributes, lsn: int) -> CaptureTableRow:
-    step = next_version(row, targets_of(found), found)
-    assert isinstance(step, Step), step
+def grown(row: CaptureTableRow, found: TableAttributes, lsn: int) -> CaptureTableRow:
+    step = plan_next_version(row, targets_of_attributes(found), found)
+    assert isinstance(step, SchemaStep), step
     return replace(
         row, columns=step.columns, evolved=(*row.evolved, lsn), attributes=step.attributes, storage=step.storage
     )
@@ -120,9 +122,9 @@ def test_a_new_column_has_what_older_rows_read_as() -> None:
         (None, "dropped"),
     ],
 )
-def test_in_doubt_there_is_no_next_version(found: Attributes | None, words: str) -> None:
-    target = targets_of(found) if found is not None else []
-    why = next_version(ROW, target, found)
+def test_in_doubt_there_is_no_next_version(found: TableAttributes | None, words: str) -> None:
+    target = targets_of_attributes(found) if found is not None else []
+    why = plan_next_version(ROW, target, found)
     assert isinstance(why, str) and words in why
 
 
@@ -135,11 +137,11 @@ def test_a_column_that_was_added_and_altered_is_known_when_the_stream_comes_to_i
     precision, scale = divmod(wider[1] - 4, 1 << 16)
     now = replace(first, type_name=f"numeric({precision},{scale})", type_mod=wider[1])
     found = seen(*ROW.columns, now, missing={"x": "1.500"})
-    step = next_version(ROW, targets_of(seen(*ROW.columns, first)), found)
+    step = plan_next_version(ROW, targets_of_attributes(seen(*ROW.columns, first)), found)
     if not fits:
         assert isinstance(step, str) and "another type" in step
         return
-    assert isinstance(step, Step)
+    assert isinstance(step, SchemaStep)
     assert (step.columns[-1].type_mod, step.columns[-1].default) == (first.type_mod, "1.500")
     row = replace(ROW, columns=step.columns, evolved=(9,), attributes=step.attributes, storage=step.storage)
     assert grown(row, found, 12).columns[-1].was[0].type_mod == first.type_mod
@@ -147,18 +149,20 @@ def test_a_column_that_was_added_and_altered_is_known_when_the_stream_comes_to_i
 
 def test_what_an_older_tidemill_described_has_no_next_version_before_it_is_completed() -> None:
     old = replace(ROW, columns=tuple(replace(c, attnum=0) for c in ROW.columns))
-    assert "older tidemill" in str(next_version(old, targets_of(seen(*ROW.columns, X)), seen(*ROW.columns, X)))
-    assert version_of(old, message(tuple(reversed(ROW.columns))), 5) == 1
-    assert version_of(old, message(ROW.columns[:2]), 5) == 0
+    assert "older tidemill" in str(
+        plan_next_version(old, targets_of_attributes(seen(*ROW.columns, X)), seen(*ROW.columns, X))
+    )
+    assert find_version(old, message(tuple(reversed(ROW.columns))), 5) == 1
+    assert find_version(old, message(ROW.columns[:2]), 5) == 0
 
 
 def test_each_transaction_has_the_description_of_its_time_also_when_it_is_told_again() -> None:
     wide = column("v", 2, INT8)
     second = grown(ROW, seen(*ROW.columns, X), 100)
     third = grown(second, seen(ROW.columns[0], wide, ROW.columns[2], X, storage="others"), 200)
-    told = [message(tuple(described(third.columns, version))) for version in (1, 2, 3)]
+    told = [message(tuple(columns_at_version(third.columns, version))) for version in (1, 2, 3)]
     for lsn, there in ((50, {1}), (100, {1, 2}), (150, {2}), (200, {2, 3}), (250, {3})):
-        found = {version_of(third, one, lsn) for one in told} - {0}
+        found = {find_version(third, one, lsn) for one in told} - {0}
         assert found == there, lsn
     both = replace(third, evolved=(100, 100))
-    assert [version_of(both, one, 100) for one in told] == [1, 2, 3], "two changes and rows in one transaction"
+    assert [find_version(both, one, 100) for one in told] == [1, 2, 3], "two changes and rows in one transaction"

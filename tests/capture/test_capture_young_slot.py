@@ -11,8 +11,8 @@ import pytest
 from capture_world import World, until
 from msgspec.structs import replace
 
-from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.session.bootstrap import begin_anew
+from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.session.bootstrap import start_over_undecodable
 from tidemill.capture.setup import server_checks
 from tidemill.metastore.catalogue import CaptureRow
 
@@ -97,16 +97,16 @@ def test_a_capture_that_was_confirmed_does_not_start_over_by_itself_for_a_table_
                 table = await world.catalogue.table(world.name, "public.a")
                 assert table is not None and table.snapshot is not None
                 copied = table.snapshot
-                config, wire = world.config(tables=("public.a",)), await Wire.connect(world.dsn, purpose="test")
+                config, wire = world.config(tables=("public.a",)), await PgConnection.connect(world.dsn, purpose="test")
 
                 async def confirmed() -> bool:
                     await world.sql("INSERT INTO a SELECT coalesce(max(id), 0) + 1 FROM a")
-                    slot = await server_checks.slot_state(wire, config.slot)
+                    slot = await server_checks.read_slot_state(wire, config.slot)
                     return slot is not None and slot.confirmed_lsn > copied.lsn
 
                 await until(confirmed, "the slot is confirmed beyond the copy")
                 young = replace(table, table="public.b", snapshot=replace(copied, lsn=1 << 62))
-                await begin_anew(wire, config, [table, young])
+                await start_over_undecodable(wire, config, [table, young])
                 await wire.aclose()
                 assert await world.select(f"SELECT FROM pg_publication WHERE pubname = '{config.publication}'")
 
@@ -121,7 +121,7 @@ def test_a_frozen_row_of_two_thousand_million_transactions_ago_is_not_young(post
             young = {}
             for ago in (-1, 0, 1, 1000, (1 << 31) - 10, (1 << 31) + 10, (1 << 32) - 1000):
                 xid = (int(began) - ago) % (1 << 32)
-                condition = server_checks.since(f"'{xid}'::xid", began)
+                condition = server_checks.xid_condition(f"'{xid}'::xid", began)
                 asked = await connection.execute(f"SELECT {condition}")  # type: ignore[call-overload]
                 young[ago] = (await asked.fetchone() or (None,))[0]
             assert [ago for ago, is_young in young.items() if is_young] == [0]

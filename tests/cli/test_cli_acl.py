@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from patience import DEADLINE_S
 from tidemill.base.errors import InvalidError
-from tidemill.cli.main import application
+from tidemill.cli.main import build_application
 
 
 def acl(directory: Path, *arguments: str) -> Result:
     with contextlib.chdir(directory):
-        return CliRunner().invoke(application(), ["acl", *arguments])
+        return CliRunner().invoke(build_application(), ["acl", *arguments])
 
 
 def test_rules_are_added_listed_and_deleted(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.base.status.status import Report
-from tidemill.cli.context import stores
+from tidemill.base.status.status import StatusReport
+from tidemill.cli.context import open_stores
 from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.postgres import EmbeddedPostgres
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 
 TIMEOUT_S = 60
@@ -76,12 +76,12 @@ def test_a_pipeline_that_runs_is_not_deleted_and_one_that_was_stopped_is(tmp_pat
     path = configuration(tmp_path)
     arguments = ("pipeline", "delete", "p", "--config", str(path))
     refused(tidemill(*arguments, cwd=tmp_path), "no such pipeline: name=p")
-    with stores(path) as opened:
+    with open_stores(path) as opened:
         opened.portal.call(opened.catalogue.put(PipelineRow("p", {"t": "topic:clicks"})))
-        board, now_ms = Board(opened.consensus, opened.rand), opened.clock.now_ms()
-        opened.portal.call(board.publish(Report("pipeline:p:2", now_ms + 3_000_000, (), pid=7, host="h")))
+        board, now_ms = StatusBoard(opened.consensus, opened.rand), opened.clock.now_ms()
+        opened.portal.call(board.publish(StatusReport("pipeline:p:2", now_ms + 3_000_000, (), pid=7, host="h")))
         refused(tidemill(*arguments, cwd=tmp_path), "the pipeline runs", "process=pipeline:p:2 pid=7 host=h")
-        opened.portal.call(board.publish(Report("pipeline:p:2", now_ms - 60_000, ())))
+        opened.portal.call(board.publish(StatusReport("pipeline:p:2", now_ms - 60_000, ())))
         done = tidemill(*arguments, cwd=tmp_path)
         assert (done.returncode, done.stdout.strip()) == (0, "deleted p; its tables are kept"), done.stderr
         assert opened.portal.call(opened.catalogue.list(PipelineRow)) == []
@@ -97,7 +97,7 @@ def test_an_unknown_topic_is_named(tmp_path: Path) -> None:
 def test_a_topic_in_use_is_deleted_only_when_told_twice(tmp_path: Path) -> None:
     path = configuration(tmp_path)
     assert tidemill("topic", "create", "clicks", "--config", str(path), cwd=tmp_path).returncode == 0
-    with stores(path) as opened:
+    with open_stores(path) as opened:
         opened.portal.call(opened.catalogue.put(PipelineRow("keep", {"clicks": "topic:clicks"})))
     delete = ("topic", "delete", "clicks", "--config", str(path))
     refused(tidemill(*delete, cwd=tmp_path), "by=pipeline:keep", "--yes-really")

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.cli.context import stores
+from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
-from tidemill.metastore.catalogue import CaptureTableRow, SetAside
+from tidemill.metastore.catalogue import CaptureTableRow, SideTopicState
 
 
 @pytest.mark.parametrize(("until_lsn", "since"), [(0, None), (0x1_0000_00FF, "1/FF")])
 def test_what_is_set_aside_is_listed(tmp_path: Path, until_lsn: int, since: str | None) -> None:
     config = tmp_path / "tidemill.toml"
     config.write_text(f'[node]\ndata = "{tmp_path / "data"}"\n')
-    aside = SetAside("t", until_lsn=until_lsn, records=12_345, bytes=3 << 20, appended=45)
-    with stores(config) as opened:
+    aside = SideTopicState("t", until_lsn=until_lsn, records=12_345, bytes=3 << 20, appended=45)
+    with open_stores(config) as opened:
         row = CaptureTableRow("shop", "public.orders", "shop.public.orders", aside=aside)
         opened.portal.call(opened.catalogue.change_table("shop", "public.orders", lambda _: row))
     said = CliRunner().invoke(app, ["capture", "list", "--config", str(config)]).stdout

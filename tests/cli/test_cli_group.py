@@ -10,8 +10,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import Stores, stores
-from tidemill.cli.main import application
+from tidemill.cli.context import OpenStores, open_stores
+from tidemill.cli.main import build_application
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import ConsumerMember, GroupMemberRow, GroupOffsetRow, GroupRow
 from tidemill.topics.batch import Record, encode_batch
@@ -19,7 +19,7 @@ from tidemill.topics.local_topics import LocalTopics
 
 
 def run(directory: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(application(), ["group", *arguments, "--config", str(directory / "tidemill.toml")])
+    return CliRunner().invoke(build_application(), ["group", *arguments, "--config", str(directory / "tidemill.toml")])
 
 
 def told(directory: Path, *arguments: str) -> Any:
@@ -28,7 +28,7 @@ def told(directory: Path, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-async def fill(opened: Stores) -> None:
+async def fill(opened: OpenStores) -> None:
     """A topic of two partitions with ten records in the first; a group that is empty and one with a member."""
     row = await opened.catalogue.create_topic("t", 2)
     topics = LocalTopics(
@@ -54,7 +54,7 @@ async def fill(opened: Stores) -> None:
 def test_groups_are_listed_described_reset_and_deleted(tmp_path: Path) -> None:
     path = tmp_path / "tidemill.toml"
     path.write_text(f'[node]\ndata = "{tmp_path}/.tidemill"\n')
-    with stores(path) as opened:
+    with open_stores(path) as opened:
         opened.portal.call(fill(opened))
     assert {r["group"]: (r["kind"], r["state"], r["members"], r["lag"]) for r in told(tmp_path, "list")} == {
         "busy": ("classic", "Stable", 1, 6),
@@ -100,7 +100,7 @@ def test_groups_are_listed_described_reset_and_deleted(tmp_path: Path) -> None:
 def test_a_group_gets_configs_of_its_own_before_anybody_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "tidemill.toml"
     path.write_text(f'[node]\ndata = "{tmp_path}/.tidemill"\n')
-    with stores(path) as opened:
+    with open_stores(path) as opened:
         opened.portal.call(fill(opened))
     session, heartbeat = "consumer.session.timeout.ms", "consumer.heartbeat.interval.ms"
     set_both = ("--set", f"{session}=60000", "--set", f"{heartbeat}=6000")

@@ -6,21 +6,21 @@ import json
 
 import pytest
 
-from tidemill.base.status.histogram import SINCE_BOUND, Stages
-from tidemill.base.status.status import Report
-from tidemill.cli.status_latency import BAR, bars, latencies, show_latency
+from tidemill.base.status.histogram import SINCE_BOUND, StageHistograms
+from tidemill.base.status.status import StatusReport
+from tidemill.cli.status_latency import BAR, latency_bars, merge_latencies, show_latency
 
 
-def report(process: str, source: str, **stages: list[int]) -> Report:
-    made = Stages()
+def report(process: str, source: str, **stages: list[int]) -> StatusReport:
+    made = StageHistograms()
     for stage, ages_ms in stages.items():
         made.add(stage.replace("_", " "), [10_000 - age_ms for age_ms in ages_ms], 10_000)
-    return Report(process, 0, (), {"latency": {source: made.plain()}})
+    return StatusReport(process, 0, (), {"latency": {source: made.to_plain()}})
 
 
 NODE = report("node:a", "capture/shop", bound=[40], durable=[20], received=[10])
 DRIVERS = [report(f"pipeline:{n}", "capture/shop", appended=[100, 100], appended_since_bound=[60]) for n in "ab"]
-ODD = [Report("old", 0, (), facts) for facts in ({}, {"latency": 3}, {"latency": {"capture/shop": [1]}})]
+ODD = [StatusReport("old", 0, (), facts) for facts in ({}, {"latency": 3}, {"latency": {"capture/shop": [1]}})]
 
 
 def test_stages_stand_in_their_order_and_those_of_several_drivers_are_added_up(
@@ -34,7 +34,7 @@ def test_stages_stand_in_their_order_and_those_of_several_drivers_are_added_up(
 
 
 def test_a_bar_begins_where_the_stage_before_has_its_median() -> None:
-    drawn = bars(latencies([NODE, *DRIVERS])["capture/shop"])
+    drawn = latency_bars(merge_latencies([NODE, *DRIVERS])["capture/shop"])
     assert drawn == {
         "received": "█" * 4,
         "durable": "·" * 4 + "█" * 4,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.status import Report, StatusTracker, this_process
-from tidemill.cli.context import stores
+from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.status import StatusReport, StatusTracker, this_process
+from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 
 MADE = {"sums": {"clicks": ("product",), "lines": ("item",), "names": ()}, "top": {"sums": ()}}
@@ -38,11 +38,11 @@ def describe(config: Path, *more: str) -> str:
 
 
 def put(config: Path, row: PipelineRow, **facts: Any) -> None:
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         opened.portal.call(opened.catalogue.put(row))
         for process, tables in facts.items():
-            report = Report(f"pipeline:p:{process}", opened.clock.now_ms(), (), facts={"tables": tables})
-            opened.portal.call(Board(opened.consensus, opened.rand).publish(report))
+            report = StatusReport(f"pipeline:p:{process}", opened.clock.now_ms(), (), facts={"tables": tables})
+            opened.portal.call(StatusBoard(opened.consensus, opened.rand).publish(report))
 
 
 def test_a_derived_table_is_described_with_its_inputs_how_it_is_kept_and_why(config: Path) -> None:
@@ -72,30 +72,30 @@ def test_a_derived_table_of_an_older_driver_is_described_without_its_inputs(conf
     assert "by=… groups by t (k); last round whole\n" in describe(config)
 
 
-def parked(process: str, pid: int, at_ms: int) -> Report:
+def parked(process: str, pid: int, at_ms: int) -> StatusReport:
     tracker, (_, host) = StatusTracker(), this_process()
     tracker.fail(process, "its file does not import.", now_ms=at_ms, parked=True)
-    return Report(process, at_ms, tracker.report(process, at_ms).marks, {}, pid, host)
+    return StatusReport(process, at_ms, tracker.report(process, at_ms).marks, {}, pid, host)
 
 
 def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restarted_together(config: Path) -> None:
     sleep = "import time; print(flush=True); time.sleep(600)"
     command = [sys.executable, "-c", sleep, "tidemill.spark.pipeline.driver"]
     with (
-        stores(config) as opened,
+        open_stores(config) as opened,
         subprocess.Popen(command, stdout=subprocess.PIPE) as driver,
         ExitStack() as ending,
     ):
-        board, host, clock = Board(opened.consensus, opened.rand), this_process()[1], opened.clock
+        board, host, clock = StatusBoard(opened.consensus, opened.rand), this_process()[1], opened.clock
         ending.callback(driver.kill)  # who leaves a Popen waits for it
         assert driver.stdout is not None and driver.stdout.readline()
 
         def publish(process: str, pid: int, ago_ms: int = 0) -> None:
-            opened.portal.call(board.publish(Report(process, clock.now_ms() - ago_ms, (), {}, pid, host)))
+            opened.portal.call(board.publish(StatusReport(process, clock.now_ms() - ago_ms, (), {}, pid, host)))
 
         publish("pipeline:p", driver.pid)
         publish("pipeline:other", driver.pid + 1)
-        publish("pipeline:gone", driver.pid, 2 * MARK_BLIND_AFTER_MS)
+        publish("pipeline:gone", driver.pid, 2 * STATUS_BLIND_AFTER_MS)
         opened.portal.call(board.publish(parked("pipeline:q", driver.pid, clock.now_ms())))
         assert f"pid {driver.pid} on {host}  tables=0  shared with pipeline:q\n" in describe(config)
         lines = CliRunner().invoke(app, ["pipeline", "list", "--config", str(config)]).stdout.splitlines()

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
-from tidemill.cli.context import stores
+from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
 from tidemill.cli.shard import export
 from tidemill.metastore.catalogue import PipelineRow
@@ -44,7 +44,7 @@ class Cluster:
 
     def append(self, *batches: list[tuple[int, str, int]], name: str = "orders") -> None:
         """One append a batch, each a second: key, value, diff."""
-        with stores(self.config) as opened:
+        with open_stores(self.config) as opened:
 
             async def run() -> None:
                 shard = await open_shard(
@@ -64,7 +64,7 @@ class Cluster:
             opened.portal.call(run())
 
     def pipeline(self, row: PipelineRow) -> None:
-        with stores(self.config) as opened:
+        with open_stores(self.config) as opened:
             opened.portal.call(opened.catalogue.put(row))
 
 
@@ -187,7 +187,7 @@ def test_an_export_that_is_cut_off_shows_nothing_and_the_next_one_is_whole(
 ) -> None:
     monkeypatch.setattr(hash_ranges, "RANGE_ROWS", 50)
     cluster.append([(n, "a", 1) for n in range(300)])
-    plain, done = export._write, list[Path]()
+    plain, done = export._write_range, list[Path]()
 
     def full(path: Path, *more: Any) -> int:
         if done:
@@ -195,12 +195,12 @@ def test_an_export_that_is_cut_off_shows_nothing_and_the_next_one_is_whole(
         done.append(path)
         return plain(path, *more)
 
-    monkeypatch.setattr(export, "_write", full)
+    monkeypatch.setattr(export, "_write_range", full)
     with pytest.raises(UnavailableError, match="no space left"):
         cluster.command("export", "orders", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
     assert cluster.json("describe", "orders")["holds"] == []
-    monkeypatch.setattr(export, "_write", plain)
+    monkeypatch.setattr(export, "_write_range", plain)
     cluster.command("export", "orders", str(tmp_path / "out"))
     assert pq.read_table(tmp_path / "out").num_rows == 300 and not (tmp_path / "out.partial").exists()
 
@@ -214,9 +214,9 @@ def test_a_shard_that_was_emptied_exports_its_columns(cluster: Cluster, tmp_path
 def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) -> None:
     cluster.append([(1, "a", 1)])
     cluster.pipeline(PipelineRow("p", {"orders": "topic:orders"}))
-    with stores(cluster.config) as opened:
+    with open_stores(cluster.config) as opened:
         shard = opened.shard("orders")
-        opened.portal.call(shard.hold("read/someone", DAY + 999, 60_000))
+        opened.portal.call(shard.set_hold("read/someone", DAY + 999, 60_000))
         opened.portal.call(shard.aclose())
     with pytest.raises(InvalidError, match="the shard is in use: shard=orders by=pipeline:p, hold:read/someone"):
         cluster.command("drop", "orders", "--yes")
@@ -246,7 +246,7 @@ def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(clus
 def test_a_drop_that_was_cut_off_is_finished(cluster: Cluster) -> None:
     """DS1: the shard said that it is gone, and its name was not free yet."""
     cluster.append([(1, "a", 1)])
-    with stores(cluster.config) as opened:
+    with open_stores(cluster.config) as opened:
         shard = opened.shard("orders")
         opened.portal.call(shard.drop())
         opened.portal.call(shard.aclose())

@@ -13,7 +13,7 @@ from test_cli_shard import DAY, Cluster
 from typer.testing import CliRunner
 
 from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
-from tidemill.cli.context import stores
+from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
 from tidemill.query import duckdb_views
 from tidemill.shards.api import HistoryLostError
@@ -106,7 +106,7 @@ def test_what_a_query_reads_is_held_while_it_runs(cluster: Cluster, monkeypatch:
 
     def then_look(*arguments: Any) -> None:
         real(*arguments)
-        with stores(cluster.config) as opened:
+        with open_stores(cluster.config) as opened:
             shard = opened.shard("orders")
             held.extend(hold.reader for hold in shard.state.holds)
             opened.portal.call(shard.aclose())

@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.base.errors import InvalidError, MissingError, TidemillError
-from tidemill.cli.context import Stores, stores
+from tidemill.cli.context import OpenStores, open_stores
 from tidemill.cli.main import app
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.membership import Alone
+from tidemill.topics.membership import SingleNodeAssignment
 
 
 def command(config: Path, *arguments: str) -> str:
@@ -31,12 +31,12 @@ def listed(config: Path, *arguments: str) -> Any:
     return json.loads(command(config, "lost", "odd.name", *arguments, "--json").splitlines()[-1])
 
 
-def produced(opened: Stores, count: int) -> None:
+def produced(opened: OpenStores, count: int) -> None:
     async def produce() -> None:
         row = await opened.catalogue.create_topic("odd.name", 2)
         topics = LocalTopics(
             opened.consensus, opened.objects, opened.catalogue,
-            clock=opened.clock, rand=opened.rand, assignment=Alone("n", 0),
+            clock=opened.clock, rand=opened.rand, assignment=SingleNodeAssignment("n", 0),
         )  # fmt: skip
         for number in range(count):
             data = bytearray(encode_batch([Record(None, b"%d" % number), Record(None, b"b")]))
@@ -50,7 +50,7 @@ def test_lost_objects_are_listed_and_let_go_by_name(tmp_path: Path) -> None:
     config = tmp_path / "tidemill.toml"
     config.write_text(f'[node]\ndata = "{tmp_path}/data"\n')
     (tmp_path / "data").mkdir()
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         produced(opened, 3)
     assert listed(config) == [] and "nothing" in command(config, "lost", "odd.name")
     files = sorted(path for path in (tmp_path / "data" / "objects" / "l0").rglob("*") if path.is_file())

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.base.errors import ConflictError, MissingError, TidemillError
-from tidemill.cli.context import consensus_only
+from tidemill.cli.context import open_consensus_only
 from tidemill.cli.main import app
 from tidemill.kafka.transactions.state import GroupOffset, State, Transaction
 from tidemill.kafka.transactions.store import change, read
@@ -35,12 +35,12 @@ class Cluster:
         return json.loads(self.command(*arguments, "--json").splitlines()[-1])
 
     def store(self, transactional_id: str, state: Transaction) -> None:
-        with consensus_only(self.config) as opened:
+        with open_consensus_only(self.config) as opened:
             changing = change(opened.consensus, opened.rand, transactional_id, lambda _: Decision(0, state))
             opened.portal.call(changing)
 
     def stored(self, transactional_id: str) -> Transaction | None:
-        with consensus_only(self.config) as opened:
+        with open_consensus_only(self.config) as opened:
             return opened.portal.call(read(opened.consensus, transactional_id))
 
 

@@ -13,15 +13,15 @@ from typer.testing import CliRunner
 
 from patience import DEADLINE_S
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import stores
-from tidemill.cli.main import application
-from tidemill.security.scram import SCRAM_SHA_256, SCRAM_SHA_512, is_password
+from tidemill.cli.context import open_stores
+from tidemill.cli.main import build_application
+from tidemill.security.scram import SCRAM_SHA_256, SCRAM_SHA_512, matches_password
 from tidemill.security.users import Users
 
 
 def user(directory: Path, *arguments: str, stdin: str = "") -> Result:
     with contextlib.chdir(directory):
-        return CliRunner().invoke(application(), ["user", *arguments], input=stdin)
+        return CliRunner().invoke(build_application(), ["user", *arguments], input=stdin)
 
 
 def test_a_user_is_added_listed_changed_and_deleted(tmp_path: Path) -> None:
@@ -29,11 +29,11 @@ def test_a_user_is_added_listed_changed_and_deleted(tmp_path: Path) -> None:
     assert added.exit_code == 0, added.stderr
     assert json.loads(added.stdout.splitlines()[-1])["mechanisms"] == ["SCRAM-SHA-256", "SCRAM-SHA-512"]
     assert user(tmp_path, "add", "alice", "--iterations", "8192", stdin="second: ünd = mehr").exit_code == 0
-    with stores(_configuration(tmp_path)) as opened:
+    with open_stores(_configuration(tmp_path)) as opened:
         users = Users(opened.metastore, opened.clock)
         for mechanism in (SCRAM_SHA_256, SCRAM_SHA_512):
             found = opened.portal.call(users.credential("alice", mechanism))
-            assert found is not None and is_password(found, "second: ünd = mehr") and found.iterations == 8192
+            assert found is not None and matches_password(found, "second: ünd = mehr") and found.iterations == 8192
     listed = json.loads(user(tmp_path, "list", "--json").stdout.splitlines()[-1])
     assert listed == [{"user": "alice", "mechanisms": {"SCRAM-SHA-256": 8192, "SCRAM-SHA-512": 8192}}]
     for refused in (

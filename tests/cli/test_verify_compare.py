@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.errors import CorruptError
-from tidemill.cli.verify.compare import NAN, Comparison, Outcome, Row, order_of
+from tidemill.cli.verify.compare import NAN, Comparison, Outcome, Row, sort_key
 
 KEYS = st.none() | st.integers(0, 12)
 SIDE = st.dictionaries(KEYS, st.sampled_from(["a", "b", None, NAN]), max_size=12)
 
 
 def rows_of(side: dict[Any, Any]) -> list[Row]:
-    return sorted(((k, v) for k, v in side.items()), key=lambda r: order_of(r[:1]))
+    return sorted(((k, v) for k, v in side.items()), key=lambda r: sort_key(r[:1]))
 
 
 def compared(source: list[Row], shard: list[Row], chunk: int) -> Outcome:
@@ -28,9 +28,9 @@ def compared(source: list[Row], shard: list[Row], chunk: int) -> Outcome:
             left, source = source[:chunk], source[chunk:]
         if not right:
             right, shard = shard[: chunk + 1], shard[chunk + 1 :]
-        i, j = comparison.step(left, right, not source and not left, not shard and not right)
+        i, j = comparison.compare_chunks(left, right, not source and not left, not shard and not right)
         if not i and not j and not source and not shard:
-            i, j = comparison.step(left, right, not source, not shard)
+            i, j = comparison.compare_chunks(left, right, not source, not shard)
         left, right = left[i:], right[j:]
     return comparison.outcome()
 

@@ -160,14 +160,14 @@ def test_f512_a_full_disk_refuses_writes_for_certain_serves_reads_and_heals(smal
         consensus = await open_consensus(f"sqlite://{small}/consensus.db", SystemClock(), Rand())
         await consensus.append("log", 0, 0, [b"x" * 1000], "n")
         fill(small / "filler")
-        await asyncio.sleep(engine.SPACE_LOOK_S)
+        await asyncio.sleep(engine.SPACE_CHECK_INTERVAL_S)
         for _ in range(20):
             with pytest.raises(UnavailableError, match="full"):  # never Unknown: nothing was tried
                 await consensus.append("log", 0, 1, [b"x" * 1000], "n")
         assert "full" in await until(consensus.trouble)
         assert (await consensus.log_head("log")).next == 1
         (small / "filler").unlink()
-        await asyncio.sleep(engine.SPACE_LOOK_S)
+        await asyncio.sleep(engine.SPACE_CHECK_INTERVAL_S)
         await consensus.append("log", 0, 1, [b"x" * 1000], "n")
         assert consensus.trouble() == ""
         await consensus.aclose()
@@ -294,10 +294,10 @@ def test_another_user_is_neither_served_nor_trusted(tmp_path: Path) -> None:
         await consensus.aclose()
 
     run(body())
-    assert socket_address.trusts(os.getuid(), tmp_path) and socket_address.trusts(0, tmp_path)
-    assert not socket_address.trusts(12345, tmp_path / "none")
+    assert socket_address.is_trusted_user(os.getuid(), tmp_path) and socket_address.is_trusted_user(0, tmp_path)
+    assert not socket_address.is_trusted_user(12345, tmp_path / "none")
     os.chown(tmp_path, 12345, -1)
-    assert socket_address.trusts(12345, tmp_path) and not socket_address.serves(12345)
+    assert socket_address.is_trusted_user(12345, tmp_path) and not socket_address.is_served_user(12345)
 
 
 def test_a_fallback_directory_that_is_a_link_or_open_to_others_is_not_used(
@@ -306,7 +306,7 @@ def test_a_fallback_directory_that_is_a_link_or_open_to_others_is_not_used(
     made = tmp_path / "private"
 
     def private() -> list[str]:
-        with socket_address.addresses(tmp_path / "consensus.db", create=True) as candidates:
+        with socket_address.socket_paths(tmp_path / "consensus.db", create=True) as candidates:
             return [path for path in candidates if path.startswith(str(made))]
 
     monkeypatch.setattr(socket_address, "FALLBACK", str(made))

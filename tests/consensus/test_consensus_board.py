@@ -13,15 +13,15 @@ from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
-from tidemill.base.status.status import Report, StageStatus
+from tidemill.base.status.status import StageStatus, StatusReport
 from tidemill.consensus.api import Versioned
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.status.board import FORGET_AFTER_MS, LOOK_S, TIDY_EVERY_MS, Board
+from tidemill.consensus.status.board import CLEANUP_INTERVAL_MS, DROP_SILENT_AFTER_MS, READ_TIMEOUT_S, StatusBoard
 from tidemill.consensus.status.pages import Pager
 
 
-def report(process: str, at_ms: int) -> Report:
-    return Report(
+def report(process: str, at_ms: int) -> StatusReport:
+    return StatusReport(
         process, at_ms, (StageStatus("capture/shop", at_ms, at_ms + 1, held_by="pg"),), {"rates": {"in": 1.5}}
     )
 
@@ -48,20 +48,20 @@ class Silent(MemoryConsensus):
 
 def test_f619_a_board_that_is_not_answered_is_unavailable_within_two_seconds() -> None:
     async def body() -> None:
-        board = Board(Silent(SystemClock()), Rand(1))
+        board = StatusBoard(Silent(SystemClock()), Rand(1))
         before_s = time.monotonic()
         with pytest.raises(UnavailableError, match="consensus does not answer"):
-            await board.look(lambda: "")
-        assert time.monotonic() - before_s + 0.01 >= LOOK_S
+            await board.reports_or_raise(lambda: "")
+        assert time.monotonic() - before_s + 0.01 >= READ_TIMEOUT_S
 
     run(body())
-    assert LOOK_S == 2
+    assert READ_TIMEOUT_S == 2
 
 
 def test_the_newest_report_of_every_process_is_shown() -> None:
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
-        one, two, reader = (Board(consensus, Rand(seed)) for seed in range(3))
+        one, two, reader = (StatusBoard(consensus, Rand(seed)) for seed in range(3))
         for at_ms in (1, 2, 3):
             await one.publish(report("one", at_ms))
         await two.publish(report("two", 2))
@@ -73,9 +73,9 @@ def test_the_newest_report_of_every_process_is_shown() -> None:
 def test_a_restarted_process_goes_on_under_its_name() -> None:
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
-        await Board(consensus, Rand(1)).publish(report("one", 1))
-        await Board(consensus, Rand(2)).publish(report("one", 2))
-        assert await Board(consensus, Rand(3)).reports() == [report("one", 2)]
+        await StatusBoard(consensus, Rand(1)).publish(report("one", 1))
+        await StatusBoard(consensus, Rand(2)).publish(report("one", 2))
+        assert await StatusBoard(consensus, Rand(3)).reports() == [report("one", 2)]
 
     run(body())
 
@@ -83,9 +83,9 @@ def test_a_restarted_process_goes_on_under_its_name() -> None:
 def test_a_process_that_was_forgotten_while_it_slept_shows_all_of_its_report_again() -> None:
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
-        sleeper, other = Board(consensus, Rand(1)), Board(consensus, Rand(2))
+        sleeper, other = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
         await sleeper.publish(report("one", 1))
-        now_ms = 1 + FORGET_AFTER_MS + TIDY_EVERY_MS
+        now_ms = 1 + DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS
         await other.publish(report("two", now_ms))
         assert [found.process for found in await other.reports()] == ["two"]
         again = msgspec.structs.replace(report("one", 1), at_ms=now_ms)  # the very marks of before
@@ -99,7 +99,7 @@ def test_a_process_that_was_forgotten_while_it_slept_shows_all_of_its_report_aga
 def test_a_lost_acknowledgement_does_not_hide_a_report(fate: str) -> None:
     async def body() -> None:
         consensus = Lossy(SystemClock())
-        board = Board(consensus, Rand(1))
+        board = StatusBoard(consensus, Rand(1))
         await board.publish(report("one", 1))
         consensus.fates = [fate, fate]
         await board.publish(report("one", 2))
@@ -113,19 +113,19 @@ def test_a_lost_acknowledgement_does_not_hide_a_report(fate: str) -> None:
 def test_what_a_process_left_is_dropped_an_hour_later_and_it_may_come_back() -> None:
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
-        gone, here = Board(consensus, Rand(1)), Board(consensus, Rand(2))
+        gone, here = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
         await gone.publish(report("gone", 1))
-        await here.publish(report("here", FORGET_AFTER_MS))
+        await here.publish(report("here", DROP_SILENT_AFTER_MS))
         assert [r.process for r in await here.reports()] == ["gone", "here"]
-        await here.publish(report("here", FORGET_AFTER_MS + 2))
+        await here.publish(report("here", DROP_SILENT_AFTER_MS + 2))
         assert [r.process for r in await here.reports()] == ["gone", "here"]  # looked at from time to time only
-        await here.publish(report("here", FORGET_AFTER_MS + TIDY_EVERY_MS + 1))
+        await here.publish(report("here", DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS + 1))
         assert [r.process for r in await here.reports()] == ["here"]
         assert [key for key in consensus.state.registers if "gone" in key] == []
-        await gone.publish(report("gone", FORGET_AFTER_MS + 5))
+        await gone.publish(report("gone", DROP_SILENT_AFTER_MS + 5))
         assert await here.reports() == [
-            report("gone", FORGET_AFTER_MS + 5),
-            report("here", FORGET_AFTER_MS + TIDY_EVERY_MS + 1),
+            report("gone", DROP_SILENT_AFTER_MS + 5),
+            report("here", DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS + 1),
         ]
 
     run(body())
@@ -141,13 +141,13 @@ def test_a_report_that_cannot_be_read_hides_no_other_and_a_shared_name_is_refuse
         consensus = MemoryConsensus(SystemClock())
         await consensus.cas("board/broken", 0, b"\xc1", "n")
         await consensus.cas("board/nobody\x1f000000", 0, b"a page without its head", "n")
-        await Board(consensus, Rand(1)).publish(report("well", 1))
-        broken, well = await Board(consensus, Rand(1)).reports()
+        await StatusBoard(consensus, Rand(1)).publish(report("well", 1))
+        broken, well = await StatusBoard(consensus, Rand(1)).reports()
         assert (broken.process, broken.at_ms, broken.marks) == ("broken", 0, ())
         assert "cannot be read" in str(broken.facts)
         assert well == report("well", 1)
         with pytest.raises(InvalidError):
-            await Board(Contested(SystemClock()), Rand(1)).publish(report("one", 1))
+            await StatusBoard(Contested(SystemClock()), Rand(1)).publish(report("one", 1))
 
     run(body())
 
@@ -173,29 +173,29 @@ class Counting(MemoryConsensus):
 def test_f514_twenty_thousand_marks_are_published_in_bounded_registers_and_an_idle_one_costs_nothing() -> None:
     async def body() -> None:
         consensus = Counting()
-        board, reader = Board(consensus, Rand(1)), Board(consensus, Rand(2))
+        board, reader = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
         all_marks = marks(20_000)
-        await board.publish(Report("node", 1, tuple(all_marks), {"rates": 1}))
+        await board.publish(StatusReport("node", 1, tuple(all_marks), {"rates": 1}))
         pages = len(consensus.written) - 1
         assert pages > 10 and consensus.largest < 2 * PAGE_BYTES + PAGE_ENTRY_BYTES
         (found,) = await reader.reports()
         assert sorted(found.marks, key=lambda m: m.name) == all_marks and found.facts == {"rates": 1}
         # Nothing changed: the head alone, with its time.
         consensus.written.clear()
-        await board.publish(Report("node", 2, tuple(all_marks), {"rates": 1}))
+        await board.publish(StatusReport("node", 2, tuple(all_marks), {"rates": 1}))
         assert consensus.written == ["board/node"]
         assert (await reader.reports())[0].at_ms == 2
         # One mark changed: its page and the head.
         consensus.written.clear()
         all_marks[777] = StageStatus(all_marks[777].name, 5, 9)
-        await board.publish(Report("node", 3, tuple(all_marks), {"rates": 1}))
+        await board.publish(StatusReport("node", 3, tuple(all_marks), {"rates": 1}))
         assert len(consensus.written) == 2
         assert all_marks[777] in (await reader.reports())[0].marks
         # What is gone takes its pages with it, also those of an earlier life.
-        await board.publish(Report("node", 4, tuple(all_marks[:10]), {}))
+        await board.publish(StatusReport("node", 4, tuple(all_marks[:10]), {}))
         assert len(consensus.state.registers) == 2
-        await board.publish(Report("node", 5, tuple(all_marks), {}))
-        await Board(consensus, Rand(3)).publish(Report("node", 6, tuple(all_marks[:10]), {}))
+        await board.publish(StatusReport("node", 5, tuple(all_marks), {}))
+        await StatusBoard(consensus, Rand(3)).publish(StatusReport("node", 6, tuple(all_marks[:10]), {}))
         assert len(consensus.state.registers) == 2
         assert len((await reader.reports())[0].marks) == 10
 
@@ -213,7 +213,7 @@ def test_f514_an_oversized_or_odd_fact_is_cut_with_a_note_and_never_an_error() -
 
     async def body() -> None:
         consensus = Counting()
-        board = Board(consensus, Rand(1))
+        board = StatusBoard(consensus, Rand(1))
         facts = {
             "long": "x" * (5 << 20),
             "tables": {f"table_{n}": {"rows": n, "state": "captured"} for n in range(20_000)},
@@ -225,7 +225,7 @@ def test_f514_an_oversized_or_odd_fact_is_cut_with_a_note_and_never_an_error() -
             **{f"capture:{n}": {"bytes": "y" * 20_000} for n in range(200)},
         }
         long = StageStatus("m" * 2_000, 1, 2, held_by="h" * 5_000, reason="r" * 100_000, error="e" * 1_000_000)
-        await board.publish(Report("node", 1, (long,), facts))
+        await board.publish(StatusReport("node", 1, (long,), facts))
         (found,) = await board.reports()
         assert found.facts["fine"] == {"a": [1, 2.5, None]}
         assert "limit_bytes" in str(found.facts["long"]) and len(str(found.facts["long"])) < 100
@@ -241,13 +241,13 @@ def test_f514_an_oversized_or_odd_fact_is_cut_with_a_note_and_never_an_error() -
 
 def test_cutting_a_report_of_many_marks_does_not_hold_the_loop_up() -> None:
     pager, all_marks = Pager(), marks(10_000)
-    pager.cut(Report("node", 1, tuple(all_marks), {}))
+    pager.split(StatusReport("node", 1, tuple(all_marks), {}))
     fastest_s = 1.0
     for turn in range(5):
         for n in range(100):
             all_marks[n] = StageStatus(all_marks[n].name, turn, 9)
         started_s = time.perf_counter()
-        pager.cut(Report("node", 2, tuple(all_marks), {}))
+        pager.split(StatusReport("node", 2, tuple(all_marks), {}))
         fastest_s = min(fastest_s, time.perf_counter() - started_s)
     assert fastest_s < 0.04
 
@@ -278,15 +278,15 @@ class Action(NamedTuple):
 def test_whatever_was_published_last_is_what_is_read(actions: list[Action]) -> None:
     async def body() -> None:
         consensus = Lossy(SystemClock())
-        board, reader = Board(consensus, Rand(1)), Board(consensus, Rand(2))
+        board, reader = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
         for at_ms, action in enumerate(actions):
             shown = tuple(StageStatus(f"m{n}", at_ms, 1, reason="r" * action.size) for n in range(action.marks))
             facts = {f"f{n}": "x" * 20_000 for n in range(action.facts)}
             if action.fate == "restart":
-                board = Board(consensus, Rand(at_ms))
+                board = StatusBoard(consensus, Rand(at_ms))
             elif action.fate:
                 consensus.fates = [action.fate] * 3
-            await board.publish(Report("p", at_ms, shown, facts))
+            await board.publish(StatusReport("p", at_ms, shown, facts))
             consensus.fates = []
             (found,) = await reader.reports()
             assert found.at_ms == at_ms and set(found.marks) == set(shown) and found.facts == facts

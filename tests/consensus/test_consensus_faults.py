@@ -44,7 +44,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
         return over_tcp
 
-    direct = socket_address.addresses
+    direct = socket_address.socket_paths
     detour: list[str] = []
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         with direct(database, create=create) as candidates:
             yield detour if detour and not create else candidates
 
-    monkeypatch.setattr(socket_address, "addresses", detoured)
+    monkeypatch.setattr(socket_address, "socket_paths", detoured)
 
     @asynccontextmanager
     async def over_unix() -> AsyncIterator[tuple[Consensus, Consensus, CuttingProxy]]:
@@ -198,7 +198,7 @@ def test_a_client_that_is_not_greeted_does_not_knock_without_pause(
         url = f"sqlite://{tmp_path}/consensus.db"
         beside = await open_consensus(url, SystemClock(), Rand())
         server = await asyncio.start_unix_server(closes, f"{tmp_path}/closes.sock")
-        monkeypatch.setattr(socket_address, "addresses", elsewhere)
+        monkeypatch.setattr(socket_address, "socket_paths", elsewhere)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await open_consensus(url, SystemClock(), Rand())
@@ -245,23 +245,23 @@ def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(set
 def test_a_commit_that_failed_halfway_is_unknown_and_the_database_is_opened_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError, Engine
+    from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError, SqliteEngine
 
-    opened: list[Engine] = []
-    commit, init = Engine.commit, Engine.__init__
+    opened: list[SqliteEngine] = []
+    commit, init = SqliteEngine.commit, SqliteEngine.__init__
 
-    def counted(self: Engine, *args: object) -> None:
+    def counted(self: SqliteEngine, *args: object) -> None:
         opened.append(self)
         init(self, *args)  # type: ignore[arg-type]
 
-    def failing(self: Engine, ops: list[object]) -> list[object]:
+    def failing(self: SqliteEngine, ops: list[object]) -> list[object]:
         outcomes = commit(self, ops)  # type: ignore[arg-type]
         if any(getattr(op, "records", ()) == (MARK,) for op in ops) and len(opened) == 1:
             raise CommitOutcomeUnknownError("disk I/O error")
         return outcomes
 
-    monkeypatch.setattr(Engine, "__init__", counted)
-    monkeypatch.setattr(Engine, "commit", failing)
+    monkeypatch.setattr(SqliteEngine, "__init__", counted)
+    monkeypatch.setattr(SqliteEngine, "commit", failing)
 
     async def body() -> None:
         consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
@@ -281,17 +281,17 @@ def test_a_commit_that_was_refused_is_unavailable_and_nothing_of_it_is_seen(
 ) -> None:
     import apsw
 
-    from tidemill.consensus.sqlite.record_storage import Records
+    from tidemill.consensus.sqlite.record_storage import RecordStorage
 
-    insert = Records.insert
+    insert = RecordStorage.insert
     full = [True]
 
-    def failing(self: Records, records: list[object]) -> None:
+    def failing(self: RecordStorage, records: list[object]) -> None:
         insert(self, records)  # type: ignore[arg-type]
         if full[0] and any(getattr(record, "data", b"") == MARK for record in records):
             raise apsw.FullError("database or disk is full")
 
-    monkeypatch.setattr(Records, "insert", failing)
+    monkeypatch.setattr(RecordStorage, "insert", failing)
 
     async def body() -> None:
         consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())

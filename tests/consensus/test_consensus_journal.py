@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tidemill.base.clock import SystemClock
 from tidemill.consensus.api import Changes, LogHead
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.consensus.change_journal import Journal
+from tidemill.consensus.change_journal import ChangeJournal
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.operations import Changed
 
@@ -26,16 +26,16 @@ class Engine:
 
     def restart(self) -> None:
         self._lives += 1
-        self._journal = Journal(f"life {self._lives}", remembered=self._sizes[0], page=self._sizes[1])
+        self._journal = ChangeJournal(f"life {self._lives}", remembered=self._sizes[0], page=self._sizes[1])
 
     def change(self, names: list[str]) -> None:
         for name in names:
             head = self.heads.get(name, LogHead(0, 0, 0))
             self.heads[name] = LogHead(1, 0, head.next + 1)
-        self._journal.note(dict.fromkeys(names))
+        self._journal.record_changes(dict.fromkeys(names))
 
     def answer(self, prefix: str, since: str) -> Changes:
-        return self._journal.answer(Changed(prefix, since), self._listed, self.heads.__getitem__)
+        return self._journal.changes_since(Changed(prefix, since), self._listed, self.heads.__getitem__)
 
     def _listed(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
         found = sorted((name, head) for name, head in self.heads.items() if name.startswith(prefix) and name > after)
@@ -80,11 +80,11 @@ def test_a_log_is_due_until_it_is_done_and_again_with_its_next_change() -> None:
         await consensus.append("q/a", 1, 0, [b"x"], "n")
         everything = {"a": LogHead(1, 0, 1), "b": LogHead(1, 0, 1)}
         for _ in range(3):
-            assert await logs.look(everything.__contains__) == everything
+            assert await logs.next_changed(everything.__contains__) == everything
         logs.done(["a"])
-        assert await logs.look(everything.__contains__) == {"b": LogHead(1, 0, 1)}
+        assert await logs.next_changed(everything.__contains__) == {"b": LogHead(1, 0, 1)}
         await consensus.append("p/a", 1, 1, [b"x"], "n")
-        assert (await logs.look(everything.__contains__))["a"] == LogHead(1, 0, 2)
+        assert (await logs.next_changed(everything.__contains__))["a"] == LogHead(1, 0, 2)
 
     asyncio.run(body())
 
@@ -95,8 +95,10 @@ def test_a_log_that_is_known_at_no_second_look_is_let_go() -> None:
         logs = ChangedLogs(consensus, "p/")
         await consensus.append("p/late", 1, 0, [b"x"], "n")
         await consensus.append("p/gone", 1, 0, [b"x"], "n")
-        assert await logs.look(lambda _: False) == {}
-        assert await logs.look(lambda name: name == "late") == {"late": LogHead(1, 0, 1)}
-        assert await logs.look(lambda _: True) == {"late": LogHead(1, 0, 1)}, "it was let go, and has not changed"
+        assert await logs.next_changed(lambda _: False) == {}
+        assert await logs.next_changed(lambda name: name == "late") == {"late": LogHead(1, 0, 1)}
+        assert await logs.next_changed(lambda _: True) == {"late": LogHead(1, 0, 1)}, (
+            "it was let go, and has not changed"
+        )
 
     asyncio.run(body())

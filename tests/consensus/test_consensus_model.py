@@ -35,7 +35,7 @@ from tidemill.consensus.operations import (
     Truncate,
 )
 from tidemill.consensus.sqlite import record_storage
-from tidemill.consensus.sqlite.engine import Engine
+from tidemill.consensus.sqlite.engine import SqliteEngine
 
 names = st.sampled_from(["a", "b", "c/1", "c/2"])
 numbers = st.integers(0, 12)
@@ -175,7 +175,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
         async def once() -> Any:
             try:
-                return await self.engine._checked(op)
+                return await self.engine._submit_checked(op)
             except TidemillError as error:
                 return error
 
@@ -194,8 +194,8 @@ class SqliteMachine(RuleBasedStateMachine):
         self.model = Model()
         self.engine = self.reopened()
 
-    def reopened(self) -> Engine:
-        return Engine(Path(self.folder.name) / "model.db", self.clock)
+    def reopened(self) -> SqliteEngine:
+        return SqliteEngine(Path(self.folder.name) / "model.db", self.clock)
 
     @rule(ops=st.lists(operations, min_size=1, max_size=8))
     def operate_in_one_group(self, ops: list[AnyOp]) -> None:
@@ -212,7 +212,7 @@ class SqliteMachine(RuleBasedStateMachine):
             if op.writes:
                 continue
             try:
-                outcome = self.engine.answer(op)
+                outcome = self.engine.execute_read(op)
             except TidemillError as error:
                 outcome = error
             assert plain(outcome) == self.model.expect(op, now)
@@ -229,7 +229,7 @@ class SqliteMachine(RuleBasedStateMachine):
     @invariant()
     def heads_agree(self) -> None:
         for log in self.model.logs if hasattr(self, "model") else ():
-            assert self.engine.answer(HeadOfLog(log)) == self.model.head(log)
+            assert self.engine.execute_read(HeadOfLog(log)) == self.model.head(log)
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):

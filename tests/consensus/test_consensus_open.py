@@ -14,7 +14,7 @@ from tidemill.base.errors import ConflictError, CorruptError, InvalidError, Tide
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.operations import Acquire, Leases
 from tidemill.consensus.sqlite import schema, socket_address
-from tidemill.consensus.sqlite.engine import Engine
+from tidemill.consensus.sqlite.engine import SqliteEngine
 
 
 def refused(url: str, kind: type[TidemillError]) -> str:
@@ -65,7 +65,7 @@ def test_a_path_too_long_for_a_socket_works(tmp_path: Path) -> None:
         await two.aclose()
 
     run(body())
-    with socket_address.addresses(deep / "consensus.db", create=False) as candidates:
+    with socket_address.socket_paths(deep / "consensus.db", create=False) as candidates:
         assert all(len(os.fsencode(path)) <= socket_address.SUN_PATH_BYTES for path in candidates)
 
 
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_database_is_corrupt_and_left_alone(tmp_path: Path) ->
 
 
 def test_another_layout_is_refused(tmp_path: Path) -> None:
-    Engine(tmp_path / "consensus.db", SystemClock()).close()
+    SqliteEngine(tmp_path / "consensus.db", SystemClock()).close()
     connection = apsw.Connection(str(tmp_path / "consensus.db"))
     connection.execute("UPDATE meta SET layout = 99")
     connection.close()
@@ -97,11 +97,11 @@ def test_an_sqlite_with_the_wal_reset_bug_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_the_engines_clock_never_goes_back_across_restarts(tmp_path: Path) -> None:
-    first = Engine(tmp_path / "consensus.db", ManualClock(now_ms=5_000_000))
+    first = SqliteEngine(tmp_path / "consensus.db", ManualClock(now_ms=5_000_000))
     first.commit([Acquire("lease", "h1", 1_000, b"")])
     first.close()
-    second = Engine(tmp_path / "consensus.db", ManualClock(now_ms=1_000_000))
-    (lease,) = second.answer(Leases(""))
+    second = SqliteEngine(tmp_path / "consensus.db", ManualClock(now_ms=1_000_000))
+    (lease,) = second.execute_read(Leases(""))
     assert (lease.live, lease.remaining_ms) == (True, 1_000)
     (outcome,) = second.commit([Acquire("lease", "h2", 1_000, b"")])
     assert isinstance(outcome, ConflictError)
@@ -116,13 +116,13 @@ def test_the_wall_clock_jumping_does_not_expire_a_lease_early(tmp_path: Path) ->
             return super().now_ms() + self.jump_ms
 
     clock = Jumping()
-    engine = Engine(tmp_path / "consensus.db", clock)
+    engine = SqliteEngine(tmp_path / "consensus.db", clock)
     engine.commit([Acquire("lease", "h1", 1_000, b"")])
     clock.jump_ms = 3_600_000
-    assert engine.answer(Leases(""))[0].live
+    assert engine.execute_read(Leases(""))[0].live
     clock.jump_ms = -3_600_000
     clock.advance(1_001)
-    assert not engine.answer(Leases(""))[0].live
+    assert not engine.execute_read(Leases(""))[0].live
     engine.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 from contracts.consensus import ConsensusContract, OpenClient
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.api import Consensus, LogHead, changes
+from tidemill.consensus.api import Consensus, LogHead, read_all_changes
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.postgres.client import PostgresConsensus
 from tidemill.consensus.postgres.sql import PARTS
@@ -46,7 +46,7 @@ def test_of_thousands_of_logs_only_those_beside_a_changed_one_are_read(postgres_
 
         async def told(since: str) -> tuple[dict[str, LogHead], str, int]:
             before = read
-            heads, token = await changes(client, "t/", since)
+            heads, token = await read_all_changes(client, "t/", since)
             return heads, token, read - before
 
         heads, token, count = await told("")

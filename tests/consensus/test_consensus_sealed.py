@@ -11,13 +11,13 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError
 from tidemill.consensus.operations import Append, Cas, Head, Read, Scan
 from tidemill.consensus.sqlite import record_storage
-from tidemill.consensus.sqlite.engine import Engine
+from tidemill.consensus.sqlite.engine import SqliteEngine
 
 
 def filled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two logs whose records are settled, but for the newest commit, and two registers."""
     monkeypatch.setattr(record_storage, "RECENT_BYTES", 0)
-    engine = Engine(path, SystemClock())
+    engine = SqliteEngine(path, SystemClock())
     for position in range(3):
         engine.commit(
             [Append(log, 0, position, (b"%s-%d" % (log.encode(), position) * 20,), "n") for log in ("a", "b")]
@@ -47,10 +47,10 @@ def test_f528_a_flipped_bit_of_a_settled_record_is_corrupt_for_its_log_alone(
     path = tmp_path / "consensus.db"
     filled(path, monkeypatch)
     damage(path, "settled", "body", b"a-1")
-    engine = Engine(path, SystemClock())
+    engine = SqliteEngine(path, SystemClock())
     with pytest.raises(CorruptError, match="chunk of records is damaged"):
-        engine.answer(Read("a", 0, 100, 1 << 20))
-    assert [r.data[:3] for r in engine.answer(Read("b", 0, 100, 1 << 20)).records] == [b"b-0", b"b-1", b"b-2"]
+        engine.execute_read(Read("a", 0, 100, 1 << 20))
+    assert [r.data[:3] for r in engine.execute_read(Read("b", 0, 100, 1 << 20)).records] == [b"b-0", b"b-1", b"b-2"]
     engine.close()
 
 
@@ -58,26 +58,26 @@ def test_a_flipped_bit_of_a_recent_record_is_corrupt_when_the_database_is_opened
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "consensus.db"
-    engine = Engine(path, SystemClock())
+    engine = SqliteEngine(path, SystemClock())
     engine.commit([Append("a", 0, 0, (b"a-0",), "n")])
     engine.close()
     damage(path, "recent", "body", b"a-0")
     with pytest.raises(CorruptError, match="group of records is damaged"):
-        Engine(path, SystemClock())
+        SqliteEngine(path, SystemClock())
 
 
 def test_a_flipped_bit_of_a_register_is_corrupt_for_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "consensus.db"
     filled(path, monkeypatch)
     damage(path, "registers", "data", b"value of x")
-    engine = Engine(path, SystemClock())
+    engine = SqliteEngine(path, SystemClock())
     with pytest.raises(CorruptError, match="key=x"):
-        engine.answer(Head("x"))
+        engine.execute_read(Head("x"))
     with pytest.raises(CorruptError, match="key=x"):
-        engine.answer(Scan(""))
+        engine.execute_read(Scan(""))
     (refused,) = engine.commit([Cas("x", 1, b"new", "m")])
     assert isinstance(refused, CorruptError)
-    assert engine.answer(Head("y")).data == b"\xc1value of y"
+    assert engine.execute_read(Head("y")).data == b"\xc1value of y"
     engine.close()
 
 
@@ -86,21 +86,24 @@ def test_a_database_without_checksums_is_read_and_gets_them(tmp_path: Path, monk
     with monkeypatch.context() as before:
         before.setattr("tidemill.consensus.sqlite.record_storage.seal", lambda body: body)
         before.setattr("tidemill.consensus.sqlite.engine.seal", lambda body, _: body)
-        before.setattr("tidemill.consensus.sqlite.engine.unsealed_register", lambda *row: row[3])
+        before.setattr("tidemill.consensus.sqlite.engine.unseal_register", lambda *row: row[3])
         filled(path, monkeypatch)
     connection = apsw.Connection(str(path))
     connection.execute("UPDATE meta SET layout = 3")
     connection.close()
-    engine = Engine(path, SystemClock())
-    assert [r.data[:3] for r in engine.answer(Read("a", 0, 100, 1 << 20)).records] == [b"a-0", b"a-1", b"a-2"]
-    assert [v.data for _, v in engine.answer(Scan(""))] == [b"value of x", b"\xc1value of y"]
+    engine = SqliteEngine(path, SystemClock())
+    assert [r.data[:3] for r in engine.execute_read(Read("a", 0, 100, 1 << 20)).records] == [b"a-0", b"a-1", b"a-2"]
+    assert [v.data for _, v in engine.execute_read(Scan(""))] == [b"value of x", b"\xc1value of y"]
     engine.commit([Append("a", 0, 3, (b"a-3",), "n"), Cas("x", 1, b"newer", "m")])
     engine.close()
-    again = Engine(path, SystemClock())
-    assert len(again.answer(Read("a", 0, 100, 1 << 20)).records) == 4 and again.answer(Head("x")).data == b"newer"
+    again = SqliteEngine(path, SystemClock())
+    assert (
+        len(again.execute_read(Read("a", 0, 100, 1 << 20)).records) == 4
+        and again.execute_read(Head("x")).data == b"newer"
+    )
     again.close()
     damage(path, "registers", "data", b"value of y")
-    damaged = Engine(path, SystemClock())
+    damaged = SqliteEngine(path, SystemClock())
     with pytest.raises(CorruptError, match="key=y"):
-        damaged.answer(Head("y"))
+        damaged.execute_read(Head("y"))
     damaged.close()

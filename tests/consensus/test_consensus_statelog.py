@@ -28,7 +28,7 @@ State = dict[str, int]
 
 
 def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
-    return log.propose_late_nowait(lambda _: command)
+    return log.propose_deferred(lambda _: command)
 
 
 def apply(state: State, command: bytes, position: int, term: int) -> State:
@@ -194,7 +194,7 @@ def test_a_late_proposal_is_made_when_its_append_is_put_together_and_shares_it()
         log = make(consensus)
         first = proposed(log, add("a", 1))
         collected = [1]
-        late = log.propose_late_nowait(lambda _: add("late", sum(collected)))
+        late = log.propose_deferred(lambda _: add("late", sum(collected)))
         last = proposed(log, add("b", 1))
         collected.append(2)
         await asyncio.gather(first, late, last)
@@ -214,7 +214,7 @@ def test_a_late_proposal_that_withdraws_holds_up_nobody() -> None:
         log = make(MemoryConsensus(SystemClock()))
         first, late, last = (
             proposed(log, add("a", 1)),
-            log.propose_late_nowait(withdraw),
+            log.propose_deferred(withdraw),
             proposed(log, add("b", 1)),
         )
         await asyncio.gather(first, last)
@@ -233,7 +233,7 @@ def test_a_late_proposal_is_made_anew_after_an_append_that_did_not_land() -> Non
         await log.load()
         consensus.lose = ["before"]
         values = iter([1, 2])
-        await log.propose_late_nowait(lambda _: add("a", next(values)))
+        await log.propose_deferred(lambda _: add("a", next(values)))
         assert log.state == {"a": 2}
         await log.aclose()
 
@@ -475,12 +475,12 @@ def test_a_follower_waits_for_a_state() -> None:
         state = MemoryState()
         consensus = MemoryConsensus(SystemClock(), state)
         log, follower = make(consensus, 1), make(consensus, 2)
-        waiting = asyncio.ensure_future(follower.until(lambda s: s.get("a", 0) >= 3, 20))
+        waiting = asyncio.ensure_future(follower.wait_until(lambda s: s.get("a", 0) >= 3, 20))
         for _ in range(3):
             await log.propose(add("a", 1))
         assert await waiting
         assert follower.state == {"a": 3}
-        assert not await follower.until(lambda s: "never" in s, 0.01)
+        assert not await follower.wait_until(lambda s: "never" in s, 0.01)
 
     run(body())
 
@@ -572,7 +572,7 @@ def test_f515_a_proposal_cancelled_while_its_refusal_is_read_leaves_the_log_usab
         consensus.gate.set()
         consensus.gate = None
         assert {await following, (await late).position} == {1, 2}
-        assert log.state == {"a": 3} and log.broken is None
+        assert log.state == {"a": 3} and log.failure is None
 
     run(body())
 
@@ -598,7 +598,7 @@ def test_f515_a_fault_of_any_type_in_an_append_fails_that_append_and_the_log_goe
             await waiting
         consensus.broken = False
         await log.propose(add("a", 1))
-        assert log.state == {"a": 2} and log.broken is None
+        assert log.state == {"a": 2} and log.failure is None
 
     run(body())
 
@@ -663,7 +663,7 @@ def test_f515_cancellation_at_any_await_leaves_the_log_usable_and_counts_nothing
         consensus.lose.clear()
         await log.propose(add("last", 1))
         fresh = await make(MemoryConsensus(SystemClock(), state), seed=3).load()
-        assert fresh == log.state and fresh["last"] == 1 and log.broken is None
+        assert fresh == log.state and fresh["last"] == 1 and log.failure is None
         for (number, step, _), outcome in zip(running, outcomes, strict=True):
             count = fresh.get(f"k{number}", 0)
             assert count in (0, 1)

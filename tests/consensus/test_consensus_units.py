@@ -22,7 +22,7 @@ from tidemill.consensus.api import LogHead
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.postgres.client import PostgresConsensus
 from tidemill.consensus.sqlite import client, protocol, socket_address
-from tidemill.consensus.sqlite.engine import Engine
+from tidemill.consensus.sqlite.engine import SqliteEngine
 
 LARGE = 400_000
 """Bytes that the driver cannot send in one piece."""
@@ -109,7 +109,7 @@ def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on(
 ) -> None:
     from tidemill.consensus.postgres import group_commit
 
-    commit, broken = group_commit.commit, [True]
+    commit, broken = group_commit.commit_group, [True]
 
     async def sometimes(*args: Any) -> Any:
         if broken[0]:
@@ -117,7 +117,7 @@ def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on(
         return await commit(*args)
 
     async def body() -> None:
-        monkeypatch.setattr(group_commit, "commit", sometimes)
+        monkeypatch.setattr(group_commit, "commit_group", sometimes)
         one = await open_consensus(postgres_dsn, SystemClock(), Rand())
         with pytest.raises(UnknownOutcomeError):
             await one.append("log", 0, 0, [b"x"], "n0")
@@ -155,7 +155,7 @@ class FakeSequencer:
                 size = int.from_bytes(await reader.readexactly(4), "little")
                 for request in protocol.decode_requests(await reader.readexactly(size)):
                     if isinstance(request.op, protocol.Hello):
-                        writer.write(protocol.encode([protocol.result(request.id, None)]))
+                        writer.write(protocol.encode_frames([protocol.result_answer(request.id, None)]))
                     else:
                         writer.write(self.garbage(request.id))
         writer.close()
@@ -168,14 +168,14 @@ def framed(body: bytes) -> bytes:
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """While it names a path, clients connect there and nobody hosts."""
-    direct, detour = socket_address.addresses, []
+    direct, detour = socket_address.socket_paths, []
 
     @contextlib.contextmanager
     def detoured(database: Path, *, create: bool) -> Iterator[list[str]]:
         with direct(database, create=create) as candidates:
             yield detour if detour and not create else candidates
 
-    monkeypatch.setattr(socket_address, "addresses", detoured)
+    monkeypatch.setattr(socket_address, "socket_paths", detoured)
     return detour
 
 
@@ -185,9 +185,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lambda request: framed(b"\xc1\xc1"),
         lambda request: framed(b"\x93" * 10_000),
         lambda request: b"\xff\xff\xff\xff",
-        lambda request: protocol.encode([(request, 0, ["not", "a", "head"])]),
-        lambda request: protocol.encode([(request, 7, 5)]),
-        lambda request: protocol.encode([(request, 1, ("text", "", 5))]),
+        lambda request: protocol.encode_frames([(request, 0, ["not", "a", "head"])]),
+        lambda request: protocol.encode_frames([(request, 7, 5)]),
+        lambda request: protocol.encode_frames([(request, 1, ("text", "", 5))]),
     ],
     ids=["no msgpack", "nested", "too long", "another type", "no error", "no current"],
 )
@@ -222,8 +222,8 @@ def test_f503_a_bad_answer_fails_its_calls_at_once_and_the_client_connects_again
 def test_f503_a_silent_sequencer_ends_a_read_at_its_deadline_and_says_so_before(
     tmp_path: Path, elsewhere: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "UNANSWERED_AFTER_S", 2.0)
-    monkeypatch.setattr(client, "UNSENT_AFTER_S", 1.0)
+    monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(client, "NO_SEQUENCER_TIMEOUT_S", 1.0)
     monkeypatch.setattr(client, "SLOW_AFTER_S", 0.5)
 
     async def body() -> None:
@@ -247,26 +247,26 @@ def test_f503_a_silent_sequencer_ends_a_read_at_its_deadline_and_says_so_before(
 def test_f504_a_request_that_breaks_the_engine_fails_alone_and_its_neighbours_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[Engine] = []
-    init, decide, answer = Engine.__init__, Engine._decide, Engine.answer
+    opened: list[SqliteEngine] = []
+    init, decide, answer = SqliteEngine.__init__, SqliteEngine._decide, SqliteEngine.execute_read
 
-    def counted(self: Engine, *args: Any) -> None:
+    def counted(self: SqliteEngine, *args: Any) -> None:
         opened.append(self)
         init(self, *args)
 
-    def breaks(self: Engine, op: Any, staged: Any) -> Any:
+    def breaks(self: SqliteEngine, op: Any, staged: Any) -> Any:
         if getattr(op, "nonce", "") == "poison":
             raise OverflowError("a bug")
         return decide(self, op, staged)
 
-    def breaks_read(self: Engine, op: Any) -> Any:
+    def breaks_read(self: SqliteEngine, op: Any) -> Any:
         if getattr(op, "key", "") == "poison":
             raise RecursionError("a bug")
         return answer(self, op)
 
-    monkeypatch.setattr(Engine, "__init__", counted)
-    monkeypatch.setattr(Engine, "_decide", breaks)
-    monkeypatch.setattr(Engine, "answer", breaks_read)
+    monkeypatch.setattr(SqliteEngine, "__init__", counted)
+    monkeypatch.setattr(SqliteEngine, "_decide", breaks)
+    monkeypatch.setattr(SqliteEngine, "execute_read", breaks_read)
 
     async def body() -> None:
         one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
@@ -365,15 +365,15 @@ def test_f505_the_sequencer_survives_a_process_without_descriptors_and_takes_cli
 def test_f505_a_database_is_opened_again_from_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError
 
-    commit, doubtful = Engine.commit, [False]
+    commit, doubtful = SqliteEngine.commit, [False]
 
-    def failing(self: Engine, ops: Any) -> Any:
+    def failing(self: SqliteEngine, ops: Any) -> Any:
         if doubtful[0]:
             doubtful[0] = False
             raise CommitOutcomeUnknownError("disk I/O error")
         return commit(self, ops)
 
-    monkeypatch.setattr(Engine, "commit", failing)
+    monkeypatch.setattr(SqliteEngine, "commit", failing)
 
     async def body() -> None:
         one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
@@ -407,7 +407,7 @@ def test_f505_more_clients_than_the_share_are_turned_away_and_those_within_are_s
 
     from tidemill.base.runtime import file_descriptors
 
-    monkeypatch.setattr(file_descriptors, "current", lambda: file_descriptors.Shares(100, 10, 10, 5))
+    monkeypatch.setattr(file_descriptors, "current_shares", lambda: file_descriptors.DescriptorShares(100, 10, 10, 5))
 
     async def body() -> None:
         one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
@@ -467,7 +467,7 @@ def test_f517_a_sequencer_thread_that_dies_of_anything_is_replaced_and_the_clien
     class Panic(BaseException):
         """As native code raises it: no Exception."""
 
-    rounds, started = Sequencer._round, []
+    rounds, started = Sequencer._run_round, []
     dies = [0]
 
     def panics(self: Sequencer, *args: Any) -> None:
@@ -477,7 +477,7 @@ def test_f517_a_sequencer_thread_that_dies_of_anything_is_replaced_and_the_clien
             raise Panic("of native code")
 
     start = Sequencer.start
-    monkeypatch.setattr(Sequencer, "_round", panics)
+    monkeypatch.setattr(Sequencer, "_run_round", panics)
     monkeypatch.setattr(Sequencer, "start", lambda self: (started.append(self), start(self))[1])
 
     async def body() -> None:
@@ -508,11 +508,11 @@ def test_f504_whatever_a_local_peer_sends_ends_its_own_connection_and_nothing_el
 
     from tidemill.consensus.operations import Append, Cas, Read, Scan, Wait
 
-    opened: list[Engine] = []
-    init = Engine.__init__
-    monkeypatch.setattr(Engine, "__init__", lambda self, *args: (opened.append(self), init(self, *args))[1])
+    opened: list[SqliteEngine] = []
+    init = SqliteEngine.__init__
+    monkeypatch.setattr(SqliteEngine, "__init__", lambda self, *args: (opened.append(self), init(self, *args))[1])
     source = random.Random(7)
-    sound = protocol.encode(
+    sound = protocol.encode_frames(
         [
             (1, protocol.Hello(protocol.WIRE_VERSION, "c")),
             (2, Append("fuzz", 0, 0, (b"x" * 50,), "n")),
@@ -520,7 +520,7 @@ def test_f504_whatever_a_local_peer_sends_ends_its_own_connection_and_nothing_el
             (4, Read("fuzz", 0, 10, 1000)),
             (5, Scan("")),
             (6, Wait("fuzz", 1 << 40)),
-            (0, protocol.Forget(6)),
+            (0, protocol.CancelWait(6)),
         ]
     )
 

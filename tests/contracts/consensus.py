@@ -23,8 +23,8 @@ from tidemill.base.errors import (
     UnknownOutcomeError,
 )
 from tidemill.base.limits import LOG_RECORD_BYTES, REGISTER_BYTES
-from tidemill.consensus.api import Consensus, Lease, LogHead, Versioned, changes, resolve_append, resolve_cas
-from tidemill.consensus.change_journal import PAGE
+from tidemill.consensus.api import Consensus, Lease, LogHead, Versioned, read_all_changes, resolve_append, resolve_cas
+from tidemill.consensus.change_journal import PAGE_HEADS
 
 OpenClient = Callable[[], Awaitable[Consensus]]
 
@@ -455,17 +455,17 @@ class ConsensusContract:
         async def body() -> None:
             async with clients(open_client, 2) as (one, two):
                 prefix = unique()
-                assert await changes(one, prefix) == ({}, (await changes(one, prefix))[1])
+                assert await read_all_changes(one, prefix) == ({}, (await read_all_changes(one, prefix))[1])
                 for name in "abc":
                     await one.append(f"{prefix}/{name}", 1, 0, [b"x"], rand.nonce())
                 await two.append(unique(), 1, 0, [b"elsewhere"], rand.nonce())
-                found, token = await changes(one, prefix)
+                found, token = await read_all_changes(one, prefix)
                 assert found == {f"{prefix}/{name}": LogHead(1, 0, 1) for name in "abc"}
                 await two.append(f"{prefix}/b", 1, 1, [b"y", b"z"], rand.nonce())
                 await two.fence(f"{prefix}/c", 7)
                 await two.fence(f"{prefix}/d", 2)
                 await two.truncate(f"{prefix}/b", 2)
-                found, token = await changes(one, prefix, token)
+                found, token = await read_all_changes(one, prefix, token)
                 assert (
                     found.items()
                     >= {
@@ -476,8 +476,11 @@ class ConsensusContract:
                 )
                 with pytest.raises(FencedError):
                     await two.append(f"{prefix}/c", 1, 1, [b"late"], rand.nonce())
-                assert await changes(one, f"{prefix}/zz") == ({}, (await changes(one, f"{prefix}/zz"))[1])
-                found, _ = await changes(one, prefix, token)
+                assert await read_all_changes(one, f"{prefix}/zz") == (
+                    {},
+                    (await read_all_changes(one, f"{prefix}/zz"))[1],
+                )
+                found, _ = await read_all_changes(one, prefix, token)
                 assert found.get(f"{prefix}/c", LogHead(7, 0, 1)) == LogHead(7, 0, 1)
 
         run(body())
@@ -486,12 +489,12 @@ class ConsensusContract:
         async def body() -> None:
             async with clients(open_client, 1) as (client,):
                 prefix = unique()
-                names = [f"{prefix}/{number}" for number in range(2 * PAGE + 5)]
+                names = [f"{prefix}/{number}" for number in range(2 * PAGE_HEADS + 5)]
                 await asyncio.gather(*(client.append(name, 1, 0, [b"x"], rand.nonce()) for name in names))
-                found, token = await changes(client, prefix)
+                found, token = await read_all_changes(client, prefix)
                 assert found == dict.fromkeys(names, LogHead(1, 0, 1))
                 await asyncio.gather(*(client.append(name, 1, 1, [b"x"], rand.nonce()) for name in names))
-                found, token = await changes(client, prefix, token)
+                found, token = await read_all_changes(client, prefix, token)
                 assert found == dict.fromkeys(names, LogHead(1, 0, 2))
 
         run(body())
@@ -502,7 +505,7 @@ class ConsensusContract:
             async with clients(open_client, 1) as (client,):
                 prefix = unique()
                 await client.append(f"{prefix}/a", 1, 0, [b"x"], rand.nonce())
-                found, _ = await changes(client, prefix, token)
+                found, _ = await read_all_changes(client, prefix, token)
                 assert found == {f"{prefix}/a": LogHead(1, 0, 1)}
 
         run(body())

@@ -12,9 +12,9 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from tidemill.base.errors import ConflictError, InvalidError
-from tidemill.metastore.api import Rows
+from tidemill.metastore.api import DomainRows
 
-OpenProcess = Callable[[], Awaitable[Rows]]
+OpenProcess = Callable[[], Awaitable[DomainRows]]
 OpenDomain = Callable[[], AbstractAsyncContextManager[OpenProcess]]
 """A fresh domain; what it gives opens one more process of it. All are closed at the end."""
 
@@ -69,17 +69,17 @@ class RowsContract:
             await one.commit([(A, b"1"), (C, b"1")])
             for rows in (one, other):
                 await rows.sync()
-                stamps = {await rows.stamp(A[:1]), await rows.stamp(A[:1])}
+                stamps = {await rows.change_stamp(A[:1]), await rows.change_stamp(A[:1])}
                 assert len(stamps) == 1
                 for written in ([(A, b"2")], [(B, b"1"), (C, b"3")], [(A, b"")]):
                     await one.commit(written)
                     await rows.sync()
-                    assert await rows.stamp(A[:1]) not in stamps
-                    stamps.add(await rows.stamp(A[:1]))
-                before = await rows.stamp(A[:1])
+                    assert await rows.change_stamp(A[:1]) not in stamps
+                    stamps.add(await rows.change_stamp(A[:1]))
+                before = await rows.change_stamp(A[:1])
                 await one.commit([(C, b"4")])
                 await rows.sync()
-                assert await rows.stamp(A[:1]) == before, "which is what it is for"
+                assert await rows.change_stamp(A[:1]) == before, "which is what it is for"
 
         on_domain(open_domain, body)
 
@@ -153,7 +153,7 @@ class RowsContract:
         async def body(process: OpenProcess) -> None:
             processes = [await process() for _ in range(3)]
 
-            async def try_it(rows: Rows, number: int) -> bool:
+            async def try_it(rows: DomainRows, number: int) -> bool:
                 try:
                     await rows.commit([(A, b"%d" % number)], expects={A: 0})
                 except ConflictError:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
-from tidemill.spark.stores import Urls, open_stores
+from tidemill.spark.stores import StoreUrls, open_stores
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 ORDERS = ShardSchema((Column("id", "int64"), Column("status", "string"), Column("total", "decimal(12,2)")), ("id",))
@@ -35,7 +35,9 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
 
 
 async def _fill(data: Path) -> None:
-    stores = await open_stores(Urls(f"file://{data}/objects", f"sqlite://{data}/consensus.db"), SystemClock(), Rand())
+    stores = await open_stores(
+        StoreUrls(f"file://{data}/objects", f"sqlite://{data}/consensus.db"), SystemClock(), Rand()
+    )
     orders = await stores.shard("orders", ORDERS)
     for at, rows in enumerate([[(i, "open", 1) for i in range(8)], [(7, "open", -1), (7, "paid", 1)]]):
         ids, status, diffs = zip(*rows, strict=True)

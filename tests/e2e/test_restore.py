@@ -26,7 +26,7 @@ from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.environment import Environment, prepare
-from tidemill.maintenance.restore.plan import plan_of
+from tidemill.maintenance.restore.plan import plan_restore
 from tidemill.metastore.backup.restore_source import find_source
 from tidemill.objects.factory import open_objects
 
@@ -113,7 +113,7 @@ class Shop:
             clock, rand = SystemClock(), Rand()
             objects = await open_objects(self.environment.config.objects_url, clock, rand)
             try:
-                return await plan_of(objects, await find_source(objects, rand), clock, rand)
+                return await plan_restore(objects, await find_source(objects, rand), clock, rand)
             except TidemillError as error:
                 return {"shards": [], "error": str(error)}
             finally:

@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 from patience import DEADLINE_S, eventually
 from tidemill.cli.demo.ports import free_address
-from tidemill.node.supervise.supervisor import launched
+from tidemill.node.supervise.supervisor import launch_command
 
 
 class Cluster:
@@ -47,7 +47,7 @@ class Cluster:
         command = [sys.executable, "-m", "tidemill", "up", "--config", str(self.config)]
         # A test run that is killed leaves no cluster behind.
         self._process = subprocess.Popen(
-            launched(command), stdout=log, stderr=log, env=self.environ, start_new_session=True
+            launch_command(command), stdout=log, stderr=log, env=self.environ, start_new_session=True
         )
 
     @property

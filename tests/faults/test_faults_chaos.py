@@ -64,7 +64,11 @@ def test_a_client_that_breaks_or_does_not_end_is_told_and_nobody_waits_for_it() 
         raise ValueError("why")
 
     released = threading.Event()
-    workers = [Doing(breaks), Doing(lambda own: own.asked.wait(60)), Doing(lambda _: released.wait(60))]
+    workers = [
+        Doing(breaks),
+        Doing(lambda own: own.asked.wait(60)),
+        Doing(lambda _: released.wait(60)),
+    ]
     for worker in workers:
         worker.start()
     end_all(workers, 2.0)

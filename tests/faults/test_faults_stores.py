@@ -110,7 +110,7 @@ def test_f616_a_directory_that_takes_no_file_is_named_everywhere_in_time(
     local.well()
     with monkeypatch.context() as broken:
         broken.setattr(RealSyscalls, "create", refuse)
-        broken.setattr(durable_create, "_without_inodes", lambda root: not inodes_left)
+        broken.setattr(durable_create, "_has_no_free_inodes", lambda root: not inodes_left)
         seen = local.told("objects@node:n1", words, ready=503)
         local.answers_in_time()
     assert max(seen.values()) < PROMISED_S, seen

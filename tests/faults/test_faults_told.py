@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from cluster import cluster, until
 
-from tidemill.base.config.config import exposed, parse
+from tidemill.base.config.config import exposed_servers, parse
 
 
 def test_doctor_knows_the_node_that_holds_its_ports(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_table_without_a_primary_key_is_named_and_nothing_is_done_to_it(tmp_pa
     ],
 )
 def test_what_other_machines_can_reach_is_named(http: str, kafka: str, found: list[str]) -> None:
-    assert exposed(parse({"node": {"http": http, "kafka": kafka}}, origin="t.toml")) == found
+    assert exposed_servers(parse({"node": {"http": http, "kafka": kafka}}, origin="t.toml")) == found
 
 
 def test_a_node_that_serves_is_no_longer_told_as_starting(tmp_path: Path) -> None:

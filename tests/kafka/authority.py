@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.security.principals import principal_rules
-from tidemill.security.tls import Certificates, TlsSettings
+from tidemill.security.tls import ServerCertificates, TlsSettings
 
 DAY = datetime.timedelta(days=1)
 
@@ -81,5 +81,5 @@ class Authority:
 
     def gate(self, client_auth: str = "none", *rules: str, min_version: str = "1.2") -> ListenerSecurity:
         return ListenerSecurity(
-            Certificates(self.tls(client_auth, min_version)), principal_rules(rules or ("DEFAULT",))
+            ServerCertificates(self.tls(client_auth, min_version)), principal_rules(rules or ("DEFAULT",))
         )

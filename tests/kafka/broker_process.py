@@ -17,12 +17,12 @@ from typing import Any
 from prometheus_client import start_http_server
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.runtime.gc_tuning import keep_pauses_short
-from tidemill.base.runtime.loop_lag import LoopWatch
+from tidemill.base.runtime.gc_tuning import install_gc_tuning
+from tidemill.base.runtime.loop_lag import LoopLagMonitor
 from tidemill.consensus.factory import open_consensus
 from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import open_objects
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics
@@ -40,7 +40,7 @@ async def serve(directory: str, port: int, words: list[str]) -> None:
     print("metrics", metrics.server_port, flush=True)
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
-    metastore = metastore_on(consensus, objects, clock, rand)
+    metastore = create_metastore(consensus, objects, clock, rand)
     catalogue = Catalogue(metastore, clock, rand)
     name = settings_of(words, "node.").get("name", "n1")
     membership = Membership(consensus, name, NodeInfo("127.0.0.1", port), clock, rand)
@@ -66,9 +66,9 @@ async def serve(directory: str, port: int, words: list[str]) -> None:
         port=port,
         settings=KafkaSettings(**settings_of(words, "kafka.")),
     )
-    keep_pauses_short()
+    install_gc_tuning()
     print("listening", await server.start(), flush=True)
-    await LoopWatch(clock).run()
+    await LoopLagMonitor(clock).run()
 
 
 if __name__ == "__main__":

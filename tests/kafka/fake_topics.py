@@ -17,11 +17,10 @@ from tidemill.base.errors import InvalidError
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import (
     BatchRef,
-    Confirm,
+    ConfirmTransaction,
     CorruptBatchError,
     Fetched,
     FetchRead,
-    Here,
     InvalidProducerEpochError,
     Marker,
     OffsetOutOfRangeError,
@@ -30,8 +29,9 @@ from tidemill.topics.api import (
     ProduceResult,
     ProducerStatus,
     ProduceTransaction,
+    TransactionSnapshot,
 )
-from tidemill.topics.fetch.timestamp_lookup import first_at
+from tidemill.topics.fetch.timestamp_lookup import first_offset_at
 
 Fault = Callable[[str, int, bytes, bool], Exception | None]
 """(topic id, partition, batch, stored already?) → the error to answer with, or None."""
@@ -212,19 +212,21 @@ class FakeTopicLog:
             answers.append(Fetched(log.next, 0, batches, last_stable=log.next))
         return answers
 
-    def follow(self) -> FakeFollowing:
+    def subscribe(self) -> FakeFollowing:
         return FakeFollowing(self)
 
     async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
         end = self.partitions[topic_id, partition].next
         return PartitionOffsets(0, end, end)
 
-    async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
+    async def transaction_snapshot(self, topic_id: str, partition: int, producer_id: int) -> TransactionSnapshot:
         return (-1, None)
 
-    async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None: ...
+    async def mark(
+        self, topic_id: str, partition: int, marker: Marker, here: TransactionSnapshot | None = None
+    ) -> None: ...
 
-    def coordinated_by(self, confirm: Confirm) -> None: ...
+    def set_coordinator(self, confirm: ConfirmTransaction) -> None: ...
 
     async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
         return []
@@ -235,10 +237,10 @@ class FakeTopicLog:
             max_ms = struct.unpack_from(">q", batch, 35)[0]
             if max_ms >= timestamp_ms:
                 count = struct.unpack_from(">i", batch, 57)[0]
-                return first_at(batch, BatchRef("", 0, len(batch), base, count, max_ms), timestamp_ms)
+                return first_offset_at(batch, BatchRef("", 0, len(batch), base, count, max_ms), timestamp_ms)
         return None
 
-    async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
+    async def newest_timestamp(self, topic_id: str, partition: int) -> tuple[int, int] | None:
         times = [struct.unpack_from(">q", batch, 35)[0] for batch in self.partitions[topic_id, partition].batches]
         return await self.offset_for_time(topic_id, partition, max(times)) if times else None
 

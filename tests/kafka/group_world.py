@@ -11,18 +11,25 @@ from tidemill.kafka import error_codes
 from tidemill.kafka.groups import classic, consumer, protocol_dispatch
 from tidemill.kafka.groups.classic_state import (
     Answer,
-    BeatAnswer,
-    Group,
+    ClassicGroup,
     GroupLimits,
-    Join,
+    HeartbeatAnswer,
     JoinAnswer,
-    Sync,
+    JoinRequest,
     SyncAnswer,
+    SyncRequest,
 )
 from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, Topic
-from tidemill.kafka.groups.group_records import classic_rows, consumer_rows, emptied, gone_rows, group_from, head_row
+from tidemill.kafka.groups.group_records import (
+    classic_rows,
+    consumer_rows,
+    deleted_member_rows,
+    head_row,
+    in_protocol,
+    restore_group,
+)
 from tidemill.kafka.groups.protocol_dispatch import AnyGroup
-from tidemill.kafka.groups.subscriptions import assigned_in, encode_assignment, subscription_of
+from tidemill.kafka.groups.subscriptions import assigned_places, decode_subscription, encode_assignment
 from tidemill.kafka.schema.primitives import I16, I32
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
 
@@ -46,7 +53,7 @@ class World:
     def __init__(self, limits: GroupLimits = LIMITS) -> None:
         self.now = 0
         self.seen = See({TOPIC: Topic(TOPIC_ID, PARTITIONS)})
-        self.group: AnyGroup = Group("g", limits)
+        self.group: AnyGroup = ClassicGroup("g", limits)
         self.limits = limits
         self.rows: dict[bytes, bytes] = {}
         self.before: dict[bytes, bytes] = {}
@@ -56,21 +63,21 @@ class World:
 
     def turn(self, kind: str) -> None:
         if self.group.is_vacant:
-            self.group = emptied(self.group, kind)
+            self.group = in_protocol(self.group, kind)
 
-    def join(self, waiter: Any, ask: Join) -> None:
+    def join(self, waiter: Any, ask: JoinRequest) -> None:
         self.turn("classic")
         self.group = protocol_dispatch.join(self.group, self.now, ask, waiter, self.seen)
         self.deliver(self.group)
 
-    def sync(self, waiter: Any, ask: Sync) -> None:
+    def sync(self, waiter: Any, ask: SyncRequest) -> None:
         protocol_dispatch.sync(self.group, self.now, ask, waiter)
         self.deliver(self.group)
 
-    def beat(self, waiter: Any, ask: HeartbeatRequest) -> None:
+    def consumer_heartbeat(self, waiter: Any, ask: HeartbeatRequest) -> None:
         if ask.epoch == 0:
             self.turn("consumer")
-        self.group = protocol_dispatch.beat(self.group, self.now, ask, waiter, self.seen)
+        self.group = protocol_dispatch.consumer_heartbeat(self.group, self.now, ask, waiter, self.seen)
         self.deliver(self.group)
 
     def leave(self, member_id: str, instance_id: str | None = None) -> int:
@@ -80,11 +87,11 @@ class World:
         return protocol_dispatch.heartbeat(self.group, self.now, member_id, instance_id, generation)
 
     def tick(self) -> None:
-        due = protocol_dispatch.due(self.group)
+        due = protocol_dispatch.next_due_ms(self.group)
         while due is not None and due <= self.now:
             self.group = protocol_dispatch.tick(self.group, self.now)
             self.deliver(self.group)
-            due = protocol_dispatch.due(self.group)
+            due = protocol_dispatch.next_due_ms(self.group)
 
     def deliver(self, group: AnyGroup) -> None:
         outbox, group.outbox = list(group.outbox), []
@@ -96,11 +103,11 @@ class World:
         head = GROUPS.encode(head_row(group, "o", 0))
         if isinstance(group, ConsumerGroup):
             changes = consumer.begin_store(group)
-            rows = [head, *gone_rows(group, self.stored), *consumer_rows(group, changes.changed)]
+            rows = [head, *deleted_member_rows(group, self.stored), *consumer_rows(group, changes.changed)]
             self.writing = (group, changes)
         else:
             storing = classic.begin_store(group)
-            rows = [head, *gone_rows(group, self.stored), *classic_rows(group)]
+            rows = [head, *deleted_member_rows(group, self.stored), *classic_rows(group)]
             self.writing = (group, storing)
         self.before, self.stored = self.rows, members
         self.rows = {k: v for k, v in {**self.rows, **dict(rows)}.items() if v}
@@ -109,7 +116,7 @@ class World:
         if self.writing is None:
             return
         (group, storing), self.writing = self.writing, None
-        done: Any = consumer.stored if isinstance(group, ConsumerGroup) else classic.stored
+        done: Any = consumer.complete_store if isinstance(group, ConsumerGroup) else classic.complete_store
         done(group, self.now, storing, code)
         self.deliver(group)
         self.deliver(self.group)
@@ -131,12 +138,12 @@ class World:
         self.answers.clear()
         key = GROUPS.key("g")
         if key not in self.rows:
-            self.group, self.stored = Group("g", self.limits), set()
+            self.group, self.stored = ClassicGroup("g", self.limits), set()
             return
         head = GROUPS.decode(key, self.rows[key])
         members = [GROUP_MEMBERS.decode(k, v) for k, v in sorted(self.rows.items()) if k != key]
         assert head.members == len(members)
-        self.group = protocol_dispatch.taken_over(group_from(head, members, self.limits, self.now), self.now)
+        self.group = protocol_dispatch.after_takeover(restore_group(head, members, self.limits, self.now), self.now)
         self.stored = set(self.group.members)
 
     def is_member(self, member_id: str, generation: int) -> bool:
@@ -197,7 +204,7 @@ class ClassicMember(Member):
         if self.protocol == EAGER:
             self.uses = frozenset()
         self.waits = (self.name, self.life, object())
-        ask = Join(
+        ask = JoinRequest(
             self.member_id, f"{self.name}.{self.life}", self.instance, "c", "/h", SESSION_MS, REBALANCE_MS, "consumer",
             ((self.protocol, subscription(self.uses)),), knows_first=self.instance is None,
         )  # fmt: skip
@@ -213,7 +220,7 @@ class ClassicMember(Member):
 
     def ask_to_sync(self) -> None:
         self.waits = (self.name, self.life, object())
-        owners = {p: m for m, _, data in self.listed for _, p in subscription_of(data).owned}
+        owners = {p: m for m, _, data in self.listed for _, p in decode_subscription(data).owned}
         names = sorted(member for member, _, _ in self.listed)
         mine: dict[str, list[int]] = {name: [] for name in names}
         for partition in range(PARTITIONS if names else 0):
@@ -221,13 +228,15 @@ class ClassicMember(Member):
             if owners.get(partition, name) == name or self.protocol == EAGER:
                 mine[name].append(partition)
         assignments = tuple((n, encode_assignment(3, {TOPIC: ps} if ps else {})) for n, ps in mine.items())
-        self.world.sync(self.waits, Sync(self.member_id, self.instance, self.generation, assignments=assignments))
+        self.world.sync(
+            self.waits, SyncRequest(self.member_id, self.instance, self.generation, assignments=assignments)
+        )
 
     def synced(self, said: SyncAnswer) -> None:
         if said.error:
             self.failed(said.error)
             return
-        assigned = frozenset(partition for _, partition in assigned_in(said.assignment))
+        assigned = frozenset(partition for _, partition in assigned_places(said.assignment))
         group = self.world.group
         if isinstance(group, ConsumerGroup) and said.member_id in group.members:
             key = GROUP_MEMBERS.key("g", said.member_id)
@@ -267,7 +276,7 @@ class ModernMember(Member):
         if self.waits is None:
             self.waits = (self.name, object())
             owned = {TOPIC_ID: self.uses} if self.uses else {}
-            self.world.beat(
+            self.world.consumer_heartbeat(
                 self.waits,
                 HeartbeatRequest(
                     self.member_id, self.generation, self.instance, rebalance_ms=REBALANCE_MS,
@@ -279,7 +288,7 @@ class ModernMember(Member):
         if said is None:
             return
         self.waits = None
-        assert isinstance(said, BeatAnswer)
+        assert isinstance(said, HeartbeatAnswer)
         if said.error in (error_codes.COORDINATOR_LOAD_IN_PROGRESS, error_codes.UNRELEASED_INSTANCE_ID):
             return
         if said.error:

@@ -21,7 +21,7 @@ from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.kafka.net.listeners import Listener
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.factory import NODE, metastore_on
+from tidemill.metastore.factory import NODE, create_metastore
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore
@@ -30,7 +30,7 @@ from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.membership import Alone, Membership, NodeInfo
+from tidemill.topics.membership import Membership, NodeInfo, SingleNodeAssignment
 
 T = TypeVar("T")
 GateOf = ListenerSecurity | Callable[[Users], ListenerSecurity] | None
@@ -92,13 +92,13 @@ class RealBroker:
             self.consensus: Consensus = MemoryConsensus(clock, self._memory_state)
         else:
             self.consensus = await open_consensus(consensus_url, clock, rand)
-        self.metastore = metastore_on(self.consensus, self.objects, clock, rand)
+        self.metastore = create_metastore(self.consensus, self.objects, clock, rand)
         self.catalogue = Catalogue(self.metastore, clock, rand)
         self.users = Users(self.metastore, clock)
         self.rulebook = rulebook_of(self)
         self.topics = LocalTopics(
-            self.consensus, self.objects, self.catalogue, clock=clock, rand=rand, assignment=Alone("n1", self._epoch()),
-            settings=self.topic_settings, metastore=self.metastore,
+            self.consensus, self.objects, self.catalogue, clock=clock, rand=rand, assignment=SingleNodeAssignment("n1",
+            self._epoch()), settings=self.topic_settings, metastore=self.metastore,
         )  # fmt: skip
         await self.topics.start()
         self.server = KafkaServer(
@@ -162,7 +162,7 @@ class Node:
         clock, rand = SystemClock(), Rand()
         self.consensus = MemoryConsensus(clock, self._state)
         holder = f"{self.name}/{rand.nonce()[:8]}"
-        self.metastore = metastore_on(self.consensus, self._objects, clock, rand, settings=NODE, holder=holder)
+        self.metastore = create_metastore(self.consensus, self._objects, clock, rand, settings=NODE, holder=holder)
         self.catalogue = Catalogue(self.metastore, clock, rand)
         info = NodeInfo("127.0.0.1", self.port, "", {name: ("localhost", port) for name, port in self.ports.items()})
         self.membership = Membership(self.consensus, self.name, info, clock, rand, poll_s=0.1)
@@ -260,7 +260,7 @@ class FakeBroker:
         self.portal = BlockingPortal("kafka-test")
         self.topics = self.portal.call(self._make_topics(delay_s))
         self.consensus = Outages(SystemClock())
-        self.metastore = metastore_on(self.consensus, MemoryObjects(SystemClock()), SystemClock(), Rand())
+        self.metastore = create_metastore(self.consensus, MemoryObjects(SystemClock()), SystemClock(), Rand())
         self.catalogue = Catalogue(self.metastore, SystemClock(), Rand())
         self.users = Users(self.metastore, SystemClock())
         self.rulebook = rulebook_of(self)

@@ -31,7 +31,7 @@ from kafka import KafkaConsumer, TopicPartition
 from tidemill.kafka import error_codes
 from tidemill.kafka.api import required_operations
 from tidemill.kafka.handlers import APIS
-from tidemill.security.acls import CLUSTER_NAME, Operation, Pattern, Permission, Resource, Rule
+from tidemill.security.acls import CLUSTER_NAME, AclRule, Operation, Pattern, Permission, Resource
 
 DENIALS = {29, 30, 31, 53}
 LISTS = {16, 66}
@@ -67,7 +67,7 @@ def allow(
     host: str = "*",
 ) -> Callable[[], None]:
     assert broker.rulebook is not None
-    found = Rule(int(resource), int(pattern), name, f"User:{user}", host, int(operation), int(permission))
+    found = AclRule(int(resource), int(pattern), name, f"User:{user}", host, int(operation), int(permission))
     broker.portal.call(broker.rulebook.add([found]))
     return lambda: broker.portal.call(broker.rulebook.delete([found]))  # type: ignore[union-attr]
 
@@ -293,7 +293,7 @@ def test_rules_written_elsewhere_count_within_seconds_and_outlive_a_restart() ->
     from tidemill.security.acl_cache import AclCache
 
     other = AclCache(broker.metastore, broker.clock)
-    broker.portal.call(other.add([Rule(2, 3, "t", "User:alice", "*", int(Operation.READ), 3)]))
+    broker.portal.call(other.add([AclRule(2, 3, "t", "User:alice", "*", int(Operation.READ), 3)]))
     config = confluent(broker, None, "PLAIN")
     eventually(lambda: list(AdminClient(config).list_topics(timeout=30).topics) == ["t"])
     broker.restart()

@@ -19,9 +19,9 @@ from tidemill import __version__
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
-from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.catalogue import TopicRow
@@ -56,7 +56,7 @@ class Captured:
 
     @property
     def remap(self) -> LogRemap:
-        return LogRemap(self.broker.consensus, self.config.remap, self.broker.clock, self.broker.rand)
+        return LogRemap(self.broker.consensus, self.config.remap_name, self.broker.clock, self.broker.rand)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -235,7 +235,7 @@ def test_t8_a_new_consumer_of_a_compacted_topic_ends_with_exactly_the_table(
         compact(broker)
         assert len(by_confluent(broker)) == before, "a pipeline may still begin with the first binding"
         latest = shop.call(shop.remap.latest())
-        assert latest is not None and shop.call(shop.remap.forget(latest.time_ms))
+        assert latest is not None and shop.call(shop.remap.truncate_before(latest.time_ms))
         compact(broker)
         shop.sql.execute("UPDATE items SET name = 'w' WHERE id = 89")
         shop.caught_up()
@@ -275,14 +275,14 @@ def compact(broker: RealBroker) -> None:
         for unit in (await stage.gather()).values():
             for group in unit:
                 await metastore.commit(group)
-        assert (await reconciler.round(topic.topic_id, range(topic.partitions))).failed is None
+        assert (await reconciler.run_round(topic.topic_id, range(topic.partitions))).failed is None
         await topics._commits.drain(30)
         grounds = JobContext(broker.consensus, broker.objects, metastore, clock, rand, Retention(collect_after_s=0))
-        holds = PipelineHolds(broker.consensus, broker.catalogue, Persisted(metastore), clock, rand)
+        holds = PipelineHolds(broker.consensus, broker.catalogue, RestoreHorizon(metastore), clock, rand)
         job = TopicCompaction(grounds, holds)
         eager = {"min.cleanable.dirty.ratio": "0"}
         await broker.catalogue.change_topic(TOPIC, lambda row: replace(row, config=row.config | eager))
-        while await job.run(Budget(clock, 1)):
+        while await job.run(StepBudget(clock, 1)):
             pass
 
     broker.portal.call(run())

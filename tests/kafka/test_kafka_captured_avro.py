@@ -16,9 +16,9 @@ from test_kafka_captured import TABLE, TOPIC, Captured, by_confluent
 
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
-from tidemill.registry.registrar import Registrar
+from tidemill.registry.registrar import LocalSchemaRegistrar
 from tidemill.registry.registry import Registry
-from tidemill.shards.executor import pooled_cpu
+from tidemill.shards.executor import run_on_pool
 
 pytestmark = pytest.mark.postgres
 
@@ -34,13 +34,13 @@ class Shop:
         self._pool = ThreadPoolExecutor(1)
         self._failures: list[BaseException] = []
         b = self.broker
-        self.registry = Registry(b.metastore, b.clock, b.rand, pooled_cpu(self._pool))
+        self.registry = Registry(b.metastore, b.clock, b.rand, run_on_pool(self._pool))
         self._http = HttpServer(
             Starlette(routes=registry_routes(self.registry)), on_failure=lambda _, error: self._failures.append(error)
         )
         b.portal.call(self._http.start())
         self.captured = Captured(b, dsn, envelope="debezium-avro")
-        self.captured.schemas = Registrar(self.registry)
+        self.captured.schemas = LocalSchemaRegistrar(self.registry)
 
     def read(self) -> list[tuple[Any, Any]]:
         """(key, event) of every record, as a new consumer has them."""

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.topic.line_format import JsonLines, Lines, as_json_line, as_line
+from tidemill.cli.topic.line_format import JsonLineParser, TextLineParser, format_json_line, format_text_line
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow, TopicRow
 
 TIMEOUT_S = 120
@@ -61,7 +61,10 @@ def test_a_topic_is_altered_whole_or_not_at_all(world: World) -> None:
     out = world.run("alter", "t", "--partitions", "4", "--set", "retention.ms=5", "--dry-run", "--json")
     assert (json.loads(out)[0]["partitions"], world.row("t").partitions) == (4, 2)
     world.run("alter", "t", "--partitions", "4", "--set", "retention.ms=5", "--set", "segment.ms=9")
-    assert (world.row("t").partitions, world.row("t").config) == (4, {"retention.ms": "5", "segment.ms": "9"})
+    assert (world.row("t").partitions, world.row("t").config) == (
+        4,
+        {"retention.ms": "5", "segment.ms": "9"},
+    )
     world.run("alter", "t", "--unset", "segment.ms")
     for wrong in (
         ["--partitions", "3"],
@@ -196,17 +199,17 @@ BYTES = st.none() | st.binary(max_size=20) | st.text(max_size=8).map(lambda text
 def test_a_record_is_the_same_after_json(
     key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes | None]]
 ) -> None:
-    read = JsonLines().read(as_json_line(Message(key, value, headers)))
+    read = JsonLineParser().read(format_json_line(Message(key, value, headers)))
     assert (read.key, read.value, list(read.headers), read.partition, read.timestamp_ms) == (key, value, headers, 2, 44)
 
 
 @given(st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode()))
 def test_any_line_is_a_record_or_refused(line: bytes) -> None:
-    for reading in (JsonLines(), Lines("=", (), tombstones=True)):
+    for reading in (JsonLineParser(), TextLineParser("=", (), tombstones=True)):
         with suppress(InvalidError):
             assert reading.read(line).headers is not None
 
 
 def test_text_lines_show_headers_and_keys_before_the_value() -> None:
     message = Message(b"k", None, [("a", b"1"), ("b", None)])
-    assert as_line(message, keys=True, headers=True) == b"a=1,b=\tk\t\n"
+    assert format_text_line(message, keys=True, headers=True) == b"a=1,b=\tk\t\n"

@@ -13,9 +13,9 @@ from raw import RawClient, encode, nested
 
 from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.config.alter import Op
+from tidemill.topics.config.alter import AlterOp
 
-SET, DELETE, APPEND, SUBTRACT = Op.SET, Op.DELETE, Op.APPEND, Op.SUBTRACT
+SET, DELETE, APPEND, SUBTRACT = AlterOp.SET, AlterOp.DELETE, AlterOp.APPEND, AlterOp.SUBTRACT
 TOPIC, BROKER = 2, 4
 THROTTLED = "leader.replication.throttled.replicas"
 

@@ -155,7 +155,7 @@ def test_a_session_outlives_its_connection_and_is_nobody_elses(shared: RealBroke
         for principal, host in (("User:mallory", "127.0.0.1"), ("User:ANONYMOUS", "10.0.0.9")):
             found = sessions.find(session_id, 2, principal=principal, host=host, by_id=True)
             assert found == error_codes.FETCH_SESSION_ID_NOT_FOUND
-            sessions.close_of(session_id, principal=principal, host=host)
+            sessions.close_by_id(session_id, principal=principal, host=host)
         with world.fetcher() as again:
             assert again.fetch({}, session_id=session_id, epoch=2).code == 0
 

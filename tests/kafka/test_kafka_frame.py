@@ -26,7 +26,7 @@ def feed(reader: FrameReader, data: bytes, sizes: list[int] | None = None) -> li
         piece = data[position : position + min(want, len(room))]
         room[: len(piece)] = piece
         room.release()
-        frames += reader.received(len(piece))
+        frames += reader.add_received(len(piece))
         position += len(piece)
         turn += 1
     return frames
@@ -44,7 +44,7 @@ def framed(*payloads: bytes) -> bytes:
 def test_any_cutting_of_the_stream_gives_the_same_frames(payloads: list[bytes], sizes: list[int]) -> None:
     reader = FrameReader(BufferPool(), LIMIT, lambda _: None)
     assert [bytes(f.view) for f in feed(reader, framed(*payloads), sizes)] == payloads
-    assert not reader.partial
+    assert not reader.has_partial
 
 
 @settings(max_examples=50, deadline=None)
@@ -72,7 +72,7 @@ def test_frames_keep_their_bytes_while_buffers_of_others_come_back(
         at, turn = at + size, turn + 1
     assert found == payloads
     assert all(frame.view == payload for frame, payload in kept)
-    assert not reader.partial
+    assert not reader.has_partial
     assert sum(held) == 0
 
 
@@ -154,7 +154,7 @@ def test_without_room_a_connection_holds_no_more_than_the_head_of_a_frame() -> N
         count = len(room)
         room[:4] = struct.pack(">i", 1_000_000)
         room.release()
-        reader.received(count)
+        reader.add_received(count)
     assert held == [HEAD_BYTES - 4]
 
 
@@ -172,7 +172,7 @@ def test_a_released_buffer_is_used_again_and_only_once() -> None:
     (frame,) = feed(reader, framed(b"x" * 100_000))
     frame.release()
     frame.release()
-    assert pool.take(100_000) is not pool.take(100_000)
+    assert pool.acquire(100_000) is not pool.acquire(100_000)
 
 
 def test_an_unreleased_frame_is_never_overwritten() -> None:
@@ -184,8 +184,8 @@ def test_an_unreleased_frame_is_never_overwritten() -> None:
 
 def test_the_pool_keeps_no_more_than_it_may() -> None:
     pool = BufferPool(keep_bytes=SMALLEST_BYTES)
-    first, second = pool.take(1), pool.take(1)
-    pool.give(first)
-    pool.give(second)
-    assert pool.take(1) is first
-    assert pool.take(1) is not second
+    first, second = pool.acquire(1), pool.acquire(1)
+    pool.release(first)
+    pool.release(second)
+    assert pool.acquire(1) is first
+    assert pool.acquire(1) is not second

@@ -20,10 +20,10 @@ from test_kafka_sasl import add, gate
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups.classic_state import GroupLimits
-from tidemill.kafka.groups.config_cache import GroupConfigs
-from tidemill.kafka.groups.configs import HEARTBEAT, SESSION, limited, refuse_change
+from tidemill.kafka.groups.config_cache import GroupConfigCache
+from tidemill.kafka.groups.configs import HEARTBEAT, SESSION, apply_configs, check_change
 from tidemill.security.acls import Operation, Resource
-from tidemill.topics.config.alter import Op
+from tidemill.topics.config.alter import AlterOp
 
 GROUP = 32
 SETTINGS = KafkaSettings(
@@ -62,15 +62,15 @@ def test_what_is_taken_holds_exactly_and_whatever_stands_is_within_bounds(
 ) -> None:
     limits = GroupLimits(consumer_session_ms_bounds=(low, high), consumer_session_ms=50_000)
     for config in (before, after):
-        held = limited(limits, config)
+        held = apply_configs(limits, config)
         assert low <= held.consumer_session_ms <= high
         assert held.consumer_heartbeat_ms < held.consumer_session_ms
     try:
-        refuse_change(limits, before, after)
+        check_change(limits, before, after)
     except InvalidError:
         assert before != after
         return
-    held = limited(limits, after)
+    held = apply_configs(limits, after)
     for name, value in after.items():
         if before.get(name) != value:
             told = held.consumer_session_ms if name == SESSION else held.consumer_heartbeat_ms
@@ -79,9 +79,9 @@ def test_what_is_taken_holds_exactly_and_whatever_stands_is_within_bounds(
 
 def test_a_group_has_configs_of_its_own_over_the_node_s_also_before_it_is_there(broker: RealBroker) -> None:
     assert shown(broker, "early") == {HEARTBEAT: ("200", 4), SESSION: ("60000", 4)}
-    assert change(broker, "early", [(SESSION, Op.SET, "1000")], validate_only=True) == 0
+    assert change(broker, "early", [(SESSION, AlterOp.SET, "1000")], validate_only=True) == 0
     assert shown(broker, "early")[SESSION] == ("60000", 4)
-    assert change(broker, "early", [(SESSION, Op.SET, "1000")]) == 0
+    assert change(broker, "early", [(SESSION, AlterOp.SET, "1000")]) == 0
     assert shown(broker, "early") == {HEARTBEAT: ("200", 4), SESSION: ("1000", 8)}
     found = next(c for c in described(broker, GROUP, "early").configs if c.name == SESSION)
     assert [(s.name, s.value, int(s.source)) for s in found.synonyms] == [
@@ -89,11 +89,13 @@ def test_a_group_has_configs_of_its_own_over_the_node_s_also_before_it_is_there(
         ("group.consumer.session.timeout.ms", "60000", 4),
     ]
     assert not found.read_only and "fenced" in found.documentation
-    assert change(broker, "early", [(HEARTBEAT, Op.SET, "300")], key=33, version=2) == 0
+    assert change(broker, "early", [(HEARTBEAT, AlterOp.SET, "300")], key=33, version=2) == 0
     assert shown(broker, "early") == {HEARTBEAT: ("300", 8), SESSION: ("60000", 4)}, "the named ones are all there are"
     assert (
         change(
-            broker, "early", [(HEARTBEAT, Op.DELETE, None), (SESSION, Op.DELETE, None), ("no.such", Op.DELETE, None)]
+            broker,
+            "early",
+            [(HEARTBEAT, AlterOp.DELETE, None), (SESSION, AlterOp.DELETE, None), ("no.such", AlterOp.DELETE, None)],
         )
         == 0
     )
@@ -102,23 +104,23 @@ def test_a_group_has_configs_of_its_own_over_the_node_s_also_before_it_is_there(
 
 
 REFUSED: list[tuple[Changes, int]] = [
-    ([(SESSION, Op.SET, "499")], error_codes.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "60001")], error_codes.INVALID_CONFIG),
-    ([(HEARTBEAT, Op.SET, "199")], error_codes.INVALID_CONFIG),
-    ([(HEARTBEAT, Op.SET, "15001")], error_codes.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "9000"), (HEARTBEAT, Op.SET, "9000")], error_codes.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "soon")], error_codes.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "")], error_codes.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "\u0661\u0662\u0663\u0664")], error_codes.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "9" * 5000)], error_codes.INVALID_CONFIG),
-    ([(SESSION, Op.APPEND, "1000")], error_codes.INVALID_CONFIG),
-    ([("share.session.timeout.ms", Op.SET, "45000")], error_codes.INVALID_CONFIG),
-    ([("streams.num.standby.replicas", Op.SET, "1")], error_codes.INVALID_CONFIG),
-    ([("retention.ms", Op.SET, "45000")], error_codes.INVALID_CONFIG),
-    ([("no.such", Op.DELETE, None), ("no.other", Op.SET, "1")], error_codes.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "2000"), ("no.such", Op.SET, "1")], error_codes.INVALID_CONFIG),
-    ([(SESSION, Op.SET, None)], error_codes.INVALID_REQUEST),
-    ([(SESSION, Op.SET, "2000"), (SESSION, Op.SET, "3000")], error_codes.INVALID_REQUEST),
+    ([(SESSION, AlterOp.SET, "499")], error_codes.INVALID_CONFIG),
+    ([(SESSION, AlterOp.SET, "60001")], error_codes.INVALID_CONFIG),
+    ([(HEARTBEAT, AlterOp.SET, "199")], error_codes.INVALID_CONFIG),
+    ([(HEARTBEAT, AlterOp.SET, "15001")], error_codes.INVALID_CONFIG),
+    ([(SESSION, AlterOp.SET, "9000"), (HEARTBEAT, AlterOp.SET, "9000")], error_codes.INVALID_CONFIG),
+    ([(SESSION, AlterOp.SET, "soon")], error_codes.INVALID_CONFIG),
+    ([(SESSION, AlterOp.SET, "")], error_codes.INVALID_CONFIG),
+    ([(SESSION, AlterOp.SET, "\u0661\u0662\u0663\u0664")], error_codes.INVALID_CONFIG),
+    ([(SESSION, AlterOp.SET, "9" * 5000)], error_codes.INVALID_CONFIG),
+    ([(SESSION, AlterOp.APPEND, "1000")], error_codes.INVALID_CONFIG),
+    ([("share.session.timeout.ms", AlterOp.SET, "45000")], error_codes.INVALID_CONFIG),
+    ([("streams.num.standby.replicas", AlterOp.SET, "1")], error_codes.INVALID_CONFIG),
+    ([("retention.ms", AlterOp.SET, "45000")], error_codes.INVALID_CONFIG),
+    ([("no.such", AlterOp.DELETE, None), ("no.other", AlterOp.SET, "1")], error_codes.INVALID_CONFIG),
+    ([(SESSION, AlterOp.SET, "2000"), ("no.such", AlterOp.SET, "1")], error_codes.INVALID_CONFIG),
+    ([(SESSION, AlterOp.SET, None)], error_codes.INVALID_REQUEST),
+    ([(SESSION, AlterOp.SET, "2000"), (SESSION, AlterOp.SET, "3000")], error_codes.INVALID_REQUEST),
     ([(SESSION, 9, "2000")], error_codes.INVALID_REQUEST),
 ]
 
@@ -134,12 +136,12 @@ def test_what_may_not_be_set_is_refused_whole(broker: RealBroker, changes: Chang
 
 def test_a_group_without_a_name_or_with_one_that_no_group_can_have_is_refused(broker: RealBroker) -> None:
     for name in ("", "x" * 600):
-        assert change(broker, name, [(SESSION, Op.SET, "1000")]) == error_codes.INVALID_REQUEST
+        assert change(broker, name, [(SESSION, AlterOp.SET, "1000")]) == error_codes.INVALID_REQUEST
         assert int(described(broker, GROUP, name).error_code) == error_codes.INVALID_REQUEST
 
 
 def test_groups_that_have_configs_are_listed(broker: RealBroker) -> None:
-    assert change(broker, "listed", [(SESSION, Op.SET, "1000")]) == 0
+    assert change(broker, "listed", [(SESSION, AlterOp.SET, "1000")]) == 0
 
     def listed(*types: int) -> set[tuple[int, str]]:
         with RawClient(broker.port) as client:
@@ -149,13 +151,13 @@ def test_groups_that_have_configs_are_listed(broker: RealBroker) -> None:
 
     assert (GROUP, "listed") in listed() and (2, "t") in listed()
     assert (GROUP, "listed") in listed(GROUP) and {kind for kind, _ in listed(GROUP)} == {GROUP}
-    assert change(broker, "listed", [(SESSION, Op.DELETE, None)]) == 0
+    assert change(broker, "listed", [(SESSION, AlterOp.DELETE, None)]) == 0
     assert (GROUP, "listed") not in listed(GROUP)
 
 
 async def members(broker: RealBroker, group: str) -> int:
     assert broker.server is not None and broker.server._groups is not None
-    found = broker.server._groups.found(group)
+    found = broker.server._groups.loaded_group(group)
     return len(found.group.members) if found is not None else 0
 
 
@@ -163,13 +165,13 @@ def test_members_live_by_what_their_group_says_from_their_next_heartbeat_on(brok
     with RawClient(broker.port) as client:
         joined = beat(client, "live", "m", 0)
         assert (int(joined.error_code), joined.heartbeat_interval.total_seconds()) == (0, 0.2)
-        assert change(broker, "live", [(SESSION, Op.SET, "500"), (HEARTBEAT, Op.SET, "400")]) == 0
+        assert change(broker, "live", [(SESSION, AlterOp.SET, "500"), (HEARTBEAT, AlterOp.SET, "400")]) == 0
         told = beat(client, "live", "m", joined.member_epoch)
         assert told.heartbeat_interval.total_seconds() == 0.4
         # It is not heard of again: its session is over long before the node's.
         eventually(lambda: broker.portal.call(members(broker, "live")) == 0)
         assert int(beat(client, "live", "m", told.member_epoch).error_code) == error_codes.UNKNOWN_MEMBER_ID
-        assert change(broker, "live", [(SESSION, Op.DELETE, None), (HEARTBEAT, Op.DELETE, None)]) == 0
+        assert change(broker, "live", [(SESSION, AlterOp.DELETE, None), (HEARTBEAT, AlterOp.DELETE, None)]) == 0
         assert beat(client, "live", "m", 0).heartbeat_interval.total_seconds() == 0.2
 
 
@@ -185,9 +187,9 @@ def test_a_client_alters_and_describes_a_group(broker: RealBroker) -> None:
 
 def test_what_was_set_with_wider_bounds_is_held_within_the_ones_of_now() -> None:
     limits = KafkaSettings().group_limits
-    held = limited(limits, {SESSION: "500", HEARTBEAT: "90000", "share.later": "1", "streams.x": "y"})
+    held = apply_configs(limits, {SESSION: "500", HEARTBEAT: "90000", "share.later": "1", "streams.x": "y"})
     assert (held.consumer_session_ms, held.consumer_heartbeat_ms) == (45_000, 15_000)
-    refuse_change(limits, {SESSION: "500"}, {SESSION: "500", HEARTBEAT: "6000"})
+    check_change(limits, {SESSION: "500"}, {SESSION: "500", HEARTBEAT: "6000"})
 
 
 def test_a_group_s_configs_are_seen_and_altered_by_who_may() -> None:
@@ -216,13 +218,13 @@ def test_a_group_s_configs_are_seen_and_altered_by_who_may() -> None:
 
 
 def test_other_nodes_follow_and_a_group_that_is_deleted_keeps_its_configs(broker: RealBroker) -> None:
-    other = GroupConfigs(broker.catalogue, SETTINGS.group_limits)
+    other = GroupConfigCache(broker.catalogue, SETTINGS.group_limits)
     broker.portal.call(other.refresh())
     told: list[int] = []
     other.on_change(lambda: told.append(other.limits("kept").consumer_session_ms))
     with RawClient(broker.port) as client:
         epoch = int(beat(client, "kept", "m", 0).member_epoch)
-        assert change(broker, "kept", [(SESSION, Op.SET, "7000")]) == 0
+        assert change(broker, "kept", [(SESSION, AlterOp.SET, "7000")]) == 0
         broker.portal.call(other.refresh())
         broker.portal.call(other.refresh())
         assert told == [7000]

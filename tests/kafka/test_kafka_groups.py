@@ -209,7 +209,8 @@ def test_a_static_member_that_comes_back_in_time_causes_no_rebalance(members: li
         eventually(lambda: shared(*members))
         held, kept, generation = members[0].assigned, members[1].assigned, _generation(node, "g")
         if strategy == "consumer":
-            members[0].leave()  # it says that it will be back; without a word its instance is not free before its time
+            # it says that it will be back; without a word its instance is not free before its time
+            members[0].leave()
         else:
             members[0].kill()
         members.append(Member("confluent", strategy, node.address, "g", "t", "a", patient=True))

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tidemill.kafka.groups.assignors import ASSIGNORS, Assignor, ranges, uniform
+from tidemill.kafka.groups.assignors import ASSIGNORS, Assignor, assign_ranges, assign_uniform
 
 SUBSCRIPTIONS = st.dictionaries(
     st.text("xyz", min_size=1, max_size=3), st.frozensets(st.sampled_from("abc")), max_size=7
@@ -47,9 +47,9 @@ def test_each_partition_goes_to_one_who_wants_it(
 def test_uniform_is_level_and_whoever_has_a_partition_keeps_it(
     earlier: dict[str, frozenset[str]], then: dict[str, int], now: dict[str, frozenset[str]], counts: dict[str, int]
 ) -> None:
-    before = uniform(earlier, then, {})
-    found = uniform(now, counts, before)
-    assert uniform(now, counts, found) == found, "nothing moves without a reason"
+    before = assign_uniform(earlier, then, {})
+    found = assign_uniform(now, counts, before)
+    assert assign_uniform(now, counts, found) == found, "nothing moves without a reason"
     if len(set(now.values())) == 1:
         assert max(sizes(found)) - min(sizes(found)) <= 1
     loads = dict(zip(found, sizes(found), strict=True))
@@ -62,16 +62,16 @@ def test_uniform_is_level_and_whoever_has_a_partition_keeps_it(
 
 def test_a_member_that_leaves_moves_nothing_but_what_it_had() -> None:
     subscriptions = {f"m{n}": frozenset("a") for n in range(4)}
-    before = uniform(subscriptions, {"a": 12}, {})
+    before = assign_uniform(subscriptions, {"a": 12}, {})
     assert sizes(before) == [3, 3, 3, 3]
     del subscriptions["m2"]
-    after = uniform(subscriptions, {"a": 12}, before)
+    after = assign_uniform(subscriptions, {"a": 12}, before)
     assert sizes(after) == [4, 4, 4]
     assert all(before[member]["a"] <= after[member]["a"] for member in after)
 
 
 def test_ranges_keep_partitions_of_one_number_together() -> None:
-    found = ranges({"y": frozenset("ab"), "x": frozenset("ab")}, {"a": 5, "b": 5}, {})
+    found = assign_ranges({"y": frozenset("ab"), "x": frozenset("ab")}, {"a": 5, "b": 5}, {})
     assert found == {
         "y": {"a": frozenset({0, 1, 2}), "b": frozenset({0, 1, 2})},
         "x": {"a": frozenset({3, 4}), "b": frozenset({3, 4})},

@@ -12,9 +12,15 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import consumer
 from tidemill.kafka.groups.assignors import Partitions
-from tidemill.kafka.groups.classic_state import BeatAnswer, Group, GroupLimits, Phase
-from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, Topic, minus, places
-from tidemill.kafka.groups.group_records import consumer_rows, emptied, gone_rows, group_from, head_row
+from tidemill.kafka.groups.classic_state import ClassicGroup, GroupLimits, HeartbeatAnswer, Phase
+from tidemill.kafka.groups.consumer_state import (
+    ConsumerGroup,
+    HeartbeatRequest,
+    Topic,
+    iterate_places,
+    subtract_partitions,
+)
+from tidemill.kafka.groups.group_records import consumer_rows, deleted_member_rows, head_row, in_protocol, restore_group
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
 
 LIMITS = GroupLimits(members=5, consumer_session_ms=1_000)
@@ -29,7 +35,7 @@ class See:
         self.version += 1
         self.topics = {n: t for n, t in {**self.topics, name: topic}.items() if t is not None}
 
-    def of(self, name: str) -> Topic | None:
+    def topic(self, name: str) -> Topic | None:
         return self.topics.get(name)
 
     def matching(self, pattern: str) -> frozenset[str]:
@@ -48,35 +54,39 @@ class World:
         self.stored: set[str] = set()
         self.store()
 
-    def ask(self, member_id: str, epoch: int, **more: Any) -> BeatAnswer:
+    def ask(self, member_id: str, epoch: int, **more: Any) -> HeartbeatAnswer:
         """Answered as if every write were quick."""
         values: dict[str, Any] = {"client_id": "c", "client_host": "/h", **more}
         said = consumer.heartbeat(self.group, self.now, HeartbeatRequest(member_id, epoch, **values), self.seen)
         self.store()
         return said
 
-    def join(self, member_id: str, topics: str = "a", **more: Any) -> BeatAnswer:
+    def join(self, member_id: str, topics: str = "a", **more: Any) -> HeartbeatAnswer:
         values: dict[str, Any] = {"topics": frozenset(topics), "owned": {}, "rebalance_ms": 500, **more}
         return self.ask(member_id, 0, **values)
 
-    def write(self) -> consumer.Storing:
+    def write(self) -> consumer.ConsumerWrite:
         members = set(self.group.members)
         storing = consumer.begin_store(self.group)
         self.before = self.rows
         key, value = GROUPS.encode(head_row(self.group, "o", 0))
-        rows = [(key, value), *gone_rows(self.group, self.stored), *consumer_rows(self.group, storing.changed)]
+        rows = [
+            (key, value),
+            *deleted_member_rows(self.group, self.stored),
+            *consumer_rows(self.group, storing.changed),
+        ]
         self.rows = {k: v for k, v in {**self.rows, **dict(rows)}.items() if v}
         self.stored = members
         return storing
 
     def store(self) -> None:
-        consumer.stored(self.group, self.now, self.write(), 0)
+        consumer.complete_store(self.group, self.now, self.write(), 0)
 
     def take_over(self) -> None:
         key = GROUPS.key("g")
         head = GROUPS.decode(key, self.rows[key])
         members = [GROUP_MEMBERS.decode(k, v) for k, v in sorted(self.rows.items()) if k != key]
-        group = group_from(head, members, self.group.limits, self.now)
+        group = restore_group(head, members, self.group.limits, self.now)
         assert isinstance(group, ConsumerGroup)
         assert head.members == len(members)
         self.group, self.stored = group, set(group.members)
@@ -123,7 +133,7 @@ def test_who_names_an_old_epoch_is_heard_once_if_it_owns_nothing_else() -> None:
 
 def test_commits_name_the_epoch_of_their_member() -> None:
     world = World()
-    refusal = consumer.commit_refusal
+    refusal = consumer.commit_error
     assert refusal(world.group, "", None, -1) == 0, "anybody while nobody is here"
     world.join("m1", instance_id="i")
     assert refusal(world.group, "", None, -1) == error_codes.UNKNOWN_MEMBER_ID
@@ -164,7 +174,7 @@ def test_f234_who_is_not_heard_of_or_does_not_let_go_in_time_is_fenced() -> None
     world.join("m2")
     assert world.ask("m1", 1).assignment == of(0, 1, 2)
     world.now = 800
-    assert consumer.due(world.group) == 800
+    assert consumer.next_due_ms(world.group) == 800
     consumer.tick(world.group, world.now)
     assert list(world.group.members) == ["m2"]
     assert world.ask("m1", 1).error == error_codes.UNKNOWN_MEMBER_ID
@@ -172,7 +182,7 @@ def test_f234_who_is_not_heard_of_or_does_not_let_go_in_time_is_fenced() -> None
     world.now = 1_800
     consumer.tick(world.group, world.now)
     world.store()
-    assert world.group.phase is Phase.EMPTY and world.group.idle and not world.group.owners
+    assert world.group.phase is Phase.EMPTY and world.group.is_idle and not world.group.owners
 
 
 def test_patterns_follow_the_topics_that_exist() -> None:
@@ -228,7 +238,7 @@ def test_an_answer_waits_until_all_that_it_tells_of_is_durable() -> None:
 
     def ask(waiter: str, **more: Any) -> None:
         values: dict[str, Any] = {"topics": frozenset("a"), "owned": {}, **more}
-        consumer.answer(
+        consumer.queue_answer(
             group, waiter, consumer.heartbeat(group, 0, HeartbeatRequest("m1", more.pop("epoch", 0), **values), seen)
         )
 
@@ -236,13 +246,13 @@ def test_an_answer_waits_until_all_that_it_tells_of_is_durable() -> None:
     storing = world.write()
     said = consumer.heartbeat(group, 0, HeartbeatRequest("m1", 1, topics=frozenset("a"), owned={}), seen)
     assert said.assignment == of(0, 1, 2, 3, 4) and not group.unstored, "the same again, by who lost the answer"
-    consumer.answer(group, "again", said)
+    consumer.queue_answer(group, "again", said)
     assert not group.outbox, "it is still being written"
     ask("joins anew", rebalance_ms=5)
     assert group.unstored
-    consumer.stored(group, 0, storing, 0)
+    consumer.complete_store(group, 0, storing, 0)
     assert [waiter for waiter, _ in group.outbox] == ["first", "again"]
-    consumer.abandon(group, error_codes.NOT_COORDINATOR)
+    consumer.release(group, error_codes.NOT_COORDINATOR)
     assert [(waiter, said.error) for waiter, said in group.outbox][2:] == [("joins anew", error_codes.NOT_COORDINATOR)]
 
 
@@ -254,28 +264,28 @@ def test_who_waits_for_a_slow_write_is_not_late_and_its_times_begin_when_it_is_t
     storing = world.write()
     said = consumer.heartbeat(group, 0, HeartbeatRequest("m1", 1), seen)
     assert said.assignment == of(0, 1, 2)
-    consumer.answer(group, "w", said)
-    assert consumer.due(group) == LIMITS.consumer_session_ms, "m2 can be late"
+    consumer.queue_answer(group, "w", said)
+    assert consumer.next_due_ms(group) == LIMITS.consumer_session_ms, "m2 can be late"
     world.now = 10_000
     consumer.tick(group, world.now)
-    assert list(group.members) == ["m1"] and consumer.due(group) is None
-    consumer.stored(group, world.now, storing, 0)
+    assert list(group.members) == ["m1"] and consumer.next_due_ms(group) is None
+    consumer.complete_store(group, world.now, storing, 0)
     world.store()
-    assert consumer.due(group) == 10_500, "500 ms to let go"
+    assert consumer.next_due_ms(group) == 10_500, "500 ms to let go"
 
 
 def test_epochs_go_on_where_a_group_changes_its_protocol() -> None:
-    classic = Group("g", LIMITS)
+    classic = ClassicGroup("g", LIMITS)
     classic.generation = 7
-    group = emptied(classic, "consumer")
+    group = in_protocol(classic, "consumer")
     assert isinstance(group, ConsumerGroup)
     said = consumer.heartbeat(
         group, 0, HeartbeatRequest("m", 0, rebalance_ms=1, topics=frozenset("a"), owned={}), See(TOPICS)
     )
     assert said.epoch == group.epoch > 7
     consumer.heartbeat(group, 0, HeartbeatRequest("m", -1), See(TOPICS))
-    back = emptied(group, "classic")
-    assert isinstance(back, Group) and back.generation == group.epoch
+    back = in_protocol(group, "classic")
+    assert isinstance(back, ClassicGroup) and back.generation == group.epoch
 
 
 # anything in any order ---------------------------------------------------------------------------------------
@@ -313,7 +323,7 @@ class Groups(RuleBasedStateMachine):
             Client(f"m{i}", f"i{i % 2}" if static else None, frozenset(topics))
             for i, (static, topics) in enumerate(shapes)
         ]
-        self.writing: list[consumer.Storing] = []
+        self.writing: list[consumer.ConsumerWrite] = []
         return multiple(*self.made)
 
     @rule(client=clients, whole=st.booleans())
@@ -331,7 +341,7 @@ class Groups(RuleBasedStateMachine):
         if said.error:
             self._tell(waiter, said)
         else:
-            consumer.answer(group, waiter, said)
+            consumer.queue_answer(group, waiter, said)
             self._deliver()
 
     def _deliver(self) -> None:
@@ -339,7 +349,7 @@ class Groups(RuleBasedStateMachine):
         for waiter, said in outbox:
             self._tell(waiter, said)
 
-    def _tell(self, waiter: Any, said: BeatAnswer) -> None:
+    def _tell(self, waiter: Any, said: HeartbeatAnswer) -> None:
         client: Client = waiter[0]
         if client.waits is not waiter:
             return
@@ -353,7 +363,7 @@ class Groups(RuleBasedStateMachine):
         if said.assignment is not None:
             client.told = said.assignment
 
-    def _must_be_durable(self, client: Client, said: BeatAnswer) -> None:
+    def _must_be_durable(self, client: Client, said: HeartbeatAnswer) -> None:
         """CG2: with the write under way not counted."""
         rows = self.world.before if self.writing else self.world.rows
         key = GROUP_MEMBERS.key("g", client.name)
@@ -362,7 +372,7 @@ class Groups(RuleBasedStateMachine):
             kept = GROUP_MEMBERS.decode(key, rows[key]).consumer
             assert kept is not None and kept.epoch >= said.epoch
             held = {topic: frozenset(partitions) for topic, partitions in kept.held.items()}
-            assert not minus(said.assignment or {}, held)
+            assert not subtract_partitions(said.assignment or {}, held)
 
     @rule(client=clients)
     def take_up(self, client: Client) -> None:
@@ -395,7 +405,7 @@ class Groups(RuleBasedStateMachine):
     @rule(ms=st.integers(1, 900))
     def wait(self, ms: int) -> None:
         self.world.now += ms
-        due = consumer.due(self.world.group)
+        due = consumer.next_due_ms(self.world.group)
         if due is not None and due <= self.world.now:
             consumer.tick(self.world.group, self.world.now)
 
@@ -418,7 +428,7 @@ class Groups(RuleBasedStateMachine):
     @rule()
     def end_of_the_write(self) -> None:
         if self.writing:
-            consumer.stored(self.world.group, self.world.now, self.writing.pop(), 0)
+            consumer.complete_store(self.world.group, self.world.now, self.writing.pop(), 0)
             self._deliver()
 
     @rule(landed=st.booleans())
@@ -438,11 +448,11 @@ class Groups(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         group = self.world.group
-        held = Counter(place for member in group.members.values() for place in places(member.held))
+        held = Counter(place for member in group.members.values() for place in iterate_places(member.held))
         assert max(held.values(), default=0) <= 1
-        assert group.owners == {p: m.member_id for m in group.members.values() for p in places(m.held)}
-        assert all(not minus(m.revoking, m.held) for m in group.members.values())
-        used = Counter(p for c in self.made if self._is_member(c) for p in places(c.uses))
+        assert group.owners == {p: m.member_id for m in group.members.values() for p in iterate_places(m.held)}
+        assert all(not subtract_partitions(m.revoking, m.held) for m in group.members.values())
+        used = Counter(p for c in self.made if self._is_member(c) for p in iterate_places(c.uses))
         assert max(used.values(), default=0) <= 1, used
         assert len(group.members) <= LIMITS.members
 
@@ -464,7 +474,7 @@ class Groups(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         if self.writing:
-            consumer.stored(self.world.group, self.world.now, self.writing.pop(), 0)
+            consumer.complete_store(self.world.group, self.world.now, self.writing.pop(), 0)
         self.world.store()
         for _ in range(4):
             self.world.now += 600
@@ -485,7 +495,7 @@ class Groups(RuleBasedStateMachine):
             topics = [self.world.seen.topics[name] for name in wanted]
             assert set(group.owners) == {(t.topic_id, p) for t in topics for p in range(t.partitions)}
             live = [c for c in self.made if c.epoch]
-            assert Counter(p for c in live for p in places(c.uses)) == Counter(group.owners.keys())
+            assert Counter(p for c in live for p in iterate_places(c.uses)) == Counter(group.owners.keys())
 
 
 Groups.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import classic, classic_rebalance
-from tidemill.kafka.groups.classic_state import Group, GroupLimits, Join, JoinAnswer, Phase, Sync, SyncAnswer
+from tidemill.kafka.groups.classic_state import (
+    ClassicGroup,
+    GroupLimits,
+    JoinAnswer,
+    JoinRequest,
+    Phase,
+    SyncAnswer,
+    SyncRequest,
+)
 
 LIMITS = GroupLimits(members=4, member_bytes=1_000, bytes=3_000, initial_delay_ms=0, session_ms_min=10)
 SESSION, REBALANCE = 10_000, 30_000
@@ -20,7 +28,9 @@ class World:
     """A group, its time, and what was answered to whom."""
 
     def __init__(self, **limits: Any) -> None:
-        self.group = Group("g", GroupLimits(**{**{f: getattr(LIMITS, f) for f in LIMITS.__struct_fields__}, **limits}))
+        self.group = ClassicGroup(
+            "g", GroupLimits(**{**{f: getattr(LIMITS, f) for f in LIMITS.__struct_fields__}, **limits})
+        )
         self.now = 1_000
         self.waiters = 0
         self.answers: dict[int, JoinAnswer | SyncAnswer] = {}
@@ -39,12 +49,12 @@ class World:
             "protocol_type": "consumer",
             "protocols": (("range", b"r"), ("sticky", b"s")),
         }
-        classic.join(self.group, self.now, Join(**{**values, **more}), self.waiters)
+        classic.join(self.group, self.now, JoinRequest(**{**values, **more}), self.waiters)
         return self.settle(self.waiters)
 
     def sync(self, member: str, generation: int, assignments: dict[str, bytes] | None = None, **more: Any) -> int:
         self.waiters += 1
-        ask = Sync(
+        ask = SyncRequest(
             member, more.pop("instance_id", None), generation, assignments=tuple((assignments or {}).items()), **more
         )
         classic.sync(self.group, self.now, ask, self.waiters)
@@ -62,7 +72,7 @@ class World:
         while self.group.unstored:
             storing = classic.begin_store(self.group)
             self.writes += 1
-            classic.stored(self.group, self.now, storing, code)
+            classic.complete_store(self.group, self.now, storing, code)
             self.settle()
             code = 0
 
@@ -158,7 +168,7 @@ def test_who_is_not_heard_of_is_evicted_and_who_is_stays() -> None:
     assert list(world.group.members) == [heard]
     assert world.group.phase is Phase.PREPARING
     assert quiet not in world.group.members
-    assert classic_rebalance.due(world.group) is not None
+    assert classic_rebalance.next_due_ms(world.group) is not None
 
 
 def test_an_assignment_is_told_only_once_it_is_durable() -> None:
@@ -167,7 +177,7 @@ def test_an_assignment_is_told_only_once_it_is_durable() -> None:
     waiting = world.sync(leader, 1, {leader: b"all"})
     storing = classic.begin_store(world.group)
     assert waiting not in world.answers
-    classic.stored(world.group, world.now, storing, error_codes.COORDINATOR_NOT_AVAILABLE)
+    classic.complete_store(world.group, world.now, storing, error_codes.COORDINATOR_NOT_AVAILABLE)
     world.settle()
     assert world.synced(waiting).error == error_codes.COORDINATOR_NOT_AVAILABLE
     assert world.group.phase is Phase.PREPARING
@@ -186,7 +196,7 @@ def test_an_assignment_whose_generation_ended_while_it_was_written_is_nobodys() 
     assert world.synced(waiting).error == error_codes.REBALANCE_IN_PROGRESS
     world.join(leader)
     waiting = world.sync(leader, 2, {leader: b"new"})
-    classic.stored(world.group, world.now, storing, 0)
+    classic.complete_store(world.group, world.now, storing, 0)
     world.settle()
     assert waiting not in world.answers, "what was written is the other one"
     world.store()
@@ -225,7 +235,7 @@ def test_commits_are_taken_from_members_or_from_anybody_while_nobody_is_there() 
     world = World()
 
     def commit(member: str, generation: int) -> int:
-        return classic.commit_refusal(world.group, world.now, member, None, generation)
+        return classic.commit_error(world.group, world.now, member, None, generation)
 
     assert commit("", -1) == 0
     (leader,) = world.stable(1)
@@ -243,7 +253,7 @@ def test_commits_within_a_transaction_name_member_and_generation_or_neither() ->
     world = World()
 
     def commit(member: str, generation: int) -> int:
-        return classic.commit_refusal(world.group, world.now, member, None, generation, in_transaction=True)
+        return classic.commit_error(world.group, world.now, member, None, generation, in_transaction=True)
 
     (leader,) = world.stable(1)
     assert commit("", -1) == 0, "producers before KIP-447 know neither"
@@ -354,7 +364,7 @@ def test_whatever_members_do_each_is_answered_once_and_a_generation_is_one(
         elif op == "beat":
             classic.heartbeat(world.group, world.now, member, None, generation)
         elif op == "commit":
-            classic.commit_refusal(world.group, world.now, member, None, generation)
+            classic.commit_error(world.group, world.now, member, None, generation)
         elif op == "leave":
             world.leave(member)
         elif op == "wait":
@@ -379,7 +389,7 @@ def test_whatever_members_do_each_is_answered_once_and_a_generation_is_one(
     # Every wait ends, though nobody says anything any more.
     for _ in range(40):
         world.store()
-        due = classic_rebalance.due(world.group)
+        due = classic_rebalance.next_due_ms(world.group)
         if due is None:
             break
         world.later(max(0, due - world.now))

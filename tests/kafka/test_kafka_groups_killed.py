@@ -11,7 +11,7 @@ from processes import Process
 from test_kafka_groups import PARTITIONS, Member, produce, shared
 
 from tidemill.cli.demo.ports import free_port
-from tidemill.topics.membership import rendezvous
+from tidemill.topics.membership import rendezvous_leader
 
 NODES = ("n1", "n2")
 SETTINGS = (
@@ -24,7 +24,7 @@ DEADLINE_S = 90
 
 
 def coordinated_by(node: str, prefix: str) -> str:
-    return next(f"{prefix}{n}" for n in range(100) if rendezvous(list(NODES), f"{prefix}{n}", 0) == node)
+    return next(f"{prefix}{n}" for n in range(100) if rendezvous_leader(list(NODES), f"{prefix}{n}", 0) == node)
 
 
 def committed(addresses: str, group: str, topic: str) -> list[int]:

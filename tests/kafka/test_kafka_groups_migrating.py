@@ -30,9 +30,16 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import protocol_dispatch
-from tidemill.kafka.groups.classic_state import BeatAnswer, Group, GroupLimits, Join, Phase, Sync
-from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, places
-from tidemill.kafka.groups.subscriptions import assignment_of, encode_assignment, subscription_of
+from tidemill.kafka.groups.classic_state import (
+    ClassicGroup,
+    GroupLimits,
+    HeartbeatAnswer,
+    JoinRequest,
+    Phase,
+    SyncRequest,
+)
+from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, iterate_places
+from tidemill.kafka.groups.subscriptions import decode_assignment, decode_subscription, encode_assignment
 from tidemill.kafka.schema.primitives import I32, MalformedFrameError
 
 
@@ -42,7 +49,7 @@ def test_a_group_goes_over_and_back_as_its_members_change_one_after_the_other(pr
     world = World()
     old: list[Member] = [ClassicMember(world, f"c{i}", protocol) for i in range(2)]
     settled(world, old)
-    assert isinstance(world.group, Group) and world.group.phase is Phase.STABLE and shared(old) == ALL
+    assert isinstance(world.group, ClassicGroup) and world.group.phase is Phase.STABLE and shared(old) == ALL
     new: list[Member] = [ModernMember(world, "m0")]
     settled(world, [*old, *new])
     assert isinstance(world.group, ConsumerGroup) and world.group.phase is Phase.STABLE
@@ -53,10 +60,10 @@ def test_a_group_goes_over_and_back_as_its_members_change_one_after_the_other(pr
     settled(world, [*old, *new])
     assert shared([*old, *new]) == ALL and all(member.uses for member in (*old, *new))
     for member in new:
-        world.beat("leaves", HeartbeatRequest(member.name, -1))
+        world.consumer_heartbeat("leaves", HeartbeatRequest(member.name, -1))
     world.settle()
-    assert isinstance(world.answers["leaves"], BeatAnswer) and world.answers["leaves"].error == 0
-    assert isinstance(world.group, Group) and world.group.phase is Phase.PREPARING
+    assert isinstance(world.answers["leaves"], HeartbeatAnswer) and world.answers["leaves"].error == 0
+    assert isinstance(world.group, ClassicGroup) and world.group.phase is Phase.PREPARING
     settled(world, old)
     assert shared(old) == ALL
 
@@ -84,10 +91,10 @@ def test_who_is_up_to_date_commits_on_the_way_back_into_the_classic_protocol() -
     new = ModernMember(world, "m")
     settled(world, [old, new])
     generation, used = old.generation, old.uses
-    world.beat("leaves", HeartbeatRequest(new.member_id, -1))
+    world.consumer_heartbeat("leaves", HeartbeatRequest(new.member_id, -1))
     world.settle()
-    assert isinstance(world.group, Group) and world.group.generation == generation
-    assert protocol_dispatch.commit_refusal(world.group, world.now, old.member_id, None, generation) == 0
+    assert isinstance(world.group, ClassicGroup) and world.group.generation == generation
+    assert protocol_dispatch.commit_error(world.group, world.now, old.member_id, None, generation) == 0
     assert world.heartbeat(old.member_id, generation) == error_codes.REBALANCE_IN_PROGRESS
     settled(world, [old])
     assert used < old.uses and old.generation == generation + 1
@@ -99,10 +106,10 @@ def test_a_rebalance_that_is_owed_is_not_forgotten_with_its_coordinator() -> Non
     members = [ClassicMember(world, "c", EAGER), ModernMember(world, "m")]
     settled(world, members[:1])
     settled(world, list(members))
-    world.beat("leaves", HeartbeatRequest(members[1].name, -1))
+    world.consumer_heartbeat("leaves", HeartbeatRequest(members[1].name, -1))
     world.settle()
     world.take_over()
-    assert isinstance(world.group, Group) and world.group.phase is Phase.PREPARING
+    assert isinstance(world.group, ClassicGroup) and world.group.phase is Phase.PREPARING
     settled(world, members[:1])
     assert shared(members[:1]) == ALL
 
@@ -112,12 +119,12 @@ def test_a_group_that_might_not_go_back_does_when_its_next_coordinator_allows_it
     members = [ClassicMember(world, "c", EAGER), ModernMember(world, "m")]
     settled(world, members[:1])
     settled(world, list(members))
-    world.beat("leaves", HeartbeatRequest(members[1].name, -1))
+    world.consumer_heartbeat("leaves", HeartbeatRequest(members[1].name, -1))
     settled(world, members[:1])
     assert isinstance(world.group, ConsumerGroup) and shared(members[:1]) == ALL
     world.limits = LIMITS
     world.take_over()
-    assert isinstance(world.group, Group)
+    assert isinstance(world.group, ClassicGroup)
     settled(world, members[:1])
     assert world.group.phase is Phase.STABLE and shared(members[:1]) == ALL
 
@@ -136,14 +143,17 @@ def test_static_members_change_the_protocol_under_their_instance() -> None:
     for bad in ({"session_ms": 1}, {"protocol_type": "connect"}, {"protocols": ((EAGER, b""),)}):
         values: dict[str, Any] = {"session_ms": SESSION_MS, "protocol_type": "consumer",
                                   "protocols": ((EAGER, subscription()),), **bad}  # fmt: skip
-        world.join("bad", Join("", "b.0", "i", "c", "/h", rebalance_ms=9, **values))
+        world.join("bad", JoinRequest("", "b.0", "i", "c", "/h", rebalance_ms=9, **values))
         assert world.answers.pop("bad").error and world.group is group and new.member_id in group.members
     back = ClassicMember(world, "b", EAGER, "i")
     settled(world, [stays, back])
-    assert isinstance(world.group, Group) and world.group.phase is Phase.STABLE
+    assert isinstance(world.group, ClassicGroup) and world.group.phase is Phase.STABLE
     assert set(world.group.members) == {stays.member_id, back.member_id} and shared([stays, back]) == ALL
-    world.beat("old", HeartbeatRequest(new.member_id, new.generation, "i"))
-    assert isinstance(world.answers["old"], BeatAnswer) and world.answers["old"].error == error_codes.UNKNOWN_MEMBER_ID
+    world.consumer_heartbeat("old", HeartbeatRequest(new.member_id, new.generation, "i"))
+    assert (
+        isinstance(world.answers["old"], HeartbeatAnswer)
+        and world.answers["old"].error == error_codes.UNKNOWN_MEMBER_ID
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +175,7 @@ def test_a_group_that_cannot_go_over_says_so_and_stays_as_it_is(changed: dict[st
     members: list[Member] = [ClassicMember(world, f"c{i}", EAGER) for i in range(2)]
     settled(world, members)
     group = world.group
-    assert isinstance(group, Group)
+    assert isinstance(group, ClassicGroup)
     first = next(iter(group.members.values()))
     first.protocols = ((EAGER, changed.get("metadata", first.metadata(EAGER))),)
     first.assignment = changed.get("assignment", first.assignment)
@@ -174,9 +184,9 @@ def test_a_group_that_cannot_go_over_says_so_and_stays_as_it_is(changed: dict[st
     group.protocol_type = changed.get("protocol_type", group.protocol_type)
     group.unstored = changed.get("unstored", False)
     group.phase = changed.get("phase", group.phase)
-    world.beat("w", HeartbeatRequest("m", 0, rebalance_ms=1, topics=frozenset({TOPIC}), owned={}))
+    world.consumer_heartbeat("w", HeartbeatRequest("m", 0, rebalance_ms=1, topics=frozenset({TOPIC}), owned={}))
     said = world.answers["w"]
-    assert isinstance(said, BeatAnswer) and said.error == code and said.message
+    assert isinstance(said, HeartbeatAnswer) and said.error == code and said.message
     assert world.group is group and set(group.members) == {m.member_id for m in members}  # type: ignore[attr-defined]
 
 
@@ -204,7 +214,7 @@ def test_what_is_no_request_of_a_classic_member_in_such_a_group_is_refused() -> 
     def join(member_id: str = "", instance: str | None = None, **more: Any) -> int:
         values: dict[str, Any] = {"session_ms": SESSION_MS, "protocol_type": "consumer",
                                   "protocols": ((EAGER, subscription()),), **more}  # fmt: skip
-        world.join("j", Join(member_id, "new", instance, "c", "/h", rebalance_ms=9, knows_first=True, **values))
+        world.join("j", JoinRequest(member_id, "new", instance, "c", "/h", rebalance_ms=9, knows_first=True, **values))
         return world.answers.pop("j").error
 
     assert join(session_ms=1) == error_codes.INVALID_SESSION_TIMEOUT
@@ -222,7 +232,7 @@ def test_what_is_no_request_of_a_classic_member_in_such_a_group_is_refused() -> 
     assert join() == error_codes.MEMBER_ID_REQUIRED
 
     def sync(member_id: str, generation: int, **more: Any) -> int:
-        world.sync("s", Sync(member_id, None, generation, **more))
+        world.sync("s", SyncRequest(member_id, None, generation, **more))
         return world.answers.pop("s").error
 
     assert sync("other", generation) == error_codes.UNKNOWN_MEMBER_ID
@@ -235,17 +245,15 @@ def test_what_is_no_request_of_a_classic_member_in_such_a_group_is_refused() -> 
     assert world.heartbeat(new.member_id, new.generation) == error_codes.UNKNOWN_MEMBER_ID
     assert world.heartbeat(old.member_id, generation - 1) == error_codes.ILLEGAL_GENERATION
     assert world.leave("other") == world.leave(new.member_id) == error_codes.UNKNOWN_MEMBER_ID
-    assert protocol_dispatch.commit_refusal(group, 0, old.member_id, None, generation) == 0
+    assert protocol_dispatch.commit_error(group, 0, old.member_id, None, generation) == 0
     assert (
-        protocol_dispatch.commit_refusal(group, 0, old.member_id, None, generation - 1)
-        == error_codes.ILLEGAL_GENERATION
+        protocol_dispatch.commit_error(group, 0, old.member_id, None, generation - 1) == error_codes.ILLEGAL_GENERATION
     )
     assert (
-        protocol_dispatch.commit_refusal(group, 0, new.member_id, None, generation - 1)
-        == error_codes.STALE_MEMBER_EPOCH
+        protocol_dispatch.commit_error(group, 0, new.member_id, None, generation - 1) == error_codes.STALE_MEMBER_EPOCH
     )
     for epoch in (generation, -1):
-        world.beat("b", HeartbeatRequest(old.member_id, epoch))
+        world.consumer_heartbeat("b", HeartbeatRequest(old.member_id, epoch))
         assert world.answers.pop("b").error == error_codes.UNKNOWN_MEMBER_ID, "it speaks the other protocol"
     assert world.rows == before and not group.unstored
 
@@ -275,21 +283,21 @@ def test_f235_a_classic_member_that_does_not_do_as_it_is_told_in_time_is_fenced(
 @given(st.dictionaries(st.text(max_size=20), st.sets(st.integers(0, 2**31 - 1), max_size=5), max_size=5), st.integers())
 def test_an_assignment_reads_as_it_was_written(partitions: dict[str, set[int]], version: int) -> None:
     partitions = {topic.encode("utf-8", "replace").decode(): numbers for topic, numbers in partitions.items()}
-    places_, user_data = assignment_of(encode_assignment(version, partitions))
+    places_, user_data = decode_assignment(encode_assignment(version, partitions))
     assert sorted(places_) == sorted((topic, p) for topic, numbers in partitions.items() for p in numbers)
     assert user_data == b""
 
 
 @pytest.mark.parametrize("version", range(4))
 def test_subscriptions_of_every_version_are_read(version: int) -> None:
-    found = subscription_of(subscription(frozenset({1, 3}), version=version))
+    found = decode_subscription(subscription(frozenset({1, 3}), version=version))
     assert (found.version, found.topics) == (version, {TOPIC})
     assert found.owned == (((TOPIC, 1), (TOPIC, 3)) if version else ()) and found.rack_id is None
 
 
 @given(st.binary(max_size=60))
 def test_whatever_is_no_subscription_or_assignment_is_a_bad_frame(data: bytes) -> None:
-    for read in (subscription_of, assignment_of):
+    for read in (decode_subscription, decode_assignment):
         try:
             read(data)  # type: ignore[operator]
         except MalformedFrameError:
@@ -359,7 +367,7 @@ class Groups(RuleBasedStateMachine):
                 self.world.leave(member.member_id)
                 self.world.deliver(self.world.group)
         elif isinstance(member, ModernMember) and member.generation:
-            self.world.beat(
+            self.world.consumer_heartbeat(
                 object(), HeartbeatRequest(member.member_id, -2 if member.instance else -1, member.instance)
             )
         member.lose()
@@ -412,7 +420,7 @@ class Groups(RuleBasedStateMachine):
         assert max(used.values(), default=0) <= 1, used
         group = self.world.group
         if isinstance(group, ConsumerGroup):
-            held = {place: m.member_id for m in group.members.values() for place in places(m.held)}
+            held = {place: m.member_id for m in group.members.values() for place in iterate_places(m.held)}
             assert group.owners == held
             assert sum(len(ps) for m in group.members.values() for ps in m.held.values()) == len(held)
 

@@ -16,12 +16,12 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import group_runner as led_module
-from tidemill.kafka.groups.classic_state import GroupLimits, Join, Phase, Sync, SyncAnswer
+from tidemill.kafka.groups.classic_state import GroupLimits, JoinRequest, Phase, SyncAnswer, SyncRequest
 from tidemill.kafka.groups.consumer_state import HeartbeatRequest, Topic
-from tidemill.kafka.groups.coordinator import Coordinator, GroupUnavailableError
+from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
-from tidemill.kafka.groups.registers import carry_over
-from tidemill.metastore.factory import metastore_on
+from tidemill.kafka.groups.registers import migrate_offsets
+from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
@@ -36,13 +36,13 @@ class World:
     def __init__(self) -> None:
         self.clock, self.rand = SystemClock(), Rand(7)
         self.consensus = MemoryConsensus(self.clock)
-        self.metastore: Metastore = metastore_on(self.consensus, MemoryObjects(self.clock), self.clock, self.rand)
+        self.metastore: Metastore = create_metastore(self.consensus, MemoryObjects(self.clock), self.clock, self.rand)
         self.tracker = StatusTracker()
-        self.nodes: list[Coordinator] = []
+        self.nodes: list[GroupCoordinator] = []
 
-    def node(self, is_own: Callable[[str], bool] = lambda _: True, **limits: int) -> Coordinator:
+    def node(self, is_own: Callable[[str], bool] = lambda _: True, **limits: int) -> GroupCoordinator:
         limits = {"groups_max": 100, "groups_bytes_max": 1 << 20, **limits}
-        made = Coordinator(
+        made = GroupCoordinator(
             self.metastore, is_own, self.clock, self.rand, node=f"n{len(self.nodes)}", limits=lambda _: LIMITS,
             tracker=self.tracker, **limits,
         )  # fmt: skip
@@ -67,7 +67,7 @@ def run(body: Callable[[World], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def ask(member_id: str = "", new_id: str = "m1", **more: Any) -> Join:
+def ask(member_id: str = "", new_id: str = "m1", **more: Any) -> JoinRequest:
     values: dict[str, Any] = {
         "instance_id": None,
         "client_id": "c",
@@ -77,14 +77,14 @@ def ask(member_id: str = "", new_id: str = "m1", **more: Any) -> Join:
         "protocol_type": "consumer",
         "protocols": (("range", b"meta"),),
     }
-    return Join(member_id, new_id, **{**values, **more})
+    return JoinRequest(member_id, new_id, **{**values, **more})
 
 
 async def stable(led: GroupRunner, member_id: str = "", new_id: str = "m1") -> str:
     """One member with an assignment."""
     answer = await led.join(ask(member_id, new_id))
     assert answer.error == 0
-    ask_sync = Sync(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"all"),))
+    ask_sync = SyncRequest(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"all"),))
     assert (await led.sync(ask_sync)).assignment == b"all"
     return answer.member_id
 
@@ -92,7 +92,7 @@ async def stable(led: GroupRunner, member_id: str = "", new_id: str = "m1") -> s
 class OneTopic:
     version = 1
 
-    def of(self, name: str) -> Topic | None:
+    def topic(self, name: str) -> Topic | None:
         return Topic("t", 2) if name == "t" else None
 
     def matching(self, pattern: str) -> frozenset[str]:
@@ -118,7 +118,7 @@ def test_the_next_coordinator_finds_the_generation_its_members_and_their_assignm
         found = await world.node().get("g")
         assert (found.group.phase, found.group.generation, found.group.leader) == (Phase.STABLE, 1, member)
         assert found.heartbeat(member, None, 1) == 0
-        assert (await found.sync(Sync(member, None, 1))).assignment == b"all"
+        assert (await found.sync(SyncRequest(member, None, 1))).assignment == b"all"
         head = await world.metastore.get(GROUPS, "g")
         assert head is not None
         assert (head.members, head.protocol, head.kind) == (1, "range", "classic")
@@ -133,7 +133,7 @@ def test_a_coordinator_that_was_replaced_writes_nothing_more() -> None:
         new = await world.node().get("g")
         assert await new.write(committed(7)) == 0
         assert await old.write(committed(6)) == error_codes.NOT_COORDINATOR
-        assert old.is_over
+        assert old.is_closed
         assert await world.offsets() == [7]
 
     run(body)
@@ -144,22 +144,27 @@ def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the
 ):
     async def body(world: World) -> None:
         seen, old = OneTopic(), await world.node().get("g")
-        told = await old.beat(joins("m1"), seen)
+        told = await old.consumer_heartbeat(joins("m1"), seen)
         assert (told.epoch, told.assignment) == (1, {"t": frozenset({0, 1})})
         new = await world.node().get("g")
-        assert (await new.beat(HeartbeatRequest("m1", 1), seen)).assignment is None, "nothing is told anew"
+        assert (await new.consumer_heartbeat(HeartbeatRequest("m1", 1), seen)).assignment is None, (
+            "nothing is told anew"
+        )
         assert new.group.phase is Phase.STABLE
-        assert new.commit_refusal("m1", None, 1) == 0
-        assert (await old.beat(joins("m2"), seen)).error == error_codes.NOT_COORDINATOR
-        assert old.is_over and (await old.beat(HeartbeatRequest("m1", 1), seen)).error == error_codes.NOT_COORDINATOR
+        assert new.commit_error("m1", None, 1) == 0
+        assert (await old.consumer_heartbeat(joins("m2"), seen)).error == error_codes.NOT_COORDINATOR
+        assert (
+            old.is_closed
+            and (await old.consumer_heartbeat(HeartbeatRequest("m1", 1), seen)).error == error_codes.NOT_COORDINATOR
+        )
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m1"]
         assert await new.delete(nothing) == error_codes.NON_EMPTY_GROUP
         assert (await new.join(ask())).error == error_codes.REBALANCE_IN_PROGRESS, "who sees no topics"
         assert (await new.join(ask(), seen)).error == error_codes.INCONSISTENT_GROUP_PROTOCOL, "who is no consumer"
-        assert (await new.beat(HeartbeatRequest("m1", -1), seen)).error == 0
+        assert (await new.consumer_heartbeat(HeartbeatRequest("m1", -1), seen)).error == 0
         member = await stable(new)
-        assert (await new.beat(joins("m1"), seen)).error == error_codes.GROUP_ID_NOT_FOUND
-        assert (await new.beat(HeartbeatRequest("m1", 1), seen)).error == error_codes.UNKNOWN_MEMBER_ID
+        assert (await new.consumer_heartbeat(joins("m1"), seen)).error == error_codes.GROUP_ID_NOT_FOUND
+        assert (await new.consumer_heartbeat(HeartbeatRequest("m1", 1), seen)).error == error_codes.UNKNOWN_MEMBER_ID
         head = await world.metastore.get(GROUPS, "g")
         assert head is not None and (head.kind, head.generation) == ("classic", 3)
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == [member]
@@ -175,19 +180,19 @@ def test_f231_a_group_of_the_consumer_protocol_that_cannot_be_written_tells_what
     async def body(world: World) -> None:
         node, seen = world.node(), OneTopic()
         led = await node.get("g")
-        await led.beat(joins("m1"), seen)
+        await led.consumer_heartbeat(joins("m1"), seen)
         for fault in ("broken", "away", "refused"):
             unsure = Unsure(world.metastore)
             unsure.next = [fault] * 1_000
             led = await node.get("g")
-            assert (await led.beat(joins("m2"), seen)).error in (
+            assert (await led.consumer_heartbeat(joins("m2"), seen)).error in (
                 error_codes.COORDINATOR_NOT_AVAILABLE,
                 error_codes.INVALID_REQUEST,
             )
             world.metastore.commit = unsure._commit  # type: ignore[method-assign]
             again = await node.get("g")
             assert again is not led and list(again.group.members) == ["m1"]
-            assert (await again.beat(HeartbeatRequest("m1", 1), seen)).error == 0
+            assert (await again.consumer_heartbeat(HeartbeatRequest("m1", 1), seen)).error == 0
 
     run(body)
 
@@ -198,7 +203,7 @@ def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody() -> No
         answer = await old.join(ask())
         new = await world.node().get("g")
         assert await stable(new, new_id="m2") == "m2"
-        told = await old.sync(Sync(answer.member_id, None, answer.generation, assignments=(("m1", b"all"),)))
+        told = await old.sync(SyncRequest(answer.member_id, None, answer.generation, assignments=(("m1", b"all"),)))
         assert told.error == error_codes.NOT_COORDINATOR
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m2"]
 
@@ -274,7 +279,7 @@ def test_f231_a_group_that_cannot_be_written_ends_here_and_nothing_else_does(mon
             world.metastore.commit = unsure._commit  # type: ignore[method-assign]
             assert "group:g" in {mark.name for mark in world.tracker.report("p", 0).marks}
             assert (await waiting).error == error_codes.COORDINATOR_NOT_AVAILABLE
-            assert not other.is_over
+            assert not other.is_closed
             again = await node.get("g")
             assert again.heartbeat(member, None, 1) == 0, "what was durable goes on"
 
@@ -290,7 +295,9 @@ def noted(partition: int, count: int, letters: int = 4_096) -> list[tuple[bytes,
 async def syncing(led: GroupRunner) -> asyncio.Future[SyncAnswer]:
     """Its membership is about to be written."""
     answer = await led.join(ask())
-    return led.sync(Sync(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"a" * 1_000),)))
+    return led.sync(
+        SyncRequest(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"a" * 1_000),))
+    )
 
 
 def test_commits_that_come_together_are_no_more_than_one_write_may_hold_and_each_is_taken() -> None:
@@ -359,15 +366,15 @@ def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_bei
         waiting = asyncio.ensure_future(led.join(ask(new_id="m2")))
         await asyncio.sleep(0)
         owns["a"] = False
-        first.reassigned()
+        first.apply_ownership()
         assert (await waiting).error == error_codes.NOT_COORDINATOR
         with pytest.raises(GroupUnavailableError) as refused:
             await first.get("g")
         assert refused.value.code == error_codes.NOT_COORDINATOR
-        second.reassigned()
-        while second.found("g") is None:
+        second.apply_ownership()
+        while second.loaded_group("g") is None:
             await asyncio.sleep(0.01)
-        found = second.found("g")
+        found = second.loaded_group("g")
         assert found is not None and found.group.phase is Phase.STABLE
 
     run(body)
@@ -379,7 +386,7 @@ def test_groups_that_hold_only_offsets_leave_memory(monkeypatch: pytest.MonkeyPa
     async def body(world: World) -> None:
         node = world.node()
         assert await (await node.get("g")).write(committed(5)) == 0
-        while node.found("g") is not None:
+        while node.loaded_group("g") is not None:
             await asyncio.sleep(0.01)
         assert await (await node.get("g")).write(committed(6)) == 0
         assert await world.offsets() == [6]
@@ -435,7 +442,7 @@ def test_offsets_of_the_time_of_registers_are_carried_over_once() -> None:
         # What a checkpoint had copied by then.
         stale = [GroupOffsetRow("g", "t", 0, 4), GroupOffsetRow("g", "gone", 0, 4)]
         await world.metastore.commit([GROUP_OFFSETS.encode(row) for row in stale])
-        assert await carry_over(world.consensus, world.metastore, 77) == 1
+        assert await migrate_offsets(world.consensus, world.metastore, 77) == 1
         rows = await world.metastore.rows(GROUP_OFFSETS, "g")
         assert rows == [GroupOffsetRow("g", "t", 0, 5, 3, "note", 77), GroupOffsetRow("g", "t", 1, 6, -1, "", 77)]
         assert await world.metastore.get(GROUPS, "g") == GroupRow("g", since_ms=77)
@@ -443,7 +450,7 @@ def test_offsets_of_the_time_of_registers_are_carried_over_once() -> None:
         assert await (await world.node().get("g")).write(committed(9)) == 0
         # A start that was cut off before the register went.
         await world.consensus.cas("kafka/group/g/offsets", 0, msgspec.msgpack.encode(old), "n")
-        await carry_over(world.consensus, world.metastore, 78)
+        await migrate_offsets(world.consensus, world.metastore, 78)
         assert (await world.offsets())[0] == 9
 
     run(body)

@@ -134,8 +134,8 @@ def test_f209_a_fault_of_any_type_ends_its_request_and_not_the_connection(
         body = example(key, version, name, uuid.UUID(row.topic_id))
         with monkeypatch.context() as planted:
             planted.setattr(request_module, "encode_response", strict)
-            planted.setattr(request_module, "encoded", broken)
-            planted.setattr(k01_fetch, "_full", broken)
+            planted.setattr(request_module, "encode_answer", broken)
+            planted.setattr(k01_fetch, "_fetch_full", broken)
             answer = client.ask(key, version, body)
         assert code(answer) == (error_codes.REQUEST_TIMED_OUT if key == 1 else error_codes.UNKNOWN_SERVER_ERROR)
         assert code(client.ask(18, 0, b"")) == 0, "the same connection"
@@ -653,9 +653,9 @@ def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_w
         catalogue = Slow()
         cache = TopicCache(catalogue, SystemClock())  # type: ignore[arg-type]
         refreshing = asyncio.create_task(cache.run(1000.0))
-        await cache.settle([("orders", 0)], is_id=False)
+        await cache.settle_topics([("orders", 0)], is_id=False)
         assert cache.resolve("orders", is_id=False) == error_codes.NOT_LEADER_OR_FOLLOWER, "nobody has looked yet"
-        left = asyncio.create_task(cache.settled())
+        left = asyncio.create_task(cache.await_refresh())
         await asyncio.sleep(0)
         left.cancel()  # its client is gone
         catalogue.error = UnavailableError("away.")
@@ -663,8 +663,8 @@ def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_w
         await asyncio.sleep(0.1)
         assert not [future for future in cache._looking if not future.done()], "nobody waits"
         catalogue.error = None
-        await cache.settle([("orders", 0)], is_id=False)
-        await cache.looked()
+        await cache.settle_topics([("orders", 0)], is_id=False)
+        await cache.next_refresh()
         assert cache.resolve("orders", is_id=False) == error_codes.UNKNOWN_TOPIC_OR_PARTITION
         refreshing.cancel()
 

@@ -11,8 +11,8 @@ from harness import RealBroker, eventually
 from test_kafka_confluent import consumer, produce_all, producer, read_all
 
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.topics.l0_garbage import TopicObjects
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
@@ -54,14 +54,14 @@ def moved(broker: RealBroker, topic: TopicRow) -> None:
         return len(found) == PARTITIONS and all(reconciled == end > 0 for reconciled, end in found)
 
     async def collect() -> list[str]:
-        await keeper.run(Budget(broker.clock, 1))
+        await keeper.run(StepBudget(broker.clock, 1))
         return [meta.key async for meta in broker.objects.list("l0/")]
 
     eventually(all_moved)
     grounds = JobContext(
         broker.consensus, broker.objects, broker.metastore, broker.clock, broker.rand, Retention(collect_after_s=0)
     )
-    keeper = TopicObjects(grounds, quiet_s=0)
+    keeper = L0GarbageCollector(grounds, quiet_s=0)
 
     def nothing_left() -> bool:
         broker.portal.call(checkpoint())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.handlers import APIS
-from tidemill.kafka.metadata.encoded_partitions import LARGE_PARTITIONS, NO_LEADER, Layouts
+from tidemill.kafka.metadata.encoded_partitions import LARGE_PARTITIONS, NO_LEADER, EncodedPartitions
 from tidemill.kafka.schema.codec_compiler import encode_response
 
 VERSIONS = range(APIS[3].min_version, APIS[3].max_version + 1)
@@ -29,7 +29,7 @@ def answer(partitions: Any) -> dict[str, Any]:
 @given(leaders_of)
 @settings(max_examples=20, deadline=None)
 def test_what_is_kept_is_what_would_be_written(version: int, leaders: tuple[int, ...]) -> None:
-    layouts = Layouts()
+    layouts = EncodedPartitions()
     plain = []
     for index, leader in enumerate(leaders):
         nodes = [leader] if leader >= 0 else []
@@ -50,7 +50,7 @@ def test_what_is_kept_is_what_would_be_written(version: int, leaders: tuple[int,
 
 def test_topics_with_equal_leaders_share_one_and_what_is_kept_has_a_bound() -> None:
     async def scenario() -> None:
-        layouts = Layouts(bytes_max=4_000)
+        layouts = EncodedPartitions(bytes_max=4_000)
         assert await layouts.partitions(12, (1, 1)) is await layouts.partitions(12, (1, 1))
         for number in range(100):
             await layouts.partitions(12, (number,) * 10)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import structlog
 
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.net.connection_limits import TELL_EVERY_S, ConnectionQuotas
-from tidemill.kafka.net.memory_budget import Budget
+from tidemill.kafka.net.connection_limits import LOG_INTERVAL_S, ConnectionLimits
+from tidemill.kafka.net.memory_budget import MemoryBudget
 
 
 class Session:
@@ -23,32 +23,32 @@ class Session:
 
 
 def test_frames_beyond_the_half_wait_and_the_oldest_goes_on() -> None:
-    budget = Budget(200, 100)
+    budget = MemoryBudget(200, 100)
     one, two = Session(), Session()
-    budget.receiving(one, 60)
-    budget.receiving(two, 40)
-    assert not budget.may_read(two, 1)
-    assert budget.may_read(one, 100), "the oldest may grow past the limit, or nobody ever ends"
-    budget.receiving(one, 100)
-    budget.received(one, 160)
-    assert two.called >= 1 and budget.may_read(two, 60)
+    budget.add_receiving(one, 60)
+    budget.add_receiving(two, 40)
+    assert not budget.can_read(two, 1)
+    assert budget.can_read(one, 100), "the oldest may grow past the limit, or nobody ever ends"
+    budget.add_receiving(one, 100)
+    budget.remove_receiving(one, 160)
+    assert two.called >= 1 and budget.can_read(two, 60)
     assert budget.request_bytes == 40
 
 
 def test_half_received_frames_leave_whole_requests_their_half() -> None:
-    budget = Budget(200, 100)
+    budget = MemoryBudget(200, 100)
     hostile, client = Session(), Session()
-    budget.receiving(hostile, 100)
-    assert budget.may_read(client, 0)
-    budget.take(101)
-    assert not budget.may_read(client, 0)
-    budget.give(101)
-    budget.received(hostile, 100)
+    budget.add_receiving(hostile, 100)
+    assert budget.can_read(client, 0)
+    budget.begin_request(101)
+    assert not budget.can_read(client, 0)
+    budget.end_request(101)
+    budget.remove_receiving(hostile, 100)
     assert client.called == 1
 
 
 def test_the_connection_that_has_taken_nothing_for_longest_ends_first() -> None:
-    budget = Budget(200, 100)
+    budget = MemoryBudget(200, 100)
     sessions = [Session() for _ in range(3)]
     for took_s, session in zip((5.0, 1.0, 3.0), sessions, strict=True):
         session.took_s = took_s
@@ -58,14 +58,14 @@ def test_the_connection_that_has_taken_nothing_for_longest_ends_first() -> None:
 
 
 def test_a_flood_is_told_once_in_a_while_with_the_key_to_change() -> None:
-    door = ConnectionQuotas(KafkaSettings(connections_max=3, connections_per_address_max=2))
+    door = ConnectionLimits(KafkaSettings(connections_max=3, connections_per_address_max=2))
     with structlog.testing.capture_logs() as logs:
-        assert [door.enter("a", 0.0) for _ in range(50)].count(True) == 2
-        assert door.enter("b", 0.0) and not door.enter("c", 0.0)
-        assert not door.enter("c", TELL_EVERY_S + 1)
+        assert [door.admit("a", 0.0) for _ in range(50)].count(True) == 2
+        assert door.admit("b", 0.0) and not door.admit("c", 0.0)
+        assert not door.admit("c", LOG_INTERVAL_S + 1)
     assert [(entry["key"], entry["refused"]) for entry in logs] == [
         ("kafka.connections_per_address_max", 1),
         ("kafka.connections_max", 49),
     ]
-    door.leave("a")
-    assert door.enter("c", 0.0)
+    door.release("a")
+    assert door.admit("c", 0.0)

@@ -13,7 +13,7 @@ from kio.index import load_request_schema
 from raw import RawClient, encode, nested
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config.config import exposed, parse
+from tidemill.base.config.config import exposed_servers, parse
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaServer
 from tidemill.kafka.net.listeners import Listener
@@ -104,7 +104,7 @@ def test_listeners_are_read_from_the_configuration_and_open_ones_are_told() -> N
         "listeners": {"out": {"address": "0.0.0.0:9094", "advertised": "out.example.com:19094"}},
     }
     config = parse({"kafka": section}, origin="t.toml")
-    assert exposed(config) == ["kafka.listeners.out.address=0.0.0.0:9094"]
+    assert exposed_servers(config) == ["kafka.listeners.out.address=0.0.0.0:9094"]
     for wrong in (
         {"listeners": {"default": {"address": "h:1"}}},
         {"listeners": {"Out": {"address": "h:1"}}},

@@ -15,9 +15,9 @@ from raw import RawClient, batch, encode, example, fetch_body, fields, nested, p
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.handlers import APIS
 from tidemill.kafka.schema import fetch, produce
-from tidemill.security.quotas import CONSUME, DEFAULT, NOBODY, PRODUCE, REQUEST, Quota, named
+from tidemill.security.quotas import CONSUME, DEFAULT, NO_ENTITY, PRODUCE, REQUEST, Quota, stored_name
 
-ME = named("ANONYMOUS")
+ME = stored_name("ANONYMOUS")
 EVERY = [(a.key, v) for a in APIS.values() if a.key not in (17, 36) for v in range(a.min_version, a.max_version + 1)]
 
 
@@ -54,7 +54,7 @@ def test_the_throttle_of_a_fetch_answer_is_where_clients_read_it(version: int) -
 def test_f247_who_uses_more_than_its_quota_is_not_heard_for_a_while_and_nobody_else() -> None:
     broker = FakeBroker()
     broker.create_topic("t", 1)
-    limit(broker, Quota(ME, NOBODY, PRODUCE, 50_000.0))
+    limit(broker, Quota(ME, NO_ENTITY, PRODUCE, 50_000.0))
     with RawClient(broker.port) as greedy, RawClient(broker.port) as other:
         greedy.ask(3, 1, b"\xff\xff\xff\xff")
         began = time.monotonic()
@@ -76,7 +76,7 @@ def test_fetches_are_counted_and_the_records_still_come() -> None:
     for _ in range(30):
         client.produce("t", bytes(10_000))
     assert client.flush(20) == 0
-    limit(broker, Quota(NOBODY, DEFAULT, CONSUME, 150_000.0))
+    limit(broker, Quota(NO_ENTITY, DEFAULT, CONSUME, 150_000.0))
     with RawClient(broker.port) as reader:
         reader.ask(3, 1, b"\xff\xff\xff\xff")
         answer = reader.ask(1, 4, fetch_body("t", 0, 0))
@@ -89,7 +89,7 @@ def test_fetches_are_counted_and_the_records_still_come() -> None:
 def test_of_a_clients_time_every_answer_tells_and_nobody_elses_is_touched() -> None:
     broker = FakeBroker(KafkaSettings(group_initial_rebalance_delay_ms=0))
     row = broker.create_topic("t", 1)
-    limit(broker, Quota(NOBODY, named("raw"), REQUEST, 1e-6))
+    limit(broker, Quota(NO_ENTITY, stored_name("raw"), REQUEST, 1e-6))
     told = 0
     for key, version in EVERY:
         group_or_topic = f"group-{version}" if key == 11 else "t"  # members that join one group wait for each other
@@ -100,7 +100,7 @@ def test_of_a_clients_time_every_answer_tells_and_nobody_elses_is_touched() -> N
             assert answer.throttle_time.total_seconds() == 1.0, (key, version)
             told += 1
     assert told > 100
-    limit(broker, Quota(NOBODY, named("other"), REQUEST, 1e-6))
+    limit(broker, Quota(NO_ENTITY, stored_name("other"), REQUEST, 1e-6))
     with RawClient(broker.port) as client:
         began = time.monotonic()  # before the answer whose silence it is: that may arrive late
         client.ask(3, 1, b"\xff\xff\xff\xff")
@@ -112,7 +112,7 @@ def test_of_a_clients_time_every_answer_tells_and_nobody_elses_is_touched() -> N
 def test_a_clients_time_is_what_the_loop_works_and_not_what_it_waits() -> None:
     broker = RealBroker()
     broker.create_topic("t", 1)
-    limit(broker, Quota(ME, NOBODY, REQUEST, 5.0))  # 50 ms at once: a loop that is put aside for a moment counts it
+    limit(broker, Quota(ME, NO_ENTITY, REQUEST, 5.0))  # 50 ms at once: a loop that is put aside for a moment counts it
     with RawClient(broker.port) as client:
         client.ask(3, 1, b"\xff\xff\xff\xff")
         for _ in range(3):
@@ -129,7 +129,7 @@ def test_a_clients_time_is_what_the_loop_works_and_not_what_it_waits() -> None:
 def test_librdkafka_stays_within_its_rate() -> None:
     broker = RealBroker()
     broker.create_topic("t", 1)
-    limit(broker, Quota(NOBODY, named("app"), PRODUCE, 400_000.0))
+    limit(broker, Quota(NO_ENTITY, stored_name("app"), PRODUCE, 400_000.0))
     client = ck.Producer({"bootstrap.servers": broker.address, "client.id": "app", "batch.size": 50_000})
     began = time.monotonic()
     for _ in range(120):

@@ -15,7 +15,7 @@ from session_reader import Fetcher, Place, body_of
 
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.fetch_sessions import implicit as repeated_module
-from tidemill.kafka.fetch_sessions.request_diff import Asked
+from tidemill.kafka.fetch_sessions.request_diff import RequestDiff
 from tidemill.kafka.handlers import APIS, k01_fetch
 from tidemill.kafka.schema import fetch as schema
 from tidemill.kafka.schema.primitives import MalformedFrameError
@@ -204,7 +204,7 @@ def test_what_is_taken_for_a_repetition_is_one(version: int, data: st.DataObject
 
     body = drawn()
     known = read(body)
-    asked = Asked.of(body, version, schema.decode(memoryview(body), 0, version).topics)
+    asked = RequestDiff.from_body(body, version, schema.decode(memoryview(body), 0, version).topics)
     assert asked is not None and known is not None
     was_broken = False
     for _ in range(data.draw(st.integers(1, 4))):
@@ -214,7 +214,7 @@ def test_what_is_taken_for_a_repetition_is_one(version: int, data: st.DataObject
         if broken:
             at = data.draw(st.integers(0, len(body) - 1))
             body = body[:at] + data.draw(st.binary(max_size=3)) + body[at + data.draw(st.integers(0, 3)) :]
-        changes = asked.changes(body, version)
+        changes = asked.changed_topics(body, version)
         if changes is None:
             assert broken
             return
@@ -247,14 +247,14 @@ def test_what_was_filled_in_is_what_would_be_written_of_all(
 ) -> None:
     ids = [f"00000000-0000-0000-0000-00000000000{n}" if version >= 13 else f"t{n}" for n in range(2)]
     topics = [(topic, [3 * number, 3 * number + 1, 3 * number + 2]) for number, topic in enumerate(ids)]
-    blank = schema.Blank(topics, version)
+    blank = schema.FetchAnswerTemplate(topics, version)
     known = {partition: schema.PartitionRecords(partition, 0) for _, partitions in topics for partition in partitions}
     for told in rounds:
         told = {partition: answer._replace(partition=partition) for partition, answer in told.items()}
         found = [((ids[partition // 3], partition), answer) for partition, answer in told.items()]
         expected = known | told
         whole = [(topic, [expected[partition] for partition in partitions]) for topic, partitions in topics]
-        assert b"".join(map(bytes, blank.filled(found))) == b"".join(map(bytes, schema.encode(whole, version)))
+        assert b"".join(map(bytes, blank.fill(found))) == b"".join(map(bytes, schema.encode(whole, version)))
         known |= {p: answer._replace(batches=[], aborted=None) for p, answer in told.items()}
         # The kind of reader does not change between the rounds of one kept request.
         known |= {p: known[p]._replace(aborted=()) for p, answer in told.items() if answer.aborted is not None}

@@ -35,11 +35,11 @@ from raw import request_frame
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.net.listener_security import UNKNOWN_REQUEST_BYTES, ListenerSecurity
-from tidemill.security.auth_throttle import Failures
-from tidemill.security.oauth_tokens import Tokens, TokenSettings
+from tidemill.kafka.net.listener_security import UNAUTHENTICATED_REQUEST_BYTES, ListenerSecurity
+from tidemill.security.auth_throttle import AuthFailureThrottle
+from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
 from tidemill.security.sasl import MECHANISMS, Authenticator
-from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer, made_of
+from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer, derive_credential
 from tidemill.security.users import Users
 
 SECRET = "a secret of thirty-two bytes or more"
@@ -55,7 +55,7 @@ def token(user: str, lives_s: float = 3600.0) -> str:
 def gate(
     authority: Authority | None = None, mechanisms: tuple[str, ...] = MECHANISMS, **more: Any
 ) -> Callable[..., ListenerSecurity]:
-    tokens = Tokens(TokenSettings(secret=SECRET), SystemClock())
+    tokens = TokenVerifier(TokenSettings(secret=SECRET), SystemClock())
 
     def made(users: Users) -> ListenerSecurity:
         return ListenerSecurity(
@@ -70,7 +70,7 @@ def gate(
 
 def add(broker: RealBroker | FakeBroker, user: str, password: str = PASSWORD) -> None:
     for mechanism in NAMES:
-        broker.portal.call(broker.users.put(made_of(user, mechanism, password, b"salt" * 6)))
+        broker.portal.call(broker.users.put(derive_credential(user, mechanism, password, b"salt" * 6)))
 
 
 @pytest.fixture(params=[False, True], ids=["clear", "tls"])
@@ -359,7 +359,7 @@ def test_f243_nothing_is_served_before_a_proof(plain: FakeBroker) -> None:
     strange = Dialogue(plain)
     assert strange.handshake("GSSAPI") == 33 and strange.receive() == b""
     large = Dialogue(plain)
-    large.sock.sendall(struct.pack(">i", UNKNOWN_REQUEST_BYTES + 1))
+    large.sock.sendall(struct.pack(">i", UNAUTHENTICATED_REQUEST_BYTES + 1))
     assert large.receive() == b""
     huge = Dialogue(plain)
     assert huge.handshake("PLAIN") == 0
@@ -425,7 +425,7 @@ def test_f244_failed_attempts_are_slowed_told_and_hide_who_exists(plain: FakeBro
 
 
 def test_delays_grow_by_address_are_bounded_and_forgotten() -> None:
-    failures = Failures()
+    failures = AuthFailureThrottle()
     assert [round(failures.delay_s("a", 0.0), 1) for _ in range(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
     assert failures.delay_s("b", 0.0) == 0.1
     assert failures.delay_s("a", 100.0) == 0.1
@@ -607,10 +607,10 @@ def test_the_authenticator_takes_turns_with_passwords() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tidemill.security.sasl.asyncio.to_thread", counted)
             results = await asyncio.gather(
-                *(authenticator.password("u", "p") for _ in range(10)), return_exceptions=True
+                *(authenticator.verify_password("u", "p") for _ in range(10)), return_exceptions=True
             )
         assert all(isinstance(result, Exception) for result in results)
         assert peak == 2
 
     asyncio.run(scenario())
-    assert ScramServer(SCRAM_SHA_256, "n").first(b"n,,n=u,r=x") == "u"
+    assert ScramServer(SCRAM_SHA_256, "n").read_client_first(b"n,,n=u,r=x") == "u"

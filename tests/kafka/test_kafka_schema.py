@@ -70,7 +70,7 @@ def with_texts(entity: Any) -> Any:
         return entity
     values = {field.name: with_texts(getattr(entity, field.name)) for field in dataclasses.fields(entity)}
     if values.get("error_code") and values.get("error_message", "") is None:
-        values["error_message"] = error_codes.text(int(values["error_code"]))
+        values["error_message"] = error_codes.describe_code(int(values["error_code"]))
     return type(entity)(**values)
 
 
@@ -110,7 +110,7 @@ def test_bytes_after_a_request_are_ignored_as_kafka_does() -> None:
 
 
 def test_a_huge_array_count_is_refused_before_anything_is_built() -> None:
-    with pytest.raises(MalformedFrameError, match="passes the end"):
+    with pytest.raises(MalformedFrameError, match="exceeds the frame"):
         codec_compiler.decode_request(3, 1, memoryview(b"\x7f\xff\xff\xff"), 0)
 
 

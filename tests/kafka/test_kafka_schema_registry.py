@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import Registry
-from tidemill.shards.executor import pooled_cpu
+from tidemill.shards.executor import run_on_pool
 
 AVRO = json.dumps(
     {
@@ -71,7 +71,7 @@ class Shop:
 
     async def _up(self) -> None:
         broker = self.broker
-        registry = Registry(broker.metastore, broker.clock, broker.rand, pooled_cpu(self._pool))
+        registry = Registry(broker.metastore, broker.clock, broker.rand, run_on_pool(self._pool))
         app = Starlette(routes=registry_routes(registry))
         self._http = HttpServer(app, on_failure=lambda _, error: self._failures.append(error))
         await self._http.start()

@@ -22,7 +22,7 @@ from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.kafka import KafkaSettings, error_codes
-from tidemill.kafka.api.authorizer import Access
+from tidemill.kafka.api.authorizer import RequestAuthorizer
 from tidemill.kafka.api.dispatch import read_request
 from tidemill.kafka.handlers import APIS, k00_produce
 from tidemill.kafka.metadata.topic_cache import TopicCache
@@ -57,7 +57,7 @@ def test_requests_of_one_connection_are_worked_on_concurrently(fake_broker: Fake
         for i in range(4):
             client.send(1, 4, i, fetch_body("t", 0, 0, max_wait_ms=700))
         assert [client.receive()[0] for _ in range(4)] == [0, 1, 2, 3]
-    assert fake_broker.topics.fetching_most == fake_broker.settings.reads_at_once > 1
+    assert fake_broker.topics.fetching_most == fake_broker.settings.concurrent_reads_max > 1
 
 
 @pytest.mark.parametrize(("connection_bytes_max", "together"), [(64 << 10, 4), (47 << 10, 2), (8 << 10, 1)])
@@ -83,10 +83,10 @@ def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
     async def scenario() -> None:
         topics = FakeTopicLog()
         cache = TopicCache(None, None)  # type: ignore[arg-type]
-        cache.learn(TopicRow("t", "id", 3))
+        cache.add(TopicRow("t", "id", 3))
         # The clock stands still: a long request may otherwise rest between two batches on a busy machine.
         parts = {"topics": topics, "cache": cache, "pace": CoopBudget(ManualClock())}
-        context: Any = type("Context", (), {**parts, "access": Access(None, Audit(SystemClock()))})()
+        context: Any = type("Context", (), {**parts, "access": RequestAuthorizer(None, Audit(SystemClock()))})()
         before = len(asyncio.all_tasks())
         for first in (0, 3):
             parts = [(p, sequence(first + p)) for p in range(3)]

@@ -298,7 +298,7 @@ def test_f242_new_files_serve_new_connections_and_bad_files_nobody(
 def test_files_that_cannot_be_used_are_named_with_their_key(authority: Authority, tmp_path: Path) -> None:
     certificate, key = authority.server()
     other = Authority(tmp_path / "other").server()[1]
-    from tidemill.security.tls import Certificates, TlsSettings
+    from tidemill.security.tls import ServerCertificates, TlsSettings
 
     for settings, named in (
         (TlsSettings(str(tmp_path / "none.pem"), key), "tls.certificate"),
@@ -308,7 +308,7 @@ def test_files_that_cannot_be_used_are_named_with_their_key(authority: Authority
         (TlsSettings(certificate, key, key, "required"), "tls.client_ca"),
     ):
         with pytest.raises(InvalidError, match=named):
-            Certificates(settings).load()
+            ServerCertificates(settings).load()
 
 
 def test_a_gate_in_clear_text_lets_everybody_in_as_nobody(fake_broker: FakeBroker) -> None:

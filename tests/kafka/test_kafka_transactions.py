@@ -13,7 +13,7 @@ from harness import Cluster, RealBroker, eventually
 
 from tidemill.base.errors import UnavailableError
 from tidemill.kafka import error_codes
-from tidemill.kafka.transactions.coordinator import Transactions
+from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 from tidemill.kafka.transactions.state import State, Transaction
 
 DEADLINE_S = 60
@@ -59,7 +59,7 @@ def shown(address: str, topic: str, partitions: int, *, committed: bool = True) 
 
 def transactions_of(broker: RealBroker) -> dict[str, Transaction]:
     coordinator = broker.server._transactions
-    assert isinstance(coordinator, Transactions)
+    assert isinstance(coordinator, TransactionCoordinator)
     return broker.portal.call(coordinator.all())
 
 

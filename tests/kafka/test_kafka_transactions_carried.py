@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.kafka.transactions.coordinator import Transactions
+from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 from tidemill.kafka.transactions.state import Offsets
-from tidemill.topics.api import Here, Marker, NotLeaderError
+from tidemill.topics.api import Marker, NotLeaderError, TransactionSnapshot
 from tidemill.topics.produce.producer_ids import ProducerIds
 
 
@@ -28,10 +28,12 @@ class Led:
     def leader_of(self, topic_id: str, partition: int) -> str:
         return "other" if partition == 1 else "own"
 
-    async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
+    async def transaction_snapshot(self, topic_id: str, partition: int, producer_id: int) -> TransactionSnapshot:
         return (-1, None)
 
-    async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None:
+    async def mark(
+        self, topic_id: str, partition: int, marker: Marker, here: TransactionSnapshot | None = None
+    ) -> None:
         if partition == 1 and "other" not in self.told:
             raise NotLeaderError("another node leads.", leader="other")
         if partition == 2 and self._fails:
@@ -52,7 +54,7 @@ def test_a_partition_led_elsewhere_is_its_leaders_to_mark_and_nothing_to_log() -
     async def body() -> None:
         consensus, rand, topics = MemoryConsensus(SystemClock()), Rand(7), Led()
         made: Any = topics
-        transactions = Transactions(
+        transactions = TransactionCoordinator(
             consensus, made, NoGroups(), ProducerIds(consensus, rand), SystemClock(), rand,
             coordinates=lambda _: True, timeout_max_ms=60_000, expires_ms=1 << 40,
         )  # fmt: skip

@@ -176,11 +176,14 @@ class Coordinated(RuleBasedStateMachine):
         marked: dict[str, list[int]] = {}
         for topic, partition in some:
             marked.setdefault(topic, []).append(partition)
-        self.take(transitions.settled(seen, seen, marked, groups, self.now_ms))
+        self.take(transitions.record_progress(seen, seen, marked, groups, self.now_ms))
         assert self.stored is not None
         if not self.stored.state.prepared:
             assert len(some) == len(places) and set(groups) == set(seen.offsets)
-        assert self.take(transitions.settled(self.stored, replace(seen, epoch=seen.epoch + 9), marked, groups, 0)) == 0
+        assert (
+            self.take(transitions.record_progress(self.stored, replace(seen, epoch=seen.epoch + 9), marked, groups, 0))
+            == 0
+        )
 
     def _checked(self, code: int, identity: tuple[int, int]) -> None:
         """Only whoever has the newest identity gets anything; a fenced one is told so."""
@@ -237,7 +240,7 @@ def test_a_transaction_in_the_last_epoch_ends_in_it_and_its_producer_goes_on_wit
     if state is State.ONGOING:
         assert (ending.producer_id, ending.epoch, ending.state) == (7, EPOCH_LAST + 1, State.PREPARE_ABORT)
         assert transitions.end_bumping(ending, 7, EPOCH_LAST, commit=False, fresh_id=-1, now_ms=1) == transitions.OK
-        ending = transitions.settled(ending, ending, {"a": (0,)}, (), 2).next
+        ending = transitions.record_progress(ending, ending, {"a": (0,)}, (), 2).next
     assert ending is not None
     assert (ending.producer_id, ending.epoch, ending.state) == (8, 0, State.COMPLETE_ABORT)
     assert transitions.end_bumping(ending, 7, EPOCH_LAST, commit=False, fresh_id=-1, now_ms=3) == transitions.OK

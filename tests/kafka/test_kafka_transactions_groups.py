@@ -18,15 +18,15 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
-from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, keep
+from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, store_offsets
 from tidemill.kafka.transactions.state import GroupOffset, Offsets, State, Transaction
 from tidemill.kafka.transactions.store import (
     GROUPS_PREFIX,
     LEAVE_MS,
+    add_to_index,
     change,
-    forget_in_groups,
-    let_go,
-    name_for_group,
+    drop_group_offsets,
+    prune_index,
     undecided,
 )
 from tidemill.kafka.transactions.transitions import Decision
@@ -112,9 +112,9 @@ def test_a_group_that_was_taken_over_says_so_and_takes_nothing() -> None:
     async def body(world: World) -> None:
         led = await world.node().get("g")
         await stable(led)
-        assert await led.is_led()
+        assert await led.check_leadership()
         await world.node().get("g")
-        assert not await led.is_led()
+        assert not await led.check_leadership()
         assert await led.write([]) == error_codes.NOT_COORDINATOR
 
     run(body)
@@ -136,11 +136,11 @@ def test_a_group_that_was_taken_over_and_given_up_unnoticed_takes_offsets_again(
         member = await stable(await mine.get("g"))
         await other.get("g")
         owns["other"] = False
-        other.reassigned()
+        other.apply_ownership()
         assert (await mine.get("g")).heartbeat(member, None, 1) == 0
 
         async def kept() -> int:
-            return await keep(mine, Kept(), ("id", 1, 0), "g", (member, None, 1), offsets(5), adds=True)  # type: ignore[arg-type]
+            return await store_offsets(mine, Kept(), ("id", 1, 0), "g", (member, None, 1), offsets(5), adds=True)  # type: ignore[arg-type]
 
         assert await kept() == error_codes.NOT_COORDINATOR
         assert await kept() == 0
@@ -158,11 +158,11 @@ def test_a_group_forgets_ids_that_do_not_hold_it_in_two_steps() -> None:
             await change(consensus, rand, transactional_id, lambda _: Decision(0, state))
 
         async def forget(now_ms: int) -> list[str]:
-            await forget_in_groups(consensus, rand, now_ms)
+            await prune_index(consensus, rand, now_ms)
             return [key.removeprefix(GROUPS_PREFIX) for key, _ in await consensus.scan(GROUPS_PREFIX)]
 
         for transactional_id in ("a", "b"):
-            await name_for_group(consensus, rand, "g/ü", transactional_id)
+            await add_to_index(consensus, rand, "g/ü", transactional_id)
         await hold("a", "g/ü")
         assert await undecided(consensus, "g/ü") == {("t", 0)}
         await forget(0)
@@ -173,7 +173,7 @@ def test_a_group_forgets_ids_that_do_not_hold_it_in_two_steps() -> None:
         assert await undecided(consensus, "g/ü") == {("t", 0)}
         await hold("b")
         await forget(LEAVE_MS)
-        await name_for_group(consensus, rand, "g/ü", "b")
+        await add_to_index(consensus, rand, "g/ü", "b")
         await forget(2 * LEAVE_MS - 1)
         await hold("b", "g/ü")
         assert await undecided(consensus, "g/ü") == {("t", 0)}
@@ -266,7 +266,7 @@ def test_offsets_that_were_kept_after_their_member_was_replaced_are_refused(
 
     async def while_it_leaves(*what: Any, **more: Any) -> int:
         code = await keep(*what, **more)
-        led = endpoint.server._groups.found(GROUP)  # type: ignore[union-attr]
+        led = endpoint.server._groups.loaded_group(GROUP)  # type: ignore[union-attr]
         assert led is not None and led.leave([(mine.member, None)]) == [0]
         return code
 
@@ -308,7 +308,7 @@ def test_what_a_transaction_has_still_to_commit_goes_with_the_offsets_that_are_d
             assert int(answer.error_code) == int(answer.topics[0].partitions[0].error_code) == 0
         else:
             clock, rand = SystemClock(), Rand()
-            forget = partial(let_go, endpoint.consensus, rand, GROUP, None, clock.now_ms())
+            forget = partial(drop_group_offsets, endpoint.consensus, rand, GROUP, None, clock.now_ms())
             endpoint.portal.call(OfflineGroupAdmin(endpoint.metastore, clock, rand).delete(GROUP, forget))
         monkeypatch.setattr(transactions._groups, "commit", commits)
         assert decided or mine.end() == 0

@@ -19,7 +19,7 @@ from tidemill.kafka.transactions.store import change
 from tidemill.kafka.transactions.transitions import Decision
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import Marker, ProduceTransaction
-from tidemill.topics.batch.control_batch import transactional
+from tidemill.topics.batch.control_batch import as_transactional
 
 ID, GROUP = "tx", "g"
 Identity = tuple[int, int]
@@ -49,7 +49,7 @@ class Client:
     def produce(self, value: bytes, sequence: int, partition: int = 0, identity: Identity | None = None) -> int:
         schema = load_request_schema(0, 12)
         topic = nested(schema, "topic_data")
-        records = transactional(batch([value], producer=(*(identity or self.identity), sequence)))
+        records = as_transactional(batch([value], producer=(*(identity or self.identity), sequence)))
         place = nested(topic, "partition_data")(index=partition, records=records)
         answer = ask(
             self._raw, 0, 12, transactional_id=ID, acks=-1, timeout=datetime.timedelta(seconds=10),

@@ -18,12 +18,12 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import open_objects
 from tidemill.topics.api import UnreadableBatchError
 from tidemill.topics.batch import decode_columns
 from tidemill.topics.batch.compression import compress
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 STALL_S = 0.1
 """The endpoint's own limit is 0.05 s on a quiet machine; beside others' work the same instructions take longer."""
@@ -387,10 +387,10 @@ def test_f207_a_stored_batch_that_cannot_be_read_is_lost_alone_and_named_by_its_
         clock, rand = SystemClock(), Rand()
         objects = await open_objects(f"file://{tmp_path}/objects", clock, rand)
         consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, rand)
-        metastore = metastore_on(consensus, objects, clock, rand)
+        metastore = create_metastore(consensus, objects, clock, rand)
         row = await Catalogue(metastore, clock, rand).get(TopicRow, "t")
         assert row is not None
-        reader = PartitionReaderImpl(consensus, objects)
+        reader = LogPartitionReader(consensus, objects)
         refs = await reader.plan(row.topic_id, 0, 0, 30)
         good: list[int] = []
         bad: list[tuple[int, int]] = []

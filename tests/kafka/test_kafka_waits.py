@@ -87,7 +87,7 @@ def test_a_client_that_stops_sending_leaves_no_poll_behind() -> None:
             client.ask(3, 1, b"\xff\xff\xff\xff")
             for partition in range(3):
                 client.send(1, 4, partition, fetch_body("t", partition, 0, max_wait_ms=FOR_EVER_MS))
-            eventually(lambda: watchers(broker) == broker.settings.reads_at_once == 2)
+            eventually(lambda: watchers(broker) == broker.settings.concurrent_reads_max == 2)
             client.sock.shutdown(socket.SHUT_WR)
             eventually(lambda: not open_sessions(broker) and not watchers(broker))
     finally:

@@ -6,13 +6,13 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.rows import check_rows
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.topics.l1_garbage import TopicL1
-from tidemill.maintenance.topics.l1_merge import TopicL1Levels
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.topics.l1_garbage import L1GarbageCollector
+from tidemill.maintenance.topics.l1_merge import L1Merger
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.check.objects import References
-from tidemill.metastore.factory import NODE, metastore_on
+from tidemill.metastore.factory import NODE, create_metastore
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.l1.extent_store import ExtentStore
@@ -20,7 +20,7 @@ from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 
 class L1World:
@@ -29,7 +29,7 @@ class L1World:
         self.objects = MemoryObjects(self.clock)
         self.consensus = MemoryConsensus(self.clock)
         settings = NODE.__class__(lead=True, persist_interval_s=0.01)
-        self.metastore = metastore_on(
+        self.metastore = create_metastore(
             self.consensus, self.objects, self.clock, self.rand, settings=settings, holder="n/1"
         )
         self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
@@ -50,8 +50,8 @@ class L1World:
         grounds = JobContext(
             self.consensus, self.objects, self.metastore, self.clock, self.rand, Retention(collect_after_s=0)
         )
-        self.levels, self.other_levels = TopicL1Levels(grounds), TopicL1Levels(grounds)
-        self.collecting = TopicL1(grounds, registered_s=0)
+        self.levels, self.other_levels = L1Merger(grounds), L1Merger(grounds)
+        self.collecting = L1GarbageCollector(grounds, registered_s=0)
         self.topic: TopicRow
 
     async def __aenter__(self) -> L1World:
@@ -73,12 +73,12 @@ class L1World:
             for unit in (await stage.gather()).values():
                 for group in unit:
                     await self.metastore.commit(group)
-            done = await self.reconciler.round(self.topic.topic_id, range(2))
+            done = await self.reconciler.run_round(self.topic.topic_id, range(2))
             assert done.failed is None and done.size_bytes
             await self.topics._commits.drain(30)
 
     async def everything(self) -> list[list[tuple[int, bytes | None]]]:
-        reader = PartitionReaderImpl(self.consensus, self.objects, L1Reader(self.rows, self.objects))
+        reader = LogPartitionReader(self.consensus, self.objects, L1Reader(self.rows, self.objects))
         found = []
         for partition in (0, 1):
             end = await reader.high_watermark(self.topic.topic_id, partition)
@@ -99,7 +99,7 @@ class L1World:
     async def collect(self) -> None:
         for _ in range(3):
             await self.metastore.flush(30)
-            await self.collecting.run(Budget(self.clock, 1))
+            await self.collecting.run(StepBudget(self.clock, 1))
 
     async def stored(self) -> list[str]:
         return [meta.key.rpartition("/")[2] async for meta in self.objects.list("l1/")]

@@ -14,8 +14,8 @@ from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.shards.orphans import Orphans
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.shards.orphans import OrphanCollector
 from tidemill.maintenance.shards.upkeep import ShardUpkeep
 from tidemill.metastore.rows import SHARDS
 from tidemill.metastore.rows.shards import ShardRow
@@ -86,7 +86,7 @@ class World:
             self.consensus(), self.objects, metastore, self.clock, self.rand, retention or Retention()
         )
         self.upkeep = ShardUpkeep(self.grounds, self.tracker)
-        self.orphans = Orphans(self.grounds)
+        self.orphans = OrphanCollector(self.grounds)
         self.updates: list[Update] = []
         self.live: dict[int, bytes] = {}
 
@@ -125,7 +125,7 @@ class World:
                 self.rows.since[state.name] = state.since
         for tended in self.upkeep._tended.values():
             tended.next_s = 0.0
-        await self.upkeep.run(Budget(self.clock, 1))
+        await self.upkeep.run(StepBudget(self.clock, 1))
 
     async def tend_for(self, seconds: int, *, persisted: bool = True) -> None:
         for _ in range(0, seconds, 10):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from keeper_world import KEYS, World, run
 
-from tidemill.base.status.status import StageStatus, State, derive
+from tidemill.base.status.status import StageState, StageStatus, derive_status
 from tidemill.maintenance.context import Retention
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.shards.bindings import BindingsUpkeep
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.shards.api import Binding
-from tidemill.shards.bindings.remap import WHOLE_EVERY, LogRemap
+from tidemill.shards.bindings.remap import WHOLE_RECORD_INTERVAL, LogRemap
 from tidemill.shards.registry import open_remap
 
 SOURCE = "topic/clicks"
@@ -29,7 +29,7 @@ async def mint_for(world: World, remap: LogRemap, seconds: int) -> None:
 async def look(world: World, upkeep: BindingsUpkeep) -> None:
     for tended in upkeep._tended.values():
         tended.next_s = 0.0
-    await upkeep.run(Budget(world.clock, 1))
+    await upkeep.run(StepBudget(world.clock, 1))
 
 
 def test_an_hour_of_bindings_is_as_long_as_the_history_and_no_longer() -> None:
@@ -126,10 +126,10 @@ def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_they_are
         assert mark is not None and (mark.position, mark.held_by) == (stood_ms, "pipeline:p")
         assert "8,4" in mark.reason and "tidemill pipeline delete p" in mark.reason, mark.reason
         later_ms = world.clock.now_ms() + 10_000
-        assert derive(mark, "node:n", later_ms, later_ms).state is State.STUCK
+        assert derive_status(mark, "node:n", later_ms, later_ms).state is StageState.STUCK
 
         hold = await world.open("t")  # the pipeline goes on, and a reader stays where it was
-        await hold.hold("export", stood_ms, 86_400_000)
+        await hold.set_hold("export", stood_ms, 86_400_000)
         await world.write(shard, KEYS)
         mark = await told(1)
         assert mark is not None and mark.held_by == "shard:t" and "shard describe t" in mark.reason
@@ -229,22 +229,22 @@ def test_a_pipeline_that_catches_up_is_not_stuck() -> None:
         await world.tend()
         await world.tend()
 
-        async def state() -> State:
+        async def state() -> StageState:
             await mint_for(world, remap, 100)
             await look(world, upkeep)
             mark, now_ms = told_now(world), world.clock.now_ms()
             assert mark is not None and mark.held_by == "pipeline:p"
-            return derive(mark, "node:n", now_ms, now_ms).state
+            return derive_status(mark, "node:n", now_ms, now_ms).state
 
         for _ in range(80):
             await mint_one(world, remap, 60)
         seen = [await state() for _ in range(5)]
-        assert (seen[0], seen[-1]) == (State.MOVING, State.STUCK)
+        assert (seen[0], seen[-1]) == (StageState.MOVING, StageState.STUCK)
         for _ in range(5):
             time = shard.state.upper + 30_000
             part = await shard.write_part(world.change([1], time))
             await shard.compare_and_append(shard.state.upper, time + 1, [part], "")
-            assert await state() is State.MOVING
+            assert await state() is StageState.MOVING
 
     run(scenario())
 
@@ -256,14 +256,14 @@ def test_an_idle_source_is_asked_ever_more_seldom() -> None:
         remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
         upkeep = BindingsUpkeep(world.grounds, world.tracker)
         await mint_for(world, remap, 5)
-        await upkeep.run(Budget(world.clock, 1))
+        await upkeep.run(StepBudget(world.clock, 1))
         assert upkeep._tended == {}, "it has nothing to forget, and is not looked at before it changes"
-        await mint_for(world, remap, 2 * WHOLE_EVERY)
+        await mint_for(world, remap, 2 * WHOLE_RECORD_INTERVAL)
         looks = 0
         for _ in range(360):
             world.clock.advance(10_000)
             before = upkeep._tended[SOURCE].next_s if SOURCE in upkeep._tended else None
-            await upkeep.run(Budget(world.clock, 1))
+            await upkeep.run(StepBudget(world.clock, 1))
             looks += SOURCE in upkeep._tended and upkeep._tended[SOURCE].next_s != before
         assert 2 <= looks <= 12, "an hour"
 

@@ -12,16 +12,16 @@ from keeper_l1_world import L1World
 
 from tidemill.base.errors import CorruptError, TidemillError, UnknownOutcomeError
 from tidemill.maintenance.context import Retention
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows import ABORTED, L1_CLEANED, L1_EXTENTS, PARTITIONS
 from tidemill.topics.api import FetchRead, InvalidRecordsError, Marker, ProduceTransaction
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.batch.control_batch import commits, transactional
+from tidemill.topics.batch.control_batch import as_transactional, is_commit_marker
 from tidemill.topics.batch.header import CONTROL, HEADER_BYTES, parse_header
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
-from tidemill.topics.lifecycle.retention import no_holds
+from tidemill.topics.lifecycle.retention import no_retention_holds
 
 COMPACT = {"cleanup.policy": "compact", "min.cleanable.dirty.ratio": "0"}
 Row = tuple[int, bytes | None, bytes | None]
@@ -32,7 +32,7 @@ class World(L1World):
         super().__init__()
         self.config = COMPACT | {name.replace("_", "."): value for name, value in config.items()}
         self.job = self.compactor()
-        self.topics.coordinated_by(self._confirm)
+        self.topics.set_coordinator(self._confirm)
         self.sent: list[Row] = []
         self.sequences: dict[int, int] = {}
         """of producers with transactions"""
@@ -43,7 +43,7 @@ class World(L1World):
     async def transaction(self, producer: int, key: str, value: str, *, commit: bool) -> Row:
         record = Record(key.encode(), value.encode(), timestamp_ms=1_000)
         sequence = self.sequences.get(producer, 0)
-        data = transactional(encode_batch([record], producer_id=producer, producer_epoch=0, base_sequence=sequence))
+        data = as_transactional(encode_batch([record], producer_id=producer, producer_epoch=0, base_sequence=sequence))
         self.sequences[producer] = sequence + 1
         topic_id = self.topic.topic_id
         done = await self.topics.produce_nowait(topic_id, 0, bytearray(data), within=ProduceTransaction("t", 0))
@@ -54,7 +54,7 @@ class World(L1World):
         return TopicCompaction(self.levels._g, self.holds, room=room, target_bytes=target_bytes)
 
     async def holds(self, topic: TopicRow) -> Mapping[int, int] | None:
-        return await no_holds(topic)
+        return await no_retention_holds(topic)
 
     async def __aenter__(self) -> World:
         self.topic = await self.catalogue.create_topic("t", 2, config=self.config)
@@ -74,12 +74,12 @@ class World(L1World):
         for unit in (await stage.gather()).values():
             for group in unit:
                 await self.metastore.commit(group)
-        done = await self.reconciler.round(self.topic.topic_id, range(2))
+        done = await self.reconciler.run_round(self.topic.topic_id, range(2))
         assert done.failed is None
         await self.topics._commits.drain(30)
 
     async def compact(self, job: TopicCompaction | None = None) -> None:
-        while await (job or self.job).run(Budget(self.clock, 1)):
+        while await (job or self.job).run(StepBudget(self.clock, 1)):
             pass
 
     async def read(self, start: int = 0, *, partition: int = 0, committed: bool = False) -> list[Row]:
@@ -112,7 +112,7 @@ class World(L1World):
             )
             for batch in answer.batches:
                 header = parse_header(batch)
-                if header.attributes & CONTROL and not commits(batch[HEADER_BYTES:]):
+                if header.attributes & CONTROL and not is_commit_marker(batch[HEADER_BYTES:]):
                     found.append(header.base_offset)
                 start = header.next_offset
             if not answer.batches:
@@ -158,7 +158,7 @@ def test_of_each_key_the_newest_record_stays_and_what_was_replaced_is_collected(
         await world.collect()
         assert len(await world.stored()) < before and await world.read() == world.newest()
         assert world.job.facts()["removed_bytes"] > 0  # type: ignore[operator]
-        while await world.levels.run(Budget(world.clock, 1)):
+        while await world.levels.run(StepBudget(world.clock, 1)):
             pass
         assert await world.read() == world.newest() and await world.problems() == []
 
@@ -283,7 +283,7 @@ def test_a_topic_that_only_forgets_is_not_compacted_and_one_that_only_compacts_d
                     await world.move()
                 await world.compact()
             await world.topics.refresh()
-            await world.topics._retainer.round(world.topics._topics)
+            await world.topics._retainer.run_round(world.topics._topics)
             await world.topics._commits.drain(30)
             assert len(await world.read()) == kept
 
@@ -296,7 +296,7 @@ def test_a_topic_may_do_both(policy: str) -> None:
         await fill(world)
         await world.compact()
         await world.topics.refresh()
-        await world.topics._retainer.round(world.topics._topics)
+        await world.topics._retainer.run_round(world.topics._topics)
         await world.topics._commits.drain(30)
         state = world.topics._led[world.topic.topic_id, 0].state
         assert state.log_start > 0
@@ -396,11 +396,11 @@ def test_two_nodes_that_compact_at_once_and_one_that_levels_harm_nothing() -> No
 
             async def keep_at_it(job: TopicCompaction) -> None:
                 for _ in range(8):
-                    await job.run(Budget(world.clock, 1, step_bytes=300))
+                    await job.run(StepBudget(world.clock, 1, step_bytes=300))
 
             async def level() -> None:
                 for _ in range(8):
-                    await world.levels.run(Budget(world.clock, 1))
+                    await world.levels.run(StepBudget(world.clock, 1))
 
             jobs = [keep_at_it(world.compactor(2, 300)), keep_at_it(world.compactor(3, 600)), level()]
             for outcome in await asyncio.gather(*jobs, return_exceptions=True):
@@ -426,7 +426,7 @@ def test_retention_in_the_middle_of_a_pass_takes_its_extents_from_it() -> None:
             await real(topic_id, object_id)
 
         job._rows.register = register  # type: ignore[method-assign]
-        world.topics._led[world.topic.topic_id, 0].start_at(15)
+        world.topics._led[world.topic.topic_id, 0].advance_log_start(15)
         await world.topics._commits.drain(30)
         await world.compact(job)
         assert await world.read(15) == [row for row in world.newest() if row[0] >= 15]

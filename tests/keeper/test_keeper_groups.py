@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.topics.group_offsets import EMPTY_GROUP_MS, GroupOffsets
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.topics.group_offsets import EMPTY_GROUP_MS, GroupOffsetsExpiry
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.rows import GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
 from tidemill.objects.memory import MemoryObjects
@@ -23,9 +23,9 @@ class World:
     def __init__(self) -> None:
         self.clock, rand = ManualClock(), Rand(1)
         consensus, objects = MemoryConsensus(self.clock), MemoryObjects(self.clock)
-        self.metastore = metastore_on(consensus, objects, self.clock, rand)
+        self.metastore = create_metastore(consensus, objects, self.clock, rand)
         self.catalogue = Catalogue(self.metastore, self.clock, rand)
-        self.job = GroupOffsets(JobContext(consensus, objects, self.metastore, self.clock, rand, Retention()))
+        self.job = GroupOffsetsExpiry(JobContext(consensus, objects, self.metastore, self.clock, rand, Retention()))
 
     async def put(self, *rows: GroupOffsetRow | GroupRow) -> None:
         for row in rows:
@@ -33,7 +33,7 @@ class World:
             await self.metastore.commit([encoded])
 
     async def work(self) -> None:
-        while await self.job.run(Budget(self.clock, 1)):
+        while await self.job.run(StepBudget(self.clock, 1)):
             pass
 
     async def offsets(self) -> list[tuple[str, str, int]]:

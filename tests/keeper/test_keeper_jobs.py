@@ -13,17 +13,17 @@ from tidemill.base.runtime import tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus import leader_election
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.failure_status import TOLD_AT_ONCE, FailureStatus
-from tidemill.maintenance.scheduler import Budget, Job, Jobs
+from tidemill.maintenance.failure_status import REPORTED_UNITS_MAX, UnitFailures
+from tidemill.maintenance.scheduler import Job, JobRunner, StepBudget
 
 
 class Panic(BaseException):
     """What a library's native code raises: no Exception."""
 
 
-def jobs_on(state: MemoryState, holder: str, tracker: StatusTracker, *jobs: Job) -> Jobs:
+def jobs_on(state: MemoryState, holder: str, tracker: StatusTracker, *jobs: Job) -> JobRunner:
     clock = SystemClock()
-    return Jobs(jobs, MemoryConsensus(clock, state), clock, holder=holder, tracker=tracker)
+    return JobRunner(jobs, MemoryConsensus(clock, state), clock, holder=holder, tracker=tracker)
 
 
 def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
         steps = {"bad": 0, "good": 0}
         told: list[str] = []
 
-        async def bad(budget: Budget) -> bool:
+        async def bad(budget: StepBudget) -> bool:
             failure = tracker.failure("keeper:bad")
             told.append(failure.error if failure is not None else "")
             if faults:
@@ -45,7 +45,7 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
             steps["bad"] += 1
             return False
 
-        async def good(budget: Budget) -> bool:
+        async def good(budget: StepBudget) -> bool:
             steps["good"] += 1
             return False
 
@@ -65,13 +65,17 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
 def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leader_election.lead, "__kwdefaults__", {**leader_election.lead.__kwdefaults__, "ttl_ms": 1500})
+    monkeypatch.setattr(
+        leader_election.run_while_leading,
+        "__kwdefaults__",
+        {**leader_election.run_while_leading.__kwdefaults__, "ttl_ms": 1500},
+    )
 
     async def scenario() -> None:
         state, terms, at_once = MemoryState(), [], [0, 0]
 
         def job() -> Job:
-            async def run(budget: Budget) -> bool:
+            async def run(budget: StepBudget) -> bool:
                 terms.append(budget.term)
                 at_once[0] += 1
                 at_once[1] = max(at_once)
@@ -97,13 +101,13 @@ def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
 
 def test_however_many_units_fail_only_a_few_dozen_are_told_and_all_are_counted() -> None:
     tracker, clock = StatusTracker(), SystemClock()
-    told = FailureStatus("keeper:shards", tracker, clock)
+    told = UnitFailures("keeper:shards", tracker, clock)
     for n in range(1000):
         told.failed(f"s{n}", CorruptError("a record cannot be read."))
-    assert told.count == 1000 and len(tracker.report("n", 0).marks) == TOLD_AT_ONCE
+    assert told.count == 1000 and len(tracker.report("n", 0).marks) == REPORTED_UNITS_MAX
     for n in range(10):
-        told.healed(f"s{n}")
+        told.clear_failure(f"s{n}")
     told.failed("s999", ValueError("again"))
-    assert told.count == 990 and len(tracker.report("n", 0).marks) == TOLD_AT_ONCE - 9
+    assert told.count == 990 and len(tracker.report("n", 0).marks) == REPORTED_UNITS_MAX - 9
     with pytest.raises(asyncio.CancelledError):
         told.failed("s5", asyncio.CancelledError())

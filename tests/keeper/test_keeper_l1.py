@@ -11,17 +11,17 @@ import pytest
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.topics.l1_garbage import TopicL1
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.topics.l1_garbage import L1GarbageCollector
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.factory import NODE, metastore_on
+from tidemill.metastore.factory import NODE, create_metastore
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l1.extent_store import ExtentStore
-from tidemill.topics.l1.format import Region
-from tidemill.topics.l1.row_transitions import Add
+from tidemill.topics.l1.format import L1Region
+from tidemill.topics.l1.row_transitions import AddRequest
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -35,10 +35,10 @@ class World:
         self.objects = MemoryObjects(self.clock)
         consensus, rand = MemoryConsensus(self.clock, MemoryState()), Rand(3)
         settings = NODE.__class__(lead=True, persist_interval_s=persist_interval_s)
-        self.metastore = metastore_on(consensus, self.objects, self.clock, rand, settings=settings, holder="n/1")
+        self.metastore = create_metastore(consensus, self.objects, self.clock, rand, settings=settings, holder="n/1")
         self.catalogue = Catalogue(self.metastore, self.clock, rand)
         retention = Retention(collect_after_s=60, orphans_after_s=6000)
-        self.job = TopicL1(
+        self.job = L1GarbageCollector(
             JobContext(consensus, self.objects, self.metastore, self.clock, rand, retention), fault=fault
         )
         self.rows = ExtentStore(self.metastore, self.clock, rand)
@@ -58,9 +58,9 @@ class World:
         """An object with extents of (partition, base, last)."""
         await self.rows.register(self.topic.topic_id, name)
         await self.put(name)
-        regions = tuple(Region(p, 0, 50, base, last, 0, 1, 50, 10) for p, base, last in spans)
+        regions = tuple(L1Region(p, 0, 50, base, last, 0, 1, 50, 10) for p, base, last in spans)
         terms = {p: [(1, base)] for p, base, _ in reversed(spans)}
-        await self.rows.add(Add(self.topic.topic_id, name, 100, regions, terms))
+        await self.rows.add(AddRequest(self.topic.topic_id, name, 100, regions, terms))
 
     async def starts(self, partition: int, log_start: int) -> None:
         """What the checkpoint says."""
@@ -73,7 +73,7 @@ class World:
             self.clock.advance(step_s * 1000)
             if self.persists:
                 await self.metastore.flush()
-            while await self.job.run(Budget(self.clock, 1)):
+            while await self.job.run(StepBudget(self.clock, 1)):
                 pass
 
     async def stored(self) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from keeper_l1_world import L1World
 
 from tidemill.base.errors import UnknownOutcomeError
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS
 
 
@@ -27,7 +27,7 @@ def test_small_extents_become_one_and_their_objects_go() -> None:
         await world.fill(9)
         before = await world.everything()
         assert len(await world.metastore.rows(L1_EXTENTS)) == 18
-        while await world.levels.run(Budget(world.clock, 1)):
+        while await world.levels.run(StepBudget(world.clock, 1)):
             pass
         extents = await world.metastore.rows(L1_EXTENTS)
         assert [(e.partition, e.base_offset, e.last_offset) for e in extents] == [(0, 0, 17), (1, 0, 17)]
@@ -47,11 +47,11 @@ def test_nothing_is_rewritten_that_did_not_grow() -> None:
     async def body(world: L1World) -> None:
         await world.fill(7)
         for _ in range(3):
-            assert not await world.levels.run(Budget(world.clock, 1))
+            assert not await world.levels.run(StepBudget(world.clock, 1))
         assert world.levels.facts()["objects"] == 0
         await world.fill(1)
-        assert await world.levels.run(Budget(world.clock, 1))
-        assert not await world.levels.run(Budget(world.clock, 1))
+        assert await world.levels.run(StepBudget(world.clock, 1))
+        assert not await world.levels.run(StepBudget(world.clock, 1))
         assert world.levels.facts()["objects"] == 1
 
     run(body)
@@ -67,7 +67,7 @@ def test_a_partition_that_lost_its_start_meanwhile_is_left_out() -> None:
             await real(topic_id, object_id)
 
         world.levels._rows.register = register  # type: ignore[method-assign]
-        assert not await world.levels.run(Budget(world.clock, 1))
+        assert not await world.levels.run(StepBudget(world.clock, 1))
         assert world.levels.facts()["left_out"] == 1
         spans = [(e.partition, e.base_offset, e.last_offset) for e in await world.metastore.rows(L1_EXTENTS)]
         assert spans == [(0, 0, 15), *[(1, at, at + 1) for at in range(4, 16, 2)]]
@@ -81,7 +81,7 @@ def test_two_nodes_that_level_at_once_replace_each_extent_once() -> None:
     async def body(world: L1World) -> None:
         await world.fill(8)
         before = await world.everything()
-        await asyncio.gather(*(each.run(Budget(world.clock, 1)) for each in (world.levels, world.other_levels)))
+        await asyncio.gather(*(each.run(StepBudget(world.clock, 1)) for each in (world.levels, world.other_levels)))
         assert len(await world.metastore.rows(L1_EXTENTS)) == 2
         assert await world.everything() == before and await world.problems() == []
         await world.collect()
@@ -107,7 +107,7 @@ def test_a_replacement_whose_answer_was_lost_takes_place_once(landed: bool) -> N
             return await real(rows, expects=dict(expects))
 
         world.metastore.commit = commit  # type: ignore[method-assign]
-        await world.levels.run(Budget(world.clock, 1))
+        await world.levels.run(StepBudget(world.clock, 1))
         assert lost == 1 and len(await world.metastore.rows(L1_EXTENTS)) == 2
         assert await world.everything() == before and await world.problems() == []
 

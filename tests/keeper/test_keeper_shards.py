@@ -9,14 +9,14 @@ from keeper_world import KEYS, World, contents, run
 
 from tidemill.base.errors import CorruptError, MissingError, UnavailableError
 from tidemill.maintenance.context import Retention
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.shards.api import HistoryLostError, staged_key
 from tidemill.shards.handle import LogShard
-from tidemill.shards.read.holds import holding
-from tidemill.shards.state.checkpoint import assemble, decode_header, encode_header
+from tidemill.shards.read.holds import hold_during
+from tidemill.shards.state.checkpoint import assemble_state, decode_header, encode_header
 from tidemill.shards.state.restore import restore_shard
-from tidemill.shards.state.state import check_whole
+from tidemill.shards.state.state import check_invariants
 
 
 def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() -> None:
@@ -38,7 +38,7 @@ def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() -> None:
         since, upper = await shard.frontiers()
         now_ms = world.clock.now_ms()
         assert 60_000 <= now_ms - since <= 60_000 + 15_000 + 5_000
-        check_whole(shard.state)
+        check_invariants(shard.state)
         assert len(shard.state.batches) < 60
         for as_of in (since, (since + upper) // 2, upper - 1):
             assert contents(await shard.snapshot(as_of)) == world.at(as_of)
@@ -84,7 +84,7 @@ def test_what_a_reader_chose_under_its_hold_stays_readable_and_without_it_histor
         await world.tend()
         as_of = shard.state.upper - 1
         model = world.at(as_of)
-        taking = holding if held else no_hold
+        taking = hold_during if held else no_hold
         async with taking(shard, "verify/1", as_of, ttl_ms=10**9):
             chosen = await shard.batches_until(as_of)
             await replaced(world)
@@ -111,7 +111,7 @@ def test_a_hold_whose_owner_died_lapses() -> None:
         shard = await world.open()
         world.clock.advance(1000)
         await world.write(shard, KEYS)
-        await shard.hold("dead/1", shard.state.upper - 1, 300_000)
+        await shard.set_hold("dead/1", shard.state.upper - 1, 300_000)
         since = shard.state.upper - 1
         await replaced(world)
         await shard.frontiers()
@@ -156,7 +156,7 @@ def test_a_collection_that_was_cut_off_is_done_again() -> None:
         async def dies(version: int) -> None:
             raise RuntimeError("killed between the deletion and its record")
 
-        collected, tended.collected = tended.collected, dies  # type: ignore[method-assign]
+        collected, tended.mark_collected = tended.mark_collected, dies  # type: ignore[method-assign]
         await world.tend()
         assert "killed" in world.tracker.failure("keeper:shards:t").error  # type: ignore[union-attr]
         assert world.upkeep._tended == {}, "the handle may be what is broken"
@@ -228,11 +228,11 @@ def test_orphans_go_by_age_and_a_writer_that_was_paused_meanwhile_writes_its_par
         paused = await world.open()
         part = await paused.write_part(world.change(range(100, 200), world.clock.now_ms() + 1))
         assert part.object_key
-        await world.orphans.run(Budget(world.clock, 1))
+        await world.orphans.run(StepBudget(world.clock, 1))
         assert part.object_key in world.stored()
         world.clock.advance(3_700_000)
         young = await shard.write_part(world.change(range(200, 300), world.clock.now_ms()))
-        await world.orphans.run(Budget(world.clock, 1))
+        await world.orphans.run(StepBudget(world.clock, 1))
         assert part.object_key not in world.stored() and young.object_key in world.stored()
         _, upper = await paused.frontiers()
         with pytest.raises(UnavailableError, match="too old"):
@@ -251,10 +251,10 @@ def test_what_was_staged_for_a_write_that_came_to_nothing_goes_by_age_and_not_be
         await world.objects.put(staged, b"x")
         for _ in range(5):  # a job may take long, and its shard need not be there yet
             world.clock.advance(600_000)
-            await world.orphans.run(Budget(world.clock, 1))
+            await world.orphans.run(StepBudget(world.clock, 1))
             assert staged in world.stored()
         world.clock.advance(700_000)
-        await world.orphans.run(Budget(world.clock, 1))
+        await world.orphans.run(StepBudget(world.clock, 1))
         assert staged not in world.stored()
 
     run(scenario())
@@ -268,13 +268,13 @@ def test_an_object_without_a_time_in_its_key_is_kept_however_old_it_is_and_count
         await world.objects.put(old, b"x")
         for _ in range(3):
             world.clock.advance(30 * 86_400_000)
-            await world.orphans.run(Budget(world.clock, 1))
+            await world.orphans.run(StepBudget(world.clock, 1))
         assert old in world.stored()
         assert world.orphans.facts()["kept_unstamped"] == 1
         world.rows.versions.clear()
         await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
         for _ in range(2):
-            await world.orphans.run(Budget(world.clock, 1))
+            await world.orphans.run(StepBudget(world.clock, 1))
             world.clock.advance(200_000)
         assert not world.stored(), "it goes with its shard"
         assert world.orphans.facts()["kept_unstamped"] == 0
@@ -290,13 +290,13 @@ def test_a_wall_clock_that_is_set_neither_shortens_nor_lengthens_the_wait_for_a_
         world.clock.advance(1000)
         await world.write(shard, KEYS)
         await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
-        await world.orphans.run(Budget(world.clock, 1))
+        await world.orphans.run(StepBudget(world.clock, 1))
         world.clock.jump(jump_ms)
         world.clock.advance(100_000)
-        await world.orphans.run(Budget(world.clock, 1))
+        await world.orphans.run(StepBudget(world.clock, 1))
         assert world.stored()
         world.clock.advance(21_000)
-        await world.orphans.run(Budget(world.clock, 1))
+        await world.orphans.run(StepBudget(world.clock, 1))
         assert not world.stored()
 
     run(scenario())
@@ -314,14 +314,14 @@ def test_m4405_objects_of_a_dropped_shard_go_when_no_row_mentions_it() -> None:
         world.rows.versions["t"] = (shard.shard_id, 5)
         await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
         for _ in range(3):
-            await world.orphans.run(Budget(world.clock, 1))
+            await world.orphans.run(StepBudget(world.clock, 1))
             world.clock.advance(200_000)
         assert world.stored(f"shards/{shard.shard_id}/"), "a row of the checkpoint still speaks of it"
         del world.rows.versions["t"]
-        await world.orphans.run(Budget(world.clock, 1))
+        await world.orphans.run(StepBudget(world.clock, 1))
         assert world.stored(f"shards/{shard.shard_id}/"), "not before the collection's delay"
         world.clock.advance(200_000)
-        await world.orphans.run(Budget(world.clock, 1))
+        await world.orphans.run(StepBudget(world.clock, 1))
         assert not world.stored(f"shards/{shard.shard_id}/")
         assert world.stored(f"shards/{other.shard_id}/")
         with pytest.raises(MissingError):
@@ -353,7 +353,7 @@ def test_an_object_that_is_lost_is_no_forgotten_history() -> None:
 
 async def restored_elsewhere(world: World, shard: LogShard) -> tuple[World, LogShard]:
     """The shard as its checkpoint has it, in empty consensus over the same bucket."""
-    restored = assemble(decode_header(encode_header(shard.state)), shard.state.batches)
+    restored = assemble_state(decode_header(encode_header(shard.state)), shard.state.batches)
     fresh = World()
     fresh.clock.advance(world.clock.now_ms() - fresh.clock.now_ms())
     fresh.objects._objects, fresh.objects._keys = world.objects._objects, world.objects._keys
@@ -380,7 +380,7 @@ def test_a_checkpoint_row_does_not_grow_with_what_waits_for_deletion() -> None:
         fresh, again = await restored_elsewhere(world, shard)
         assert again.state.garbage == () and again.shard_id != shard.shard_id
         for _ in range(2):
-            await fresh.orphans.run(Budget(fresh.clock, 1))
+            await fresh.orphans.run(StepBudget(fresh.clock, 1))
             fresh.clock.advance(200_000)
         assert not set(waiting) & fresh.stored().keys()
         assert contents(await again.snapshot(again.state.upper - 1)) == world.at(again.state.upper - 1)
@@ -396,14 +396,14 @@ def test_a_restored_shard_is_tended_though_its_keeper_s_lease_begins_at_the_firs
             for _ in range(20):
                 world.clock.advance(10_000)
                 await world.write(shard, KEYS)
-                await world.upkeep.run(Budget(world.clock, term))
+                await world.upkeep.run(StepBudget(world.clock, term))
         await shard.frontiers()
         assert {hold.epoch for hold in shard.state.holds} == {57}
         fresh, again = await restored_elsewhere(world, shard)
         for _ in range(20):
             fresh.clock.advance(10_000)
             await fresh.write(again, KEYS)
-            await fresh.upkeep.run(Budget(fresh.clock, 1))
+            await fresh.upkeep.run(StepBudget(fresh.clock, 1))
         await again.frontiers()
         assert again.state.since > shard.state.since + 100_000
         assert fresh.upkeep.facts()["failing"] == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from keeper_world import World, run
 
-from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow
 from tidemill.shards.api import Binding
@@ -28,7 +28,7 @@ class Pipelines:
 
 def holds(world: World, *rows: PipelineRow) -> PipelineHolds:
     catalogue: Any = Pipelines(*rows)
-    return PipelineHolds(world.consensus(), catalogue, Persisted(world.grounds.metastore), world.clock, world.rand)
+    return PipelineHolds(world.consensus(), catalogue, RestoreHorizon(world.grounds.metastore), world.clock, world.rand)
 
 
 def test_the_table_that_is_furthest_behind_holds_the_topic() -> None:
@@ -86,7 +86,7 @@ def test_t8_a_captured_tables_topic_is_held_by_its_captures_oldest_binding_and_b
         assert await hold(topic) == {0: 4, 1: 0}
         for n in range(100):
             await remap.mint(Binding(300 + n, {"id-1": (10 + n, 20)}, lsn=3 + n))
-        assert await remap.forget(390) and await remap.oldest_ms() == 362
+        assert await remap.truncate_before(390) and await remap.oldest_ms() == 362
         assert await hold(topic) == {0: 72, 1: 20}
         slow = await world.open("slow")
         behind = holds(world, PipelineRow("q", {"slow": "capture:shop:public.t"}))

@@ -1,4 +1,5 @@
-"""Collection of L0 objects: scenarios of docs/internals/topics-scenarios.md that test_keeper_topics.py does not hold."""
+"""Collection of L0 objects: scenarios of docs/internals/topics-scenarios.md that test_keeper_topics.py does not
+hold."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import pytest
 from test_keeper_topics import World, run
 
 from tidemill.base.errors import UnavailableError
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.topics import l0_garbage
-from tidemill.maintenance.topics.l0_garbage import TopicObjects
+from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
 from tidemill.metastore.catalogue import TopicRow
 
 
@@ -77,7 +78,7 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
     async def scenario() -> None:
         world = World()
         stays = await garbage_of(world, 3)
-        settle, asked = l0_garbage.settle, 0
+        settle, asked = l0_garbage.settle_partition, 0
 
         async def refused(*_: Any) -> None:
             nonlocal asked
@@ -86,22 +87,22 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
 
         (node,) = world.nodes
         (led,) = node._led.values()
-        led._take_turn = lambda pending: None  # type: ignore[method-assign]
+        led._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
         sending = asyncio.ensure_future(world.send(node, await _row(world), 0))
         while len(world.stored()) < 5:
             await asyncio.sleep(0)
         (never,) = world.stored() - stays - set(led.state.live_objects()) - await _older(world, led)
-        l0_garbage.settle = refused  # type: ignore[assignment]
+        l0_garbage.settle_partition = refused  # type: ignore[assignment]
         try:
             for _ in range(40):
                 world.clock.advance(10_000)
                 await world.metastore.flush()
                 try:
-                    await world.keeper.run(Budget(world.clock, 1))
+                    await world.keeper.run(StepBudget(world.clock, 1))
                 except UnavailableError:
                     continue
         finally:
-            l0_garbage.settle = settle
+            l0_garbage.settle_partition = settle
         assert asked and never in world.stored()
         sending.cancel()
         await world.keep(300)
@@ -122,8 +123,8 @@ async def _older(world: World, led: Any) -> set[str]:
 
 
 def test_a_bucket_of_many_pages_is_collected_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(l0_garbage, "LISTED_AT_ONCE", 3)
-    monkeypatch.setattr(l0_garbage, "FOOTERS_AT_LEAST", 1)
+    monkeypatch.setattr(l0_garbage, "LISTING_BATCH", 3)
+    monkeypatch.setattr(l0_garbage, "FOOTERS_MIN", 1)
 
     async def scenario() -> None:
         world = World()
@@ -131,7 +132,7 @@ def test_a_bucket_of_many_pages_is_collected_page_by_page(monkeypatch: pytest.Mo
         for _ in range(80):
             world.clock.advance(10_000)
             await world.metastore.flush()
-            while await world.keeper.run(Budget(world.clock, 0)):
+            while await world.keeper.run(StepBudget(world.clock, 0)):
                 pass
         assert world.stored() == stays
         assert world.keeper.facts()["deleted_objects"] == 11
@@ -148,7 +149,7 @@ def test_a_reset_at_any_time_loses_nothing_and_collection_begins_anew(rounds: in
         world = World()
         stays = await garbage_of(world, 4)
         await world.keep(rounds * 10)
-        world.keeper = TopicObjects(world.keeper._g, quiet_s=0)
+        world.keeper = L0GarbageCollector(world.keeper._g, quiet_s=0)
         assert world.stored() >= stays
         await world.keep(200)
         assert world.stored() == stays
@@ -163,11 +164,11 @@ def test_two_that_collect_at_once_delete_the_same_and_nothing_more() -> None:
     async def scenario() -> None:
         world = World()
         stays = await garbage_of(world, 6)
-        other = TopicObjects(world.keeper._g, quiet_s=0)
+        other = L0GarbageCollector(world.keeper._g, quiet_s=0)
         for _ in range(25):
             world.clock.advance(10_000)
             await world.metastore.flush()
-            await asyncio.gather(*(each.run(Budget(world.clock, 1)) for each in (world.keeper, other)))
+            await asyncio.gather(*(each.run(StepBudget(world.clock, 1)) for each in (world.keeper, other)))
         assert world.stored() == stays
         await world.aclose()
 
@@ -194,7 +195,7 @@ def test_collection_that_is_cut_off_in_the_middle_goes_on_where_it_was() -> None
             world.clock.advance(10_000)
             await world.metastore.flush()
             try:
-                await world.keeper.run(Budget(world.clock, 1))
+                await world.keeper.run(StepBudget(world.clock, 1))
             except (UnavailableError, asyncio.CancelledError):
                 continue
         assert failures >= 9
@@ -213,13 +214,13 @@ def test_young_garbage_goes_as_soon_as_the_grace_is_over_and_not_before() -> Non
         (ready_s,) = {garbage.ready_s for garbage in world.keeper._garbage.values()}
         assert ready_s is not None
         grace_s = world.keeper._g.retention.collect_after_s
-        while not await world.keeper._persisted.covers(next(iter(world.keeper._garbage.values())).horizon):
+        while not await world.keeper._persisted.is_persisted_up_to(next(iter(world.keeper._garbage.values())).horizon):
             await asyncio.sleep(0.01)
         world.clock.advance(int((ready_s + grace_s - world.clock.monotonic_s()) * 1000) - 1)
-        await world.keeper.run(Budget(world.clock, 1))
+        await world.keeper.run(StepBudget(world.clock, 1))
         assert len(world.stored()) == 3
         world.clock.advance(1)
-        await world.keeper.run(Budget(world.clock, 1))
+        await world.keeper.run(StepBudget(world.clock, 1))
         assert world.stored() == stays
         await world.aclose()
 

@@ -13,11 +13,11 @@ from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.topics.l0_garbage import TopicObjects
-from tidemill.maintenance.topics.rollups import TopicRollups
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
+from tidemill.maintenance.topics.rollups import RollupCollector
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.factory import NODE, metastore_on
+from tidemill.metastore.factory import NODE, create_metastore
 from tidemill.metastore.rows import PARTITIONS
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
@@ -25,8 +25,8 @@ from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.lifecycle.restore import restore_partition
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.lost_objects import let_go
-from tidemill.topics.membership import Alone
+from tidemill.topics.lost_objects import drop_lost_object
+from tidemill.topics.membership import SingleNodeAssignment
 from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.recovery import catch_up, partition_log
@@ -46,15 +46,15 @@ class World:
         self.objects = MemoryObjects(self.clock)
         self.consensus = MemoryConsensus(self.clock, MemoryState())
         settings = NODE.__class__(lead=True, persist_interval_s=0.01)
-        self.metastore = metastore_on(
+        self.metastore = create_metastore(
             self.consensus, self.objects, self.clock, self.rand, settings=settings, holder="n/1"
         )
         self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
         grounds = JobContext(
             self.consensus, self.objects, self.metastore, self.clock, self.rand, Retention(collect_after_s=60)
         )
-        self.keeper = TopicObjects(grounds, quiet_s=0)
-        self.rollups = TopicRollups(grounds)
+        self.keeper = L0GarbageCollector(grounds, quiet_s=0)
+        self.rollups = RollupCollector(grounds)
         self.nodes: list[LocalTopics] = []
 
     def node(self, **settings: Any) -> LocalTopics:
@@ -64,7 +64,7 @@ class World:
             self.catalogue,
             clock=self.clock,
             rand=self.rand,
-            assignment=Alone(f"n{len(self.nodes)}", len(self.nodes)),
+            assignment=SingleNodeAssignment(f"n{len(self.nodes)}", len(self.nodes)),
             settings=TopicSettings(**settings),
         )
         self.nodes.append(node)
@@ -81,7 +81,7 @@ class World:
 
     async def forget(self, node: LocalTopics, row: TopicRow, partition: int) -> None:
         led = node._led[row.topic_id, partition]
-        led.start_at(led.state.high_watermark)
+        led.advance_log_start(led.state.high_watermark)
         while led.state.log_start < led.state.high_watermark:
             await asyncio.sleep(0)
 
@@ -89,8 +89,8 @@ class World:
         for _ in range(seconds // 10):
             self.clock.advance(10_000)
             await self.metastore.flush()
-            await self.keeper.run(Budget(self.clock, 1))
-            await self.rollups.run(Budget(self.clock, 1))
+            await self.keeper.run(StepBudget(self.clock, 1))
+            await self.rollups.run(StepBudget(self.clock, 1))
 
     async def truncated(self, log: str, start: int) -> LogHead:
         """Roll-ups run beside the commits: wait for one."""
@@ -163,18 +163,18 @@ def test_an_object_whose_batches_are_on_their_way_stays_however_long_it_takes() 
         node = world.node()
         await world.send(node, row, 0)
         led = node._led[row.topic_id, 0]
-        turned = led._take_turn
+        turned = led._enqueue_for_commit
         held: list[Any] = []
-        led._take_turn = held.append  # type: ignore[method-assign]
+        led._enqueue_for_commit = held.append  # type: ignore[method-assign]
         sending = asyncio.create_task(world.send(node, row, 0))
         while not held:
             await asyncio.sleep(0)
         # Somebody asks for it to be settled: the leader's own word covers only what it has placed.
-        led.settle(0.0)
+        led.settle_if_due(0.0)
         await asyncio.sleep(0)
         for _ in range(5):
             world.clock.advance(10_000)
-            await world.keeper.run(Budget(world.clock, 1))
+            await world.keeper.run(StepBudget(world.clock, 1))
         assert len(world.stored()) == 2
         turned(held[0])
         await sending
@@ -193,7 +193,7 @@ def test_what_a_dead_writer_uploaded_and_never_placed_goes_and_the_partition_is_
         await world.send(node, row, 0)
         (placed,) = world.stored()
         led = node._led[row.topic_id, 0]
-        led._take_turn = lambda pending: None  # type: ignore[method-assign]
+        led._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
         sending = asyncio.create_task(world.send(node, row, 0))
         while len(world.stored()) < 2:
             await asyncio.sleep(0)
@@ -277,7 +277,7 @@ def test_f725_a_partition_that_cannot_be_read_ends_the_round_and_nothing_is_dele
         for _ in range(30):
             world.clock.advance(10_000)
             with pytest.raises(CorruptError, match="rollup"):
-                await world.keeper.run(Budget(world.clock, 1))
+                await world.keeper.run(StepBudget(world.clock, 1))
         assert world.stored() == before
         world.objects._objects[rollup] = data
         await world.keep(300)
@@ -316,7 +316,7 @@ def test_an_object_goes_though_its_log_is_cut_again_before_each_row_of_it_is_wri
         for start in range(1, 19):
             # The row is always of the round before.
             await world.metastore.commit([PARTITIONS.encode(PartitionRow(row.topic_id, 0, start - 1, 20))])
-            led.start_at(start)
+            led.advance_log_start(start)
             while led.state.log_start < start:
                 await asyncio.sleep(0)
             await world.keep(10)
@@ -365,15 +365,15 @@ def test_the_log_of_a_deleted_topic_is_ended_though_nothing_of_it_is_in_the_buck
         assert world.stored() == world.stored("rollup/") == set()
         await world.metastore.commit([PARTITIONS.encode(PartitionRow(row.topic_id, 0, 1, 1))])
         await world.catalogue.delete(TopicRow, "gone")
-        await world.rollups.run(Budget(world.clock, 1))
+        await world.rollups.run(StepBudget(world.clock, 1))
         head = await world.consensus.log_head(log)
         assert head.start < head.next, "the checkpoint has not followed yet"
         await world.metastore.commit([(PARTITIONS.key(row.topic_id, 0), b"")])
-        await world.rollups.run(Budget(world.clock, 1))
+        await world.rollups.run(StepBudget(world.clock, 1))
         head = await world.consensus.log_head(log)
         assert head.start == head.next > 0
         await world.consensus.append(log, head.term, head.next, [b"late"], "nonce")
-        await world.rollups.run(Budget(world.clock, 1))
+        await world.rollups.run(StepBudget(world.clock, 1))
         late = await world.consensus.log_head(log)
         assert late.start == late.next == head.next + 1
         assert world.rollups.facts()["ended_logs"] == 2
@@ -396,7 +396,7 @@ def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_truncated
         replaced, coming = (f"{folder}/{p:020d}-{'f' * 32}" for p in (0, head.next))
         for key in (replaced, coming):
             await world.objects.put(key, b"x")
-        await world.rollups.run(Budget(world.clock, 1))
+        await world.rollups.run(StepBudget(world.clock, 1))
         assert world.stored("rollup/topic/") == {standing, coming}
 
         async def refuse(*_: Any) -> Any:
@@ -410,7 +410,7 @@ def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_truncated
             await asyncio.sleep(0.001)
         assert (await world.consensus.log_head(log)).start == head.start
         for _ in range(2):  # the log first, then what it no longer names
-            await world.rollups.run(Budget(world.clock, 1))
+            await world.rollups.run(StepBudget(world.clock, 1))
         assert (await world.consensus.log_head(log)).start > head.start
         (left,) = world.stored("rollup/topic/") - {coming}
         assert left != standing
@@ -444,11 +444,11 @@ def test_the_rollup_of_a_log_that_a_restore_replaced_goes_and_its_log_is_not_sea
             return await read(name, position, **limits)
 
         world.consensus.read = watched  # type: ignore[method-assign]
-        await world.rollups.run(Budget(world.clock, 1))
+        await world.rollups.run(StepBudget(world.clock, 1))
         assert world.stored("rollup/topic/") == {standing}
         assert asked == [head.start], "which one it names, and nothing else"
         await world.objects.put(coming, b"x")
-        await world.rollups.run(Budget(world.clock, 1))
+        await world.rollups.run(StepBudget(world.clock, 1))
         assert world.stored("rollup/topic/") == {standing, coming}
         await world.aclose()
 
@@ -476,7 +476,7 @@ def test_a_rollup_that_is_named_behind_what_it_copied_stands() -> None:
         (standing,) = world.stored("rollup/topic/")
         assert int(standing.rpartition("/")[2].partition("-")[0]) < head.start
         await world.objects.put(f"{standing.rpartition('/')[0]}/{0:020d}-{'f' * 32}", b"x")
-        await world.rollups.run(Budget(world.clock, 1))
+        await world.rollups.run(StepBudget(world.clock, 1))
         assert world.stored("rollup/topic/") == {standing}
         await catch_up(world.consensus, world.objects, log, PartitionState())
         await world.aclose()
@@ -493,7 +493,7 @@ def test_what_stands_in_for_a_lost_object_goes_as_the_object_would() -> None:
         await world.send(node, row, 0, 1)
         for key in world.stored():
             await world.objects.delete(key)
-            await let_go(world.objects, key)
+            await drop_lost_object(world.objects, key)
         await world.forget(node, row, 0)
         await world.keep()
         assert len(world.stored()) == 1, "the other partition has not passed it yet"

@@ -34,7 +34,7 @@ async def main(directory: Path, holder: str, ttl_ms: int) -> None:
     )  # fmt: skip
     for domain in await metastore.domains():
         assert isinstance(domain, Domain)
-        await domain.until_leading(30.0)
+        await domain.wait_until_leading(30.0)
     print("leading", flush=True)
     catalogue = Catalogue(metastore, clock, rand)
     life = holder.replace("/", "-")

@@ -12,7 +12,7 @@ from memory_rows import Shared, opener
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.maintenance.checkpoint.stages import checkpointer
+from tidemill.maintenance.checkpoint.stages import build_checkpointer
 from tidemill.metastore.backup.checkpoint import Checkpointer
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.cluster import Cluster, domain_name
@@ -22,17 +22,17 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME, Binding, Column, ShardSchema
-from tidemill.shards.bindings.remap import LogRemap, decode_binding, decode_stored
+from tidemill.shards.bindings.remap import LogRemap, decode_binding, decode_record
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
 from tidemill.shards.registry import open_remap, open_shard
-from tidemill.shards.state.checkpoint import assemble, decode_header
+from tidemill.shards.state.checkpoint import assemble_state, decode_header
 from tidemill.shards.state.codec import decode_batch
-from tidemill.shards.state.state import ShardState, check_whole
+from tidemill.shards.state.state import ShardState, check_invariants
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition.row_codec import partition_state
+from tidemill.topics.partition.row_codec import rebuild_state
 from tidemill.topics.partition.state import PartitionState
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "int64")), ("k",))
@@ -99,7 +99,7 @@ class World:
         await self.metastore.aclose()
 
     def keeper(self, holder: str = "n1", metastore: Metastore | None = None) -> Checkpointer:
-        return checkpointer(
+        return build_checkpointer(
             self.consensus, self.objects, metastore or self.metastore, self.clock,
             holder=holder, interval_s=0.01, tracker=self.tracker,
         )  # fmt: skip
@@ -171,8 +171,8 @@ async def persisted(world: World, steps: int = 8) -> None:
     await world.keeper().round()
     await world.metastore.flush(30)
     presence = Presence(world.objects, world.clock, world.rand, "n1")
-    await presence.round(await manifest_of(world))
-    await presence.leave()
+    await presence.publish(await manifest_of(world))
+    await presence.withdraw()
 
 
 async def keys(world: World, prefix: str) -> list[str]:
@@ -203,22 +203,22 @@ class Restored:
         self.partitions: dict[tuple[str, int], PartitionState] = {}
         for row in family_rows(PARTITIONS, rows):
             mine = {k: v for k, v in rows.items() if k.startswith(EXTENTS.prefix(row.topic_id, row.partition))}
-            self.partitions[row.topic_id, row.partition] = partition_state(row, family_rows(EXTENTS, mine))
+            self.partitions[row.topic_id, row.partition] = rebuild_state(row, family_rows(EXTENTS, mine))
         self.bindings: dict[str, list[Binding]] = {}
         for row in family_rows(BINDINGS, rows):
             found = self.bindings.setdefault(row.source, [])
-            if found or not decode_stored(row.binding).back:  # as a restore passes those by
+            if found or not decode_record(row.binding).back:  # as a restore passes those by
                 found.append(decode_binding(row.binding, found[-1] if found else None))
         self.shards: dict[str, ShardState] = {}
         for row in family_rows(SHARDS, rows):
             mine = {k: v for k, v in rows.items() if k.startswith(SHARD_BATCHES.prefix(row.name))}
             batches = [decode_batch(batch.batch) for batch in family_rows(SHARD_BATCHES, mine)]
-            self.shards[row.name] = assemble(decode_header(row.header), batches)
+            self.shards[row.name] = assemble_state(decode_header(row.header), batches)
 
     def check(self) -> None:
         """CP1: inputs at or beyond outputs."""
         for state in self.shards.values():
-            check_whole(state)
+            check_invariants(state)
         latest = self.bindings.get("topic/clicks", [])
         bound = latest[-1].time_ms + 1 if latest else 0
         table, derived = self.shards.get("table"), self.shards.get("derived")

@@ -33,7 +33,7 @@ async def main(url: str, bucket: str, ttl_ms: str) -> None:
     consensus = await open_consensus(url, clock, rand)
     objects = LocalObjects.open(bucket, clock, rand)
     domain = await Domain.open(consensus, objects, "main", holder="child", clock=clock, rand=rand, settings=settings)
-    await domain.until_leading(30)
+    await domain.wait_until_leading(30)
     say(leading=domain.term)
 
     async def write(client: int) -> None:

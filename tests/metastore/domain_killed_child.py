@@ -28,7 +28,7 @@ from tidemill.metastore.domain.codec import decode_command
 from tidemill.metastore.domain.commands import PersistManifest, SetDomainUuid
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.settings import DomainSettings
-from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
+from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
 from tidemill.objects.local import LocalObjects
 
 SETTINGS = DomainSettings(lease_ttl_ms=500, persist_interval_s=0.05, rollup_after_records=12, options=OPTIONS)
@@ -105,9 +105,9 @@ async def main(url: str, bucket: str, step: str, times: int) -> None:
         clock=clock,
         rand=rand,
         settings=SETTINGS,
-        merger=InlineMerger(Deadly(objects, "merge", fate), OPTIONS, clock),
+        merger=InlineExecutor(Deadly(objects, "merge", fate), OPTIONS, clock),
     )
-    await domain.until_leading(30)
+    await domain.wait_until_leading(30)
     assert domain._leader is not None
     watch_edits(domain._leader.database, fate)
     await domain.sync()

@@ -76,7 +76,7 @@ class DomainWorld:
         )
         self._closing.append(domain.aclose)
         if settings.lead:
-            await domain.until_leading(20)
+            await domain.wait_until_leading(20)
         return domain
 
     async def lease(self) -> Lease | None:

@@ -13,13 +13,13 @@ import msgspec
 from tidemill.base.clock import ManualClock
 from tidemill.metastore.lsm.block import decode_block
 from tidemill.metastore.lsm.compaction.compaction_job import names_needed
-from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
+from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
 from tidemill.metastore.lsm.compaction.picker import Job
-from tidemill.metastore.lsm.file_store import FileName, Files
+from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import SstWriter, decode_meta
-from tidemill.metastore.lsm.version import EMPTY, Edit, Version
+from tidemill.metastore.lsm.version import EMPTY_VERSION, Edit, Version
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore
 
@@ -58,9 +58,9 @@ class Shelf:
         self.options = options
         self.clock = ManualClock()
         self.objects = objects or MemoryObjects(self.clock)
-        self.files = Files(self.objects, PREFIX)
-        self.version: Version = EMPTY
-        self.merger = InlineMerger(self.objects, options, self.clock)
+        self.files = SstFiles(self.objects, PREFIX)
+        self.version: Version = EMPTY_VERSION
+        self.merger = InlineExecutor(self.objects, options, self.clock)
         self.epoch = epoch
         self._numbers = count(1)
 
@@ -80,7 +80,7 @@ class Shelf:
     async def flush(self, rows: Mapping[bytes, bytes], seqno: int) -> FileMeta:
         """A new file of level 0."""
         file = await self.put([(key, rows[key], seqno) for key in sorted(rows)])
-        self.version = self.version.edited(Edit(added=((0, file),), last_seqno=seqno))
+        self.version = self.version.apply_edit(Edit(added=((0, file),), last_seqno=seqno))
         return file
 
     def prepared(self, job: Job) -> Job:
@@ -90,7 +90,7 @@ class Shelf:
     async def do(self, job: Job) -> list[FileMeta]:
         """Merge or move, and make the result the version."""
         made = list(job.inputs) if job.move else await self.merger.merge(self.prepared(job))
-        self.version = self.version.edited(Edit(tuple((job.target, file) for file in made), job.inputs))
+        self.version = self.version.apply_edit(Edit(tuple((job.target, file) for file in made), job.inputs))
         return made
 
     async def rows_of(self, file: FileMeta) -> list[Row]:

@@ -23,9 +23,9 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
+from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.version import Edit
@@ -153,21 +153,21 @@ async def main(path: str, epoch: int, step: str, times: int) -> None:
     objects = LocalObjects.open(path, clock, rand)
     store = Deadly(objects, "flush", fate)
     database = await Database.open(
-        Files(store, PREFIX),
+        SstFiles(store, PREFIX),
         BucketManifests(store, PREFIX, rand),
         domain_uuid=UUID,
         epoch=epoch,
         options=OPTIONS,
         clock=clock,
         rand=rand,
-        merger=InlineMerger(Deadly(objects, "merge", fate), OPTIONS, clock),
+        merger=InlineExecutor(Deadly(objects, "merge", fate), OPTIONS, clock),
     )
     watch_edits(database, fate)
 
     async def write() -> None:
         seqno = database.max_persisted_seqno
         while True:
-            await database.room()
+            await database.wait_for_room()
             seqno += 1
             rows = batch(seqno)
             database.apply(seqno, [key for key, _ in rows], [value for _, value in rows])

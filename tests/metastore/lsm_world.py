@@ -13,7 +13,7 @@ from patience import run as run
 from patience import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
@@ -127,7 +127,7 @@ class World:
         self.options = options
         self.clock = SystemClock()
         self.rand = Rand(7)
-        self.files = Files(self.objects, PREFIX)
+        self.files = SstFiles(self.objects, PREFIX)
         self.manifests = BucketManifests(self.objects, PREFIX, self.rand)
         self.epoch = 0
         self.seqno = 0

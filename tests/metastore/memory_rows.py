@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tidemill.base.errors import ClosedError, ConflictError, InvalidError
-from tidemill.metastore.api import Rows
+from tidemill.metastore.api import DomainRows
 from tidemill.metastore.cluster import Cluster
 
 CHUNK_ROWS = 3
@@ -75,7 +75,7 @@ class MemoryRows:
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return [await self.get(key) for key in keys]
 
-    async def stamp(self, first: bytes) -> object:
+    async def change_stamp(self, first: bytes) -> object:
         self._check()
         return max((row.seqno for key, row in self._seen.items() if key.startswith(first)), default=0)
 
@@ -119,7 +119,7 @@ class MemoryRows:
     def trouble(self) -> str:
         return ""
 
-    async def until_ended(self) -> None:
+    async def wait_until_ended(self) -> None:
         await asyncio.Event().wait()
 
     async def aclose(self) -> None:
@@ -133,7 +133,7 @@ class MemoryRows:
 def opener(shared: Sequence[Shared]) -> Callable[[Cluster, int], object]:
     """`OpenDomain` of a metastore over these domains."""
 
-    async def open_domain(cluster: Cluster, index: int) -> Rows:
+    async def open_domain(cluster: Cluster, index: int) -> DomainRows:
         return MemoryRows(shared[index])
 
     return open_domain

@@ -14,7 +14,7 @@ from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.metastore.lsm.block import decode_block
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.lsm.sst import SstWriter, Summary, decode_meta
+from tidemill.metastore.lsm.sst import SstSummary, SstWriter, decode_meta
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
@@ -44,7 +44,7 @@ def numbered_rows(count: int, *, first: int = 0, value_bytes: int = 40, seqno: i
     )
 
 
-def write_sst(rows: Rows, *, chunk: int = 2_000, options: Options | None = None) -> tuple[bytes, Summary]:
+def write_sst(rows: Rows, *, chunk: int = 2_000, options: Options | None = None) -> tuple[bytes, SstSummary]:
     writer = SstWriter(options or Options())
     for at in range(0, len(rows[0]), chunk):
         writer.add(*(column[at : at + chunk] for column in rows))

@@ -21,7 +21,7 @@ from tidemill.topics.lifecycle.restore import restore_partition
 from tidemill.topics.partition.codec import encode_command
 from tidemill.topics.partition.commands import PlaceBatches, Placeholder
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.row_codec import partition_state
+from tidemill.topics.partition.row_codec import rebuild_state
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import ABORT, PLAIN, TRANSACTIONAL
 
@@ -84,12 +84,12 @@ class World:
 
 def restored(rows: Rows) -> PartitionState:
     [row] = family_rows(PARTITIONS, rows)
-    return partition_state(row, family_rows(EXTENTS, rows), family_rows(ABORTED, rows))
+    return rebuild_state(row, family_rows(EXTENTS, rows), family_rows(ABORTED, rows))
 
 
 def hidden(state: PartitionState) -> list[tuple[int, ...]]:
     """By batch, the producers of which it would be an aborted one."""
-    return [state.committed_ref(index).aborted for index in range(len(state))]
+    return [state.committed_batch_ref(index).aborted for index in range(len(state))]
 
 
 def ended(state: PartitionState) -> list[int]:

@@ -17,7 +17,7 @@ from lsm_world import objects as objects  # the fixture
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import FORMAT, Manifest, encode_manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.store import ObjectStore
@@ -51,7 +51,7 @@ class Hurt:
     async def open_other(self, domain_uuid: str) -> None:
         world = self.world
         await Database.open(
-            Files(world.objects, OTHER),
+            SstFiles(world.objects, OTHER),
             BucketManifests(world.objects, OTHER, world.rand),
             domain_uuid=domain_uuid,
             epoch=9,

@@ -13,7 +13,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MissingError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check import deep_check as deep_check_module
-from tidemill.maintenance.check.deep_check import Checked, deep_check
+from tidemill.maintenance.check.deep_check import DeepCheckResult, deep_check
 from tidemill.maintenance.check.rows import check_rows
 from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TableSnapshot
 from tidemill.metastore.check.checker import Checker
@@ -44,7 +44,7 @@ def run(body: Callable[[World], Awaitable[None]], **world: Any) -> None:
     asyncio.run(main())
 
 
-async def check(world: World, consensus: Any = None) -> Checked:
+async def check(world: World, consensus: Any = None) -> DeepCheckResult:
     return await deep_check(consensus or world.consensus, world.objects, world.clock, world.rand)
 
 
@@ -147,7 +147,9 @@ def test_the_bucket_alone_is_walked_where_consensus_is_gone() -> None:
     async def body(world: World) -> None:
         await persisted(world, 3)
         found = await check(world, MemoryConsensus(world.clock))
-        said = f"cluster {found.cluster_uuid}: consensus has no cluster, but the bucket has one. Run `tidemill restore`."
+        said = (
+            f"cluster {found.cluster_uuid}: consensus has no cluster, but the bucket has one. Run `tidemill restore`."
+        )
         assert [str(f) for f in found.findings.broken] == [f"consensus → {said}"]
         assert found.findings.walked["extent"] > 0 and not found.from_consensus
 

@@ -16,7 +16,7 @@ from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.backup import checkpoint
-from tidemill.metastore.backup.checkpoint import Checkpointer, Group, packed, slot_of
+from tidemill.metastore.backup.checkpoint import Checkpointer, Group, pack_commits, slot_of
 from tidemill.metastore.backup.restore import ATTEMPT_REGISTER, Attempt
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS
@@ -66,7 +66,7 @@ def check_all(recorder: Recorder) -> None:
 def same_partition(a: PartitionState, b: PartitionState) -> None:
     for name in ("log_start", "high_watermark", "terms", "producers", "last_at_ms"):
         assert getattr(a, name) == getattr(b, name), name
-    assert [a.ref(i) for i in range(len(a))] == [b.ref(i) for i in range(len(b))]
+    assert [a.batch_ref(i) for i in range(len(a))] == [b.batch_ref(i) for i in range(len(b))]
     assert list(a.highest_timestamps) == list(b.highest_timestamps)
 
 
@@ -566,10 +566,10 @@ def test_units_are_written_whole_while_they_fit() -> None:
         return [(name, b"x" * size)]
 
     units = [[group(b"a", 100), group(b"b", 100)], [group(b"c", 300), group(b"d", 300)], [group(b"e", 10)]]
-    assert [[key for key, _ in rows] for rows in packed(units, 600, 600)] == [[b"a", b"b"], [b"c"], [b"d", b"e"]]
-    assert [[key for key, _ in rows] for rows in packed(units, 300, 900)] == [[b"a", b"b"], [b"c", b"d"], [b"e"]]
+    assert [[key for key, _ in rows] for rows in pack_commits(units, 600, 600)] == [[b"a", b"b"], [b"c"], [b"d", b"e"]]
+    assert [[key for key, _ in rows] for rows in pack_commits(units, 300, 900)] == [[b"a", b"b"], [b"c", b"d"], [b"e"]]
     twice = [[[(b"k", b"1")], [(b"k", b"2")]]]
-    assert list(packed(twice, 600, 600)) == [[(b"k", b"2")]]
+    assert list(pack_commits(twice, 600, 600)) == [[(b"k", b"2")]]
 
 
 @pytest.mark.parametrize("rows_a_group", [1, 500, 12_000])
@@ -577,7 +577,7 @@ def test_a_commit_has_no_more_rows_than_a_batch_takes(rows_a_group: int) -> None
     """The deletions of a large topic: few bytes, many rows."""
     deleted = [(b"%06d" % number, b"") for number in range(27_000)]
     unit = [deleted[at : at + rows_a_group] for at in range(0, len(deleted), rows_a_group)]
-    commits = list(packed([unit], checkpoint.COMMIT_BYTES, checkpoint.UNIT_BYTES))
+    commits = list(pack_commits([unit], checkpoint.COMMIT_BYTES, checkpoint.UNIT_BYTES))
     assert [row for rows in commits for row in rows] == deleted
     assert max(map(len, commits)) + 2 <= METASTORE_BATCH_ROWS
 
@@ -587,7 +587,7 @@ def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None
         keeper: Checkpointer = world.keeper()
         await world.step()
         await keeper.round()
-        [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.MARK]
+        [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]
         assert mark.position == mark.target > 0
         age_ms = keeper.facts()["checkpoint_age_ms"]
         assert isinstance(age_ms, int) and age_ms < 10_000
@@ -600,13 +600,13 @@ def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None
         running = asyncio.ensure_future(keeper.run())
         while True:
             await asyncio.sleep(0.001)
-            [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.MARK]
+            [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]
             if "away" in mark.reason:
                 break
         assert mark.position < mark.target and mark.held_by == "metastore"
         while mark.position < mark.target or mark.reason:
             await asyncio.sleep(0.001)
-            [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.MARK]
+            [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 

@@ -11,7 +11,7 @@ import pytest
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError, UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.bucket_claim import Ownership, check_unclaimed, claim, claim_key, greatest_claim
+from tidemill.metastore.bucket_claim import BucketOwnership, check_unclaimed, claim_bucket, claim_key, greatest_claim
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.factory import open_metastore
 from tidemill.objects.memory import MemoryObjects
@@ -47,13 +47,15 @@ class Away(MemoryObjects):
 async def test_of_many_clusters_that_claim_an_empty_bucket_at_once_one_has_it_and_keeps_it() -> None:
     objects = MemoryObjects(CLOCK)
     names = [f"c{i}" for i in range(16)]
-    outcomes = await asyncio.gather(*(claim(objects, CLOCK, cluster(name)) for name in names), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(claim_bucket(objects, CLOCK, cluster(name)) for name in names), return_exceptions=True
+    )
     [winner] = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is None]
     assert all(isinstance(outcome, ClusterReplacedError) for outcome in outcomes if outcome is not None)
     assert f"bucket_cluster={winner}" in str(next(outcome for outcome in outcomes if outcome is not None))
-    await claim(objects, CLOCK, cluster(winner))  # at every start of each of its nodes
+    await claim_bucket(objects, CLOCK, cluster(winner))  # at every start of each of its nodes
     with pytest.raises(ClusterReplacedError):
-        await claim(objects, CLOCK, cluster("a later one"))
+        await claim_bucket(objects, CLOCK, cluster("a later one"))
 
 
 @on_a_loop
@@ -73,16 +75,16 @@ async def test_a_first_start_that_lost_leaves_its_consensus_as_empty_as_it_was()
 @on_a_loop
 async def test_a_cluster_whose_bucket_was_claimed_by_a_restore_is_told_by_whom_however_damaged_the_claim_is() -> None:
     objects = MemoryObjects(CLOCK)
-    await claim(objects, CLOCK, cluster("old"))
-    await claim(objects, CLOCK, cluster("new", 2))
+    await claim_bucket(objects, CLOCK, cluster("old"))
+    await claim_bucket(objects, CLOCK, cluster("new", 2))
     with pytest.raises(
         ClusterReplacedError, match=r"cluster=old incarnation=1 bucket_cluster=new bucket_incarnation=2"
     ):
-        await claim(objects, CLOCK, cluster("old"))
+        await claim_bucket(objects, CLOCK, cluster("old"))
     await objects.delete(claim_key(2))
     await objects.put(claim_key(2), b"not a claim")
     with pytest.raises(ClusterReplacedError, match="bucket_cluster=unreadable"):
-        await claim(objects, CLOCK, cluster("old"))
+        await claim_bucket(objects, CLOCK, cluster("old"))
 
 
 @on_a_loop
@@ -90,10 +92,10 @@ async def test_a_process_that_has_not_asked_for_three_intervals_asks_before_it_a
     clock, inner = ManualClock(), Away(CLOCK)
     objects = RetryingObjects(inner, CLOCK, Rand(), store="memory", budget_s=0.0)
     consensus = MemoryConsensus(CLOCK)
-    await claim(objects, clock, cluster("old"))
+    await claim_bucket(objects, clock, cluster("old"))
     await objects.put("l0/1", b"x")
-    owner = Ownership(objects, clock, cluster("old"), interval_s=10.0)
-    consensus.owner, objects.may_delete = owner, owner.may_delete
+    owner = BucketOwnership(objects, clock, cluster("old"), interval_s=10.0)
+    consensus.owner, objects.may_delete = owner, owner.check_may_delete
 
     clock.advance(31_000)
     assert "has not been checked recently" in owner.trouble()
@@ -110,7 +112,7 @@ async def test_a_process_that_has_not_asked_for_three_intervals_asks_before_it_a
 
     inner.away = False
     clock.advance(31_000)
-    await claim(objects, clock, cluster("new", 2))
+    await claim_bucket(objects, clock, cluster("new", 2))
     with pytest.raises(ClusterReplacedError):
         await consensus.append("log", 0, 2, [b"3"], "n3")
     with pytest.raises(ClusterReplacedError):

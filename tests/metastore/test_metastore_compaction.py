@@ -14,10 +14,10 @@ from lsm_world import PREFIX, SMALL, Gate, World, collect, eventually, expected,
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError, FencedError, UnavailableError, UnknownOutcomeError
-from tidemill.metastore.lsm.compaction.executor import ChoosingMerger, Progress
-from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
-from tidemill.metastore.lsm.compaction.picker import Job, pick, target_bytes
-from tidemill.metastore.lsm.compaction.worker.client import WorkerMerger
+from tidemill.metastore.lsm.compaction.executor import Progress, SizeBasedExecutor
+from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
+from tidemill.metastore.lsm.compaction.picker import Job, pick_job, target_bytes
+from tidemill.metastore.lsm.compaction.worker.client import WorkerExecutor
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
@@ -44,14 +44,14 @@ async def check(world: World, database: Database) -> None:
 
 def settled(database: Database) -> bool:
     levels = database.version.levels
-    return database.compactor.merging is None and pick(levels, database.options, {}) is None
+    return database.compactor.merging is None and pick_job(levels, database.options, {}) is None
 
 
 class Held:
     """A merger that waits to be let go, before its merge or after it."""
 
     def __init__(self, world: World, *, after: bool = False) -> None:
-        self.inner = InlineMerger(world.objects, world.options, world.clock)
+        self.inner = InlineExecutor(world.objects, world.options, world.clock)
         self.let_go = asyncio.Event()
         self.jobs: list[Job] = []
         self.after = after
@@ -249,7 +249,7 @@ def test_level_sizes_converge() -> None:
         source = random.Random(8)
         for _ in range(80):
             world.put(database, {source.randbytes(8): source.randbytes(40) for _ in range(20)})
-            await database.room()
+            await database.wait_for_room()
             await database.flush()
         await eventually(lambda: settled(database))
         levels = database.version.levels
@@ -271,7 +271,7 @@ def test_small_flushes_of_ascending_keys_do_not_pile_up_small_files() -> None:
         world = World(MemoryObjects(SystemClock()), options)
         database = await world.open(background=True)
         for n in range(150):
-            await database.room()
+            await database.wait_for_room()
             await flushed(world, database, numbered(range(5 * n, 5 * n + 5), "ascending"))
         await eventually(lambda: settled(database))
         assert len(database.version.files) < 30
@@ -381,7 +381,7 @@ def test_a_manifest_of_unknown_fate_or_a_newer_epoch_breaks_the_database(
         await database.aclose()
         world.objects.before_put = failing("manifest/", kind("no"))
         database = await world.open(background=True)
-        await eventually(lambda: database.ended is not None)
+        await eventually(lambda: database.end_reason is not None)
         for broken in (database.collect_garbage, database.compact, database.flush):
             with pytest.raises(kind):
                 await broken()
@@ -522,8 +522,8 @@ def test_a_database_outlives_its_workers_deaths(tmp_path: Path) -> None:
     async def main() -> None:
         options = msgspec.structs.replace(SMALL, inline_merge_rows=50, slice_rows=20)
         world = World(LocalObjects.open(str(tmp_path), SystemClock(), Rand(1)), options)
-        worker = WorkerMerger(str(tmp_path), msgspec.structs.replace(options, compaction_bytes_per_s=60_000))
-        merger = ChoosingMerger(InlineMerger(world.objects, options, world.clock), worker, options)
+        worker = WorkerExecutor(str(tmp_path), msgspec.structs.replace(options, compaction_bytes_per_s=60_000))
+        merger = SizeBasedExecutor(InlineExecutor(world.objects, options, world.clock), worker, options)
         database = await open_with(world, merger)
         killed: set[int] = set()
         for n in range(400):

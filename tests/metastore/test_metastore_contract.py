@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from memory_rows import MemoryRows, Shared
-from contracts.rows import OpenDomain, OpenProcess, RowsContract
 
+from contracts.rows import OpenDomain, OpenProcess, RowsContract
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.metastore.api import Rows
+from tidemill.metastore.api import DomainRows
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.factory import NODE, TOOL
 from tidemill.objects.factory import open_objects
@@ -25,7 +25,7 @@ from tidemill.objects.memory import MemoryObjects
 async def memory_domain() -> AsyncIterator[OpenProcess]:
     shared = Shared()
 
-    async def process() -> Rows:
+    async def process() -> DomainRows:
         return MemoryRows(shared)
 
     yield process
@@ -46,7 +46,7 @@ async def real_domain(directory: Path | None, nodes: int) -> AsyncIterator[OpenP
     opened: list[Domain] = []
     stores = []
 
-    async def process() -> Rows:
+    async def process() -> DomainRows:
         if directory is None:
             consensus = MemoryConsensus(clock, state)
         else:

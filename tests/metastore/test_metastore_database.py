@@ -112,7 +112,7 @@ def test_random_against_a_shadow_map_with_deletes(objects: ObjectStore) -> None:
         database = await world.open(background=True)
         source = random.Random(5)
         for turn in range(300):
-            await database.room()
+            await database.wait_for_room()
             rows = [
                 (b"row/%03d" % source.randrange(400), b"" if source.random() < 0.3 else b"%d" % turn) for _ in range(9)
             ]
@@ -229,7 +229,7 @@ def test_read_only_throws(objects: ObjectStore) -> None:
                 await call()
         with pytest.raises(InvalidError, match="read-only"):
             await reader.commit_edit(Edit())
-        await reader.room()
+        await reader.wait_for_room()
         assert await collect(reader.scan()) == expected(world.rows)
 
     run(body())
@@ -619,7 +619,7 @@ async def every_call_raises(database: Database, kind: type[TidemillError]) -> No
         database.get(b"a"),
         database.get_row(b"a"),
         database.get_many([b"a"]),
-        database.room(),
+        database.wait_for_room(),
         database.flush(),
         database.compact(),
         database.refresh(),
@@ -786,12 +786,12 @@ def test_writers_are_slowed_and_then_stopped_as_level_0_grows() -> None:
         database.compacts = True  # as if the loop ran, and were late
         waits = []
         for turn in range(4):
-            await database.room()
+            await database.wait_for_room()
             waits.append((database.stats().slowed, database.stats().stopped))
             world.put(database, numbered(range(turn, 20)))
             await database.flush()
         assert waits == [(0, 0), (0, 0), (0, 0), (1, 0)]
-        stopped = asyncio.create_task(database.room())
+        stopped = asyncio.create_task(database.wait_for_room())
         await eventually(lambda: database.stats().stopped == 1)
         assert not stopped.done()
         await database.compact()
@@ -807,10 +807,10 @@ def test_writers_stop_while_more_than_two_write_buffers_are_full_and_may_be_canc
         database = await world.open()
         gate = world.objects.before_put = Gate(SST)
         world.put(database, numbered(range(15)))
-        await database.room()
+        await database.wait_for_room()
         await eventually(lambda: gate.waiting > 0)
         world.put(database, numbered(range(15, 30)))
-        stopped = [asyncio.create_task(database.room()) for _ in range(3)]
+        stopped = [asyncio.create_task(database.wait_for_room()) for _ in range(3)]
         await eventually(lambda: database.stats().stopped == 3)
         stopped[0].cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -828,7 +828,7 @@ def test_no_merge_loop_no_stop() -> None:
         world = World(memory(), msgspec.structs.replace(SMALL, l0_compact=1, l0_slow=1, l0_stop=2))
         database = await world.open(background=False)
         for turn in range(5):
-            await database.room()
+            await database.wait_for_room()
             world.put(database, {b"a": b"%d" % turn})
             await database.flush()
         assert len(database.version.levels[0]) == 5
@@ -854,7 +854,7 @@ def test_what_ended_the_background_work_is_told_to_the_writer_who_waits_for_it()
         world.put(database, numbered(range(9)))
         await database.flush()  # the second file: now the loop merges, and its manifest is refused
         with pytest.raises(UnavailableError, match="has ended"):
-            await database.room()
+            await database.wait_for_room()
         assert isinstance(database.failure, ConflictError)
         await database.aclose()
 
@@ -863,16 +863,16 @@ def test_what_ended_the_background_work_is_told_to_the_writer_who_waits_for_it()
 
 def test_a_stop_that_lasts_because_flushes_fail_is_told_to_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        monkeypatch.setattr(write_stall, "LOOK_S", 0.01)
-        monkeypatch.setattr(write_stall, "PATIENCE_S", 0.05)
+        monkeypatch.setattr(write_stall, "CHECK_INTERVAL_S", 0.01)
+        monkeypatch.setattr(write_stall, "STOP_ERROR_AFTER_S", 0.05)
         world = World(memory(), msgspec.structs.replace(SMALL, write_buffer_bytes=10 * ROW_OVERHEAD_BYTES))
         database = await world.open()
         world.objects.before_put = failing(SST, UnavailableError("the bucket is away"), times=1_000)
         world.put(database, numbered(range(30)))
         with pytest.raises(UnavailableError, match=r"keeps failing.*the bucket is away"):
-            await database.room()
+            await database.wait_for_room()
         world.objects.before_put = None
-        await database.room()  # the next try of the flush makes room
+        await database.wait_for_room()  # the next try of the flush makes room
         assert database.max_persisted_seqno == 1
 
     run(body())

@@ -187,7 +187,7 @@ def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the_reope
         await domain.reset("00000000-0000-4000-8000-000000000000", None)
         with pytest.raises(FencedError):
             await old.writing.commit([(b"a", b"1")])
-        assert old.ended and not domain.state.volatile
+        assert old.has_ended and not domain.state.volatile
         assert domain.domain_uuid == "00000000-0000-4000-8000-000000000000"
         assert await domain.commit([(b"a", b"2")]) > 0
         assert await rows_of(domain) == {b"a": b"2"}
@@ -230,7 +230,7 @@ def test_a_reset_whose_manifest_cannot_be_opened_is_told_as_unknown(
         ):
             await domain.reset(uuid, None, timeout_s=0.5)
         monkeypatch.undo()
-        await domain.until_leading(20)
+        await domain.wait_until_leading(20)
         assert domain.domain_uuid == uuid and await domain.commit([(b"a", b"1")]) > 0
 
     run(body, world)
@@ -405,7 +405,7 @@ def test_a_domain_that_nobody_ever_led_is_empty_and_says_so(world: DomainWorld) 
         assert await rows_of(follower) == {} and await follower.get(b"a") is None
         assert await follower.get_many([b"a", b"b"]) == [None, None]
         with pytest.raises(UnavailableError, match="does not lead"):
-            await follower.until_leading(0.01)
+            await follower.wait_until_leading(0.01)
 
     run(body, world)
 

@@ -22,7 +22,7 @@ from patience import DEADLINE_S
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_state, encode_state
 from tidemill.metastore.domain.settings import DomainSettings
-from tidemill.metastore.domain.state import DomainState, check_state
+from tidemill.metastore.domain.state import DomainState, assert_invariants
 
 CHILD = Path(__file__).with_name("domain_child.py")
 TTL_MS = 1_500
@@ -122,7 +122,7 @@ def everything(url: str, bucket: Path) -> dict[bytes, tuple[int, bytes]]:
             row = await follower.get_row(key)
             assert row is not None
             found[key] = (row.seqno, row.value)
-        check_state(follower.state)
+        assert_invariants(follower.state)
         await follower.aclose()
 
     run(body, DomainWorld(url, bucket))
@@ -196,7 +196,7 @@ def test_the_state_of_a_killed_node_is_what_replay_and_rollup_say() -> None:
                 state = apply(state, record.data[1:], record.position, record.term)
                 if index == cut:
                     state = decode_state(encode_state(state))
-                check_state(state)
+                assert_invariants(state)
             assert encode_state(state) == encode_state(leader.state)
         await asyncio.sleep(0)
 

@@ -10,7 +10,7 @@ import pytest
 from sst_world import PREFIX, numbered_rows, on_memory_and_local, opener, write_sst
 
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError
-from tidemill.metastore.lsm.file_store import FileName, Files
+from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.objects.store import ObjectStore
 
@@ -30,20 +30,20 @@ def on_store(kind: str, folder: Path, scenario: Callable[[ObjectStore], Awaitabl
 
 
 def test_a_file_is_named_by_epoch_number_and_nonce() -> None:
-    files = Files(None, PREFIX)  # type: ignore[arg-type]
+    files = SstFiles(None, PREFIX)  # type: ignore[arg-type]
     expected = f"{PREFIX}sst/00000000000000000012-000000000345-abcdef.sst"
     assert files.key(FileName(12, 345, "abcdef")) == files.key(file(345, 12, "abcdef")) == expected
 
 
 def test_a_prefix_without_its_slash_is_refused() -> None:
     with pytest.raises(InvalidError, match="must end with a slash"):
-        Files(None, PREFIX.rstrip("/"))  # type: ignore[arg-type]
+        SstFiles(None, PREFIX.rstrip("/"))  # type: ignore[arg-type]
 
 
 @on_memory_and_local
 def test_what_was_put_is_read_and_listed(kind: str, tmp_path: Path) -> None:
     async def scenario(objects: ObjectStore) -> None:
-        files = Files(objects, PREFIX)
+        files = SstFiles(objects, PREFIX)
         await files.put(file(), [DATA[:100], DATA[100:]])
         assert await files.read(file(), 10, 200) == DATA[10:200]
         assert await files.read_ranges(file(), [(50, 60), (0, 10), (len(DATA) - 5, len(DATA))]) == [
@@ -61,7 +61,7 @@ def test_what_was_put_is_read_and_listed(kind: str, tmp_path: Path) -> None:
 @on_memory_and_local
 def test_a_file_is_written_once(kind: str, tmp_path: Path) -> None:
     async def scenario(objects: ObjectStore) -> None:
-        files = Files(objects, PREFIX)
+        files = SstFiles(objects, PREFIX)
         await files.put(file(), DATA)
         with pytest.raises(ConflictError):
             await files.put(file(), b"other")
@@ -76,7 +76,7 @@ def test_a_file_is_written_once(kind: str, tmp_path: Path) -> None:
 @on_memory_and_local
 def test_a_missing_and_a_truncated_file_are_told_apart(kind: str, tmp_path: Path) -> None:
     async def scenario(objects: ObjectStore) -> None:
-        files = Files(objects, PREFIX)
+        files = SstFiles(objects, PREFIX)
         await files.put(file(2), DATA[:-1])
         for gone in (files.read(file(1), 0, 5), files.read_ranges(file(1), [(0, 5), (6, 9)])):
             with pytest.raises(MissingError, match=files.key(file(1))):
@@ -100,7 +100,7 @@ def test_a_store_that_answers_with_less_than_asked_is_not_believed() -> None:
             return [DATA[start:end][:-1] for start, end in ranges]
 
     async def scenario() -> None:
-        files = Files(Short(), PREFIX)  # type: ignore[arg-type]
+        files = SstFiles(Short(), PREFIX)  # type: ignore[arg-type]
         for read in (files.read(file(), 0, 9), files.read_ranges(file(), [(0, 9)])):
             with pytest.raises(CorruptError, match="start=0 end=9"):
                 await read
@@ -111,7 +111,7 @@ def test_a_store_that_answers_with_less_than_asked_is_not_believed() -> None:
 @on_memory_and_local
 def test_foreign_keys_are_left_out_of_the_list(kind: str, tmp_path: Path) -> None:
     async def scenario(objects: ObjectStore) -> None:
-        files = Files(objects, PREFIX)
+        files = SstFiles(objects, PREFIX)
         good = files.key(file())
         await files.put(file(), DATA)
         foreign = [
@@ -134,7 +134,7 @@ def test_foreign_keys_are_left_out_of_the_list(kind: str, tmp_path: Path) -> Non
 @on_memory_and_local
 def test_files_are_listed_in_order_of_epoch_and_number(kind: str, tmp_path: Path) -> None:
     async def scenario(objects: ObjectStore) -> None:
-        files = Files(objects, PREFIX)
+        files = SstFiles(objects, PREFIX)
         pairs = [(10, 1), (2, 100), (2, 9), (1, 10**11), (10**15, 1)]
         for epoch, number in pairs:
             await files.put(file(number, epoch), DATA)
@@ -146,7 +146,7 @@ def test_files_are_listed_in_order_of_epoch_and_number(kind: str, tmp_path: Path
 @on_memory_and_local
 def test_a_file_can_be_deleted_twice(kind: str, tmp_path: Path) -> None:
     async def scenario(objects: ObjectStore) -> None:
-        files = Files(objects, PREFIX)
+        files = SstFiles(objects, PREFIX)
         await files.put(file(), DATA)
         await files.put(file(2), DATA)
         (name, other) = [name async for name in files.list()]

@@ -32,7 +32,7 @@ def test_rows_of_forgotten_bindings_are_deleted(restarted: bool) -> None:
                 await keeper.round()
                 latest = await world.remap.latest()
                 assert latest is not None
-                await world.remap.forget(latest.time_ms - 20)
+                await world.remap.truncate_before(latest.time_ms - 20)
                 if restarted:
                     keeper = world.keeper("another")
                 await keeper.round()
@@ -55,7 +55,7 @@ def test_a_source_forgotten_past_its_newest_row_begins_anew_in_the_rows() -> Non
             await mint(world, 300)
             latest = await world.remap.latest()
             assert latest is not None
-            await world.remap.forget(latest.time_ms)
+            await world.remap.truncate_before(latest.time_ms)
             await keeper.round()
             rows = family_rows(BINDINGS, rows_of(world.shared[0]))
             head = await world.consensus.log_head("remap/topic/clicks")
@@ -73,7 +73,7 @@ def test_restored_bindings_go_on_where_they_were_and_are_forgotten_again() -> No
             latest = await world.remap.latest()
             assert latest is not None
             await world.keeper("n2").round()
-            await world.remap.forget(latest.time_ms - 30)
+            await world.remap.truncate_before(latest.time_ms - 30)
             await world.keeper("n2").round()
             await world.metastore.flush(30)
             fresh = MemoryConsensus(world.clock)
@@ -84,7 +84,7 @@ def test_restored_bindings_go_on_where_they_were_and_are_forgotten_again() -> No
             assert await remap.after(latest.time_ms - 30) == await world.remap.after(latest.time_ms - 30)
             for n in range(1, 200):
                 await remap.mint(Binding(latest.time_ms + n, latest.offsets))
-            assert await remap.forget(latest.time_ms + 150) > 100
+            assert await remap.truncate_before(latest.time_ms + 150) > 100
             again = await open_remap(fresh, world.clock, world.rand, "topic/clicks")
             assert await again.at(latest.time_ms + 150) == await remap.at(latest.time_ms + 150)
 

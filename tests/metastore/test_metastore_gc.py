@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import ClosedError, CorruptError, UnavailableError, UnknownOutcomeError
-from tidemill.metastore.lsm.file_store import FileName, Files
-from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, Collected, Collector, Roots, retained_manifests
+from tidemill.metastore.lsm.file_store import FileName, SstFiles
+from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, CollectionResult, GarbageCollector, Roots, retained_manifests
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests, ManifestName
 from tidemill.metastore.lsm.options import Options
@@ -30,9 +30,9 @@ class Bucket:
     def __init__(self, *, options: Options = OPTIONS, faults: frozenset[str] = frozenset()) -> None:
         self.clock = ManualClock()
         self.objects = MemoryObjects(self.clock)
-        self.files = Files(self.objects, PREFIX)
+        self.files = SstFiles(self.objects, PREFIX)
         self.manifests = BucketManifests(self.objects, PREFIX, Rand(1))
-        self.collector = Collector(self.files, self.manifests, options, self.clock, faults=faults)
+        self.collector = GarbageCollector(self.files, self.manifests, options, self.clock, faults=faults)
         self.current: list[FileMeta] = []
         self.pinned: list[FileMeta] = []
         self.lowest_in_flight = 100
@@ -48,10 +48,10 @@ class Bucket:
     def roots(self) -> Roots:
         return Roots(2, self.lowest_in_flight, frozenset(self.current) | frozenset(self.pinned), self.replicated)
 
-    async def collect(self) -> Collected:
+    async def collect(self) -> CollectionResult:
         return await self.collector.collect(self.roots)
 
-    async def collect_late(self) -> Collected:
+    async def collect_late(self) -> CollectionResult:
         """A round that meets the dead for the first time, and one after the delay."""
         first = await self.collect()
         assert first.deleted_files == 0
@@ -134,7 +134,7 @@ async def test_the_roots_are_taken_before_anything_is_listed() -> None:
         taken = True
         return bucket.roots()
 
-    class Late(Files):
+    class Late(SstFiles):
         async def list(self) -> AsyncIterator[FileName]:
             assert taken
             await bucket.file(10)
@@ -142,7 +142,7 @@ async def test_the_roots_are_taken_before_anything_is_listed() -> None:
             async for name in super().list():
                 yield name
 
-    collector = Collector(Late(bucket.objects, PREFIX), bucket.manifests, OPTIONS, bucket.clock)
+    collector = GarbageCollector(Late(bucket.objects, PREFIX), bucket.manifests, OPTIONS, bucket.clock)
     bucket.clock.advance(DELAY_MS)
     done = await collector.collect(roots)
     assert done.skipped_in_flight == 1 and done.waiting == 0
@@ -283,8 +283,8 @@ async def test_manifests_go_before_the_files_they_name() -> None:
             return await bucket.objects.get(key, start, end)
 
     objects = Watched(bucket.clock)
-    collector = Collector(
-        Files(objects, PREFIX),
+    collector = GarbageCollector(
+        SstFiles(objects, PREFIX),
         BucketManifests(objects, PREFIX, Rand(1)),
         msgspec.structs.replace(OPTIONS, gc_delay_ms=0),
         bucket.clock,
@@ -304,7 +304,7 @@ async def test_a_manifest_that_will_not_go_keeps_its_files() -> None:
         async def delete(self, key: str) -> None:
             raise UnavailableError("no")
 
-    collector = Collector(bucket.files, Stubborn(bucket.objects, PREFIX, Rand(1)), OPTIONS, bucket.clock)
+    collector = GarbageCollector(bucket.files, Stubborn(bucket.objects, PREFIX, Rand(1)), OPTIONS, bucket.clock)
     await collector.collect(bucket.roots)
     bucket.clock.advance(DELAY_MS)
     done = await collector.collect(bucket.roots)
@@ -341,7 +341,7 @@ async def test_a_retained_manifest_pruned_meanwhile_by_another_leader_ends_the_r
                 await self.delete(key)
             return await super().load(key)
 
-    collector = Collector(bucket.files, Racing(bucket.objects, PREFIX, Rand(1)), OPTIONS, bucket.clock)
+    collector = GarbageCollector(bucket.files, Racing(bucket.objects, PREFIX, Rand(1)), OPTIONS, bucket.clock)
     with pytest.raises(UnavailableError, match="collects garbage here too"):
         await collector.collect(bucket.roots)
     assert await bucket.objects.head(bucket.files.key(dead)) is not None
@@ -390,9 +390,9 @@ def failing_bucket(files: int) -> tuple[Bucket, Failing]:
     bucket = Bucket()
     objects = Failing(bucket.clock)
     bucket.objects = objects
-    bucket.files = Files(objects, PREFIX)
+    bucket.files = SstFiles(objects, PREFIX)
     bucket.manifests = BucketManifests(objects, PREFIX, Rand(1))
-    bucket.collector = Collector(bucket.files, bucket.manifests, OPTIONS, bucket.clock)
+    bucket.collector = GarbageCollector(bucket.files, bucket.manifests, OPTIONS, bucket.clock)
     return bucket, objects
 
 

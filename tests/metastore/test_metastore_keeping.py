@@ -17,10 +17,10 @@ from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.cluster_manifest import (
     ALIVE_PREFIX,
     CLUSTER_PREFIX,
-    Alive,
+    SignOfLife,
     newest_manifest,
     signs_of_life,
-    write_alive,
+    write_sign_of_life,
 )
 from tidemill.metastore.metastore import Metastore
 
@@ -64,7 +64,7 @@ def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_removed(do
         assert len(await keys(world, CLUSTER_PREFIX)) == 1, "an unchanged manifest is not written again"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await keeper.leave()
+        await keeper.withdraw_presence()
         assert await keys(world, ALIVE_PREFIX) == []
 
     run(body, domains)
@@ -75,8 +75,8 @@ def test_a_newer_cluster_keeps_its_sign_of_life_when_one_answer_has_flipped_bits
     """An older one removes it only where the object itself is damaged."""
 
     async def body(world: World) -> None:
-        newer = Alive("a", 2, "n1", 1_000, 1.0)
-        await write_alive(world.objects, world.rand, newer)
+        newer = SignOfLife("a", 2, "n1", 1_000, 1.0)
+        await write_sign_of_life(world.objects, world.rand, newer)
         [name] = await keys(world, ALIVE_PREFIX)
         real, left = world.objects.get, [answers]
 
@@ -88,7 +88,7 @@ def test_a_newer_cluster_keeps_its_sign_of_life_when_one_answer_has_flipped_bits
             return data
 
         world.objects.get = get  # type: ignore[method-assign]
-        await write_alive(world.objects, world.rand, Alive("a", 1, "n2", 2_000, 1.0))
+        await write_sign_of_life(world.objects, world.rand, SignOfLife("a", 1, "n2", 2_000, 1.0))
         assert (name in await keys(world, ALIVE_PREFIX)) == kept
 
     run(body)
@@ -190,9 +190,7 @@ def test_no_process_starts_on_a_bucket_of_another_cluster() -> None:
         await persisted(world, 2)
         await check_bucket(world.consensus, world.objects)
         fresh = MemoryConsensus(world.clock)
-        with pytest.raises(
-            InvalidError, match=r"consensus has no cluster, but the bucket has one.*tidemill restore"
-        ):
+        with pytest.raises(InvalidError, match=r"consensus has no cluster, but the bucket has one.*tidemill restore"):
             await check_bucket(fresh, world.objects)
         assert await fresh.scan("") == []
         await Restorer(fresh, world.objects, world.clock, world.rand).run()

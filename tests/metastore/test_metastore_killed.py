@@ -18,7 +18,7 @@ from lsm_world import collect, run
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.local import LocalObjects
 
@@ -48,7 +48,7 @@ async def check(path: Path, epoch: int, acked: int) -> None:
     """Open what was left behind as the next leader would, in an epoch of its own, and go on from there."""
     clock, rand = SystemClock(), Rand()
     objects = LocalObjects.open(str(path), clock, rand)
-    files, manifests = Files(objects, PREFIX), BucketManifests(objects, PREFIX, rand)
+    files, manifests = SstFiles(objects, PREFIX), BucketManifests(objects, PREFIX, rand)
     database = await Database.open(
         files,
         manifests,

@@ -18,8 +18,8 @@ from lsm_killed_child import batch, state_at
 
 from patience import DEADLINE_S
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.state import check_state
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.domain.state import assert_invariants
+from tidemill.metastore.lsm.file_store import SstFiles
 
 CHILD = Path(__file__).with_name("domain_killed_child.py")
 LIMIT_S = 60.0
@@ -45,7 +45,7 @@ def check(url: str, bucket: Path, acked: int) -> None:
         assert last >= acked
         expected = state_at(last) | ({LAST: b"%d" % last} if last else {})
         assert await rows_of(domain) == expected
-        check_state(domain.state)
+        assert_invariants(domain.state)
         await replicated_manifest_is_in_the_bucket(domain)
         done = await database.collect_garbage()
         assert not done.missing
@@ -75,7 +75,7 @@ async def replicated_manifest_is_in_the_bucket(domain: Domain) -> None:
             return
 
 
-async def listed(files: Files) -> set[int]:
+async def listed(files: SstFiles) -> set[int]:
     return {name.number async for name in files.list()}
 
 

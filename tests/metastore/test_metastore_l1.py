@@ -16,18 +16,18 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.deep_check import deep_check
 from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.restore.restore import Restorer
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.topics.l1_garbage import TopicL1
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.topics.l1_garbage import L1GarbageCollector
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import EXTENTS, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, PARTITIONS
 from tidemill.topics.batch import decode_columns
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.object_cache import ObjectCache
-from tidemill.topics.l1.extent_store import ExtentStore, Place
+from tidemill.topics.l1.extent_store import ExtentStore, PartitionRows
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler
-from tidemill.topics.partition.row_codec import partition_state
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition.row_codec import rebuild_state
+from tidemill.topics.partition_reader import LogPartitionReader
 
 
 def run(body: Callable[[World], Awaitable[None]], **world: Any) -> None:
@@ -46,7 +46,7 @@ async def moved(world: World, steps: int = 4) -> None:
     reconciler = Reconciler(
         rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), TopicSettings(), world.topics._led
     )
-    done = await reconciler.round(world.topic.topic_id, range(2))
+    done = await reconciler.run_round(world.topic.topic_id, range(2))
     assert done.failed is None and done.size_bytes
     await world.topics._commits.drain(30)
     await persisted(world, steps)
@@ -63,7 +63,7 @@ async def forget_l0(world: World) -> int:
 
 async def everything(world: World, consensus: Any, metastore: Metastore) -> list[list[tuple[int, bytes | None]]]:
     """Offsets and values of both partitions."""
-    reader = PartitionReaderImpl(
+    reader = LogPartitionReader(
         consensus, world.objects, L1Reader(ExtentStore(metastore, world.clock, Rand()), world.objects)
     )
     found: list[list[tuple[int, bytes | None]]] = []
@@ -191,7 +191,7 @@ def check_rows_meet(rows: Rows) -> int:
     known = {(row.topic_id, row.partition): row for row in family_rows(L1_PARTITIONS, rows)}
     for row in family_rows(PARTITIONS, rows):
         mine = {k: v for k, v in rows.items() if k.startswith(EXTENTS.prefix(row.topic_id, row.partition))}
-        partition_state(row, family_rows(EXTENTS, mine))
+        rebuild_state(row, family_rows(EXTENTS, mine))
         l1 = known.pop((row.topic_id, row.partition), None)
         if l1 is None:
             if row.reconciled > row.log_start:
@@ -229,9 +229,9 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
         shared.write = write  # type: ignore[method-assign]
         rows = ExtentStore(world.metastore, world.clock, Rand())
         if not bound:
-            real_places = rows.places
+            real_places = rows.partition_rows
 
-            async def places(topic_id: str, partitions: Any) -> dict[int, Place]:
+            async def places(topic_id: str, partitions: Any) -> dict[int, PartitionRows]:
                 found = await real_places(topic_id, partitions)
                 return {
                     p: replace(each, checkpoint=replace(each.checkpoint, next_offset=1 << 40, log_start=1 << 40))
@@ -239,7 +239,7 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
                     if each.checkpoint is not None
                 }
 
-            rows.places = places  # type: ignore[method-assign]
+            rows.partition_rows = places  # type: ignore[method-assign]
         settings = TopicSettings(l1_object_bytes=source.choice((1, 200, 1 << 20)))
         reconciler = Reconciler(
             rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), settings, world.topics._led
@@ -247,18 +247,18 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
         grounds = JobContext(
             world.consensus, world.objects, world.metastore, world.clock, world.rand, Retention(collect_after_s=0)
         )
-        keeper, collecting = world.keeper(), TopicL1(grounds)
+        keeper, collecting = world.keeper(), L1GarbageCollector(grounds)
 
         async def cut() -> None:
             for led in world.topics._led.values():
-                led.start_at(source.randint(0, led.state.high_watermark))
+                led.advance_log_start(source.randint(0, led.state.high_watermark))
 
         steps: list[Callable[[], Awaitable[object]]] = [
             lambda: world.produce(source.randint(1, 3), source.randint(0, 1)),
             cut,
             keeper.round,
-            lambda: reconciler.round(world.topic.topic_id, range(2)),
-            lambda: collecting.run(Budget(world.clock, 1)),
+            lambda: reconciler.run_round(world.topic.topic_id, range(2)),
+            lambda: collecting.run(StepBudget(world.clock, 1)),
         ]
         weights = (8, 1, 4, 4, 2)
         for _ in range(40):

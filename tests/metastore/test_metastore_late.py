@@ -15,12 +15,12 @@ from tidemill.metastore.backup import checkpoint
 from tidemill.metastore.backup.checkpoint import Checkpointer, Unit
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.rows import CHECKPOINTS, PARTITIONS
-from tidemill.shards.bindings.remap import log_name
-from tidemill.shards.state.state_machine import shard_log
+from tidemill.shards.bindings.remap import remap_log_name
+from tidemill.shards.state.state_machine import shard_log_name
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.partition.producer_state import Producer, Remembered
+from tidemill.topics.partition.producer_state import ProducerState, RememberedBatch
 from tidemill.topics.partition.recovery import partition_log
-from tidemill.topics.partition.row_codec import partition_row, producers_of
+from tidemill.topics.partition.row_codec import build_partition_row, decode_producers
 from tidemill.topics.partition.state import PartitionState
 
 
@@ -79,9 +79,9 @@ def test_an_unreadable_log_holds_back_what_is_made_from_it_and_nothing_else(
     async def body(world: World) -> None:
         logs = {
             "partition": partition_log(world.topic.topic_id, 0),
-            "bindings": log_name("topic/clicks"),
-            "table": shard_log(world.table.state.shard_id),
-            "derived": shard_log(world.derived.state.shard_id),
+            "bindings": remap_log_name("topic/clicks"),
+            "table": shard_log_name(world.table.state.shard_id),
+            "derived": shard_log_name(world.derived.state.shard_id),
         }
         unreadable = Unreadable(world, error)
         keeper = world.keeper()
@@ -133,7 +133,7 @@ def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> No
         await keeper.round()
         before = stages(world)
         await everything_moves(world)
-        unreadable.logs = {shard_log(world.table.state.shard_id)}
+        unreadable.logs = {shard_log_name(world.table.state.shard_id)}
         with pytest.raises(CorruptError):
             await keeper.round()
         assert stages(world)["derived"] == before["derived"]
@@ -167,12 +167,12 @@ def test_an_incomplete_round_makes_the_checkpoint_no_younger_and_names_what_is_l
         assert row.complete and row.gathered_ms > 0
         unreadable = Unreadable(world)
         await everything_moves(world)
-        unreadable.logs = {log_name("topic/clicks")}
+        unreadable.logs = {remap_log_name("topic/clicks")}
         running = asyncio.ensure_future(keeper.run())
         while not keeper.facts()["checkpoint_late"]:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0)
-        [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.MARK]
+        [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert keeper.facts()["checkpoint_late"] == ["shard derived", "shard table", "topic/clicks"]
@@ -192,7 +192,7 @@ def test_taking_over_makes_the_checkpoint_no_younger() -> None:
         [row] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
         while world.clock.now_ms() <= row.gathered_ms:
             await asyncio.sleep(0.001)
-        await world.keeper("n2")._take_over()
+        await world.keeper("n2")._claim_rows()
         [after] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
         assert (after.holder, after.gathered_ms) == ("n2", row.gathered_ms)
 
@@ -228,10 +228,10 @@ def test_of_more_producers_than_a_row_takes_the_newest_are_kept() -> None:
     state = PartitionState()
     state.last_at_ms = 1_000_000
     for producer_id in range(20_000):
-        batch = Remembered(2**31 - 9, 2**31 - 1, 2**60 + producer_id, 9)
-        state.producers[producer_id] = Producer(3, (batch,) * 5, 500_000 + producer_id)
-    row = partition_row(state, "t", 0)
+        batch = RememberedBatch(2**31 - 9, 2**31 - 1, 2**60 + producer_id, 9)
+        state.producers[producer_id] = ProducerState(3, (batch,) * 5, 500_000 + producer_id)
+    row = build_partition_row(state, "t", 0)
     assert len(PARTITIONS.encode(row)[1]) < METASTORE_VALUE_BYTES
-    kept = producers_of(row)
+    kept = decode_producers(row)
     assert len(kept) > 1_000 and min(kept) == 20_000 - len(kept)
     assert all(kept[producer_id] == state.producers[producer_id] for producer_id in kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.status.status import StageStatus, State, StatusTracker, derive
+from tidemill.base.status.status import StageState, StageStatus, StatusTracker, derive_status
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.leader import OVERDUE_S
@@ -23,7 +23,7 @@ def test_rows_that_wait_for_their_interval_are_on_time_and_late_ones_are_named()
             MemoryConsensus(clock), MemoryObjects(clock), "0", holder="n/1", clock=clock, rand=Rand(1),
             settings=settings, tracker=tracker,
         )  # fmt: skip
-        await domain.until_leading(10.0)
+        await domain.wait_until_leading(10.0)
 
         def mark() -> StageStatus:
             assert domain._leader is not None
@@ -31,24 +31,24 @@ def test_rows_that_wait_for_their_interval_are_on_time_and_late_ones_are_named()
             [found] = tracker.report("p", clock.now_ms()).marks
             return found
 
-        def state() -> State:
-            return derive(mark(), "p", clock.now_ms(), clock.now_ms()).state
+        def state() -> StageState:
+            return derive_status(mark(), "p", clock.now_ms(), clock.now_ms()).state
 
         seqno = await domain.commit([(b"\x01k\x00\x01", b"v")])
-        assert state() is State.IDLE
+        assert state() is StageState.IDLE
         assert f"seqno {seqno} " in mark().reason
         clock.advance(int(INTERVAL_S * 1000))
-        assert state() is State.IDLE
+        assert state() is StageState.IDLE
         clock.advance(int(OVERDUE_S * 1000) + 1)
         assert (mark().position, mark().target) == (0, seqno)
-        assert state() is State.MOVING, "late from this moment on"
+        assert state() is StageState.MOVING, "late from this moment on"
         clock.advance(10_000)
-        assert state() is State.WAITING
+        assert state() is StageState.WAITING
         clock.advance(int((INTERVAL_S + settings.flush_timeout_s) * 1000))
-        assert state() is State.STUCK
+        assert state() is StageState.STUCK
         await domain.flush(10.0)
         assert mark().position == mark().target == seqno
-        assert state() is State.IDLE
+        assert state() is StageState.IDLE
         await domain.aclose()
 
     asyncio.run(main())

@@ -133,7 +133,7 @@ def test_seqnos_are_worked_out_a_bounded_number_at_a_time() -> None:
     for turn in range(30):
         layer.put(turn + 1, [b"%d/%d" % (turn, number) for number in range(1_000)], [b"v"] * 1_000, 0)
     steps = 1
-    while not layer.date_step():
+    while not layer.index_seqnos_step():
         steps += 1
     assert steps >= 30_000 // (2 * SORT_ROWS) and len(layer.seqnos) == 30_000
 

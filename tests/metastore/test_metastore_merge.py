@@ -13,9 +13,9 @@ from lsm_files import Shelf, in_loop, meta
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.compaction import compaction_job as job_module
-from tidemill.metastore.lsm.compaction.compaction_job import Pause, Read, merge_steps, names_needed
-from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger, Throttle
-from tidemill.metastore.lsm.compaction.picker import Job, settle
+from tidemill.metastore.lsm.compaction.compaction_job import PauseStep, ReadStep, merge_steps, names_needed
+from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor, Throttle
+from tidemill.metastore.lsm.compaction.picker import Job, pick_full_compaction
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.memory import MemoryObjects
 
@@ -23,7 +23,7 @@ SMALL = Options(block_bytes=64, file_bytes=1000, slice_rows=64)
 
 
 def job_of(shelf: Shelf) -> Job:
-    job = settle(shelf.version.levels, shelf.options)
+    job = pick_full_compaction(shelf.version.levels, shelf.options)
     assert job is not None
     return job
 
@@ -65,7 +65,7 @@ async def test_a_file_of_tombstones_merged_with_itself_is_gone() -> None:
     assert [file.tombstones for file in shelf.version.files] == [2]
     (made,) = await shelf.do(job_of(shelf))
     assert await shelf.rows_of(made) == [(b"c", b"1", 1)] and made.tombstones == 0
-    assert settle(shelf.version.levels, SMALL) is None
+    assert pick_full_compaction(shelf.version.levels, SMALL) is None
 
 
 @in_loop
@@ -125,7 +125,7 @@ async def test_large_values_go_through_in_small_chunks() -> None:
     held: list[int] = []
     try:
         while True:
-            if isinstance(step, Read):
+            if isinstance(step, ReadStep):
                 held.append(step.end - step.start)
                 step = steps.send(await shelf.files.read(step.file, step.start, step.end))
             else:
@@ -156,16 +156,16 @@ async def test_reads_are_few_and_large() -> None:
         await shelf.flush({source.randbytes(16): source.randbytes(100) for _ in range(60_000)}, seqno)
     job = shelf.prepared(job_of(shelf))
     steps = merge_steps(job, options)
-    reads: list[Read] = []
-    pauses: list[Pause] = []
+    reads: list[ReadStep] = []
+    pauses: list[PauseStep] = []
     step = next(steps)
     try:
         while True:
-            if isinstance(step, Read):
+            if isinstance(step, ReadStep):
                 reads.append(step)
                 step = steps.send(await shelf.files.read(step.file, step.start, step.end))
             else:
-                pauses += [step] if isinstance(step, Pause) else []
+                pauses += [step] if isinstance(step, PauseStep) else []
                 step = steps.send(b"")
     except StopIteration:
         pass
@@ -243,7 +243,7 @@ async def test_a_merge_keeps_to_its_rate() -> None:
             return asyncio.get_running_loop().time()
 
     rate = 5 * job.size_bytes
-    merger = InlineMerger(shelf.objects, msgspec.structs.replace(SMALL, compaction_bytes_per_s=rate), LoopClock())
+    merger = InlineExecutor(shelf.objects, msgspec.structs.replace(SMALL, compaction_bytes_per_s=rate), LoopClock())
     start_s = asyncio.get_running_loop().time()
     made = await merger.merge(job)
     took_s = asyncio.get_running_loop().time() - start_s
@@ -277,7 +277,7 @@ async def test_the_next_window_is_read_while_the_rows_of_this_one_are_merged() -
         nonlocal slices, busy
         slices, busy = slices + 1, busy + bool(under_way)
 
-    made = await InlineMerger(Far(shelf.clock), options, shelf.clock).merge(job, progress)
+    made = await InlineExecutor(Far(shelf.clock), options, shelf.clock).merge(job, progress)
     assert sum(file.rows for file in made) == 40_000
     # Merging begins while the second windows are on their way; nothing is read twice, nothing left out.
     assert busy > 0 and slices > 10
@@ -304,7 +304,7 @@ async def test_a_read_ahead_that_fails_is_told_when_its_bytes_are_needed() -> No
             return await shelf.objects.get(key, start, end)
 
     with pytest.raises(UnavailableError, match="store is away"):
-        await InlineMerger(Gone(shelf.clock), options, shelf.clock).merge(shelf.prepared(job_of(shelf)))
+        await InlineExecutor(Gone(shelf.clock), options, shelf.clock).merge(shelf.prepared(job_of(shelf)))
 
 
 @in_loop
@@ -326,7 +326,7 @@ async def test_a_cancelled_merge_leaves_no_read_behind() -> None:
 
     before = asyncio.all_tasks()
     merging = asyncio.ensure_future(
-        InlineMerger(Slow(shelf.clock), options, shelf.clock).merge(shelf.prepared(job_of(shelf)))
+        InlineExecutor(Slow(shelf.clock), options, shelf.clock).merge(shelf.prepared(job_of(shelf)))
     )
     while reads < 6:
         await asyncio.sleep(0)
@@ -368,6 +368,6 @@ async def test_the_block_cache_of_the_prefix_is_not_needed() -> None:
     await shelf.flush({b"a": b"1"}, 1)
     await shelf.flush({b"a": b"2"}, 2)
     assert isinstance(shelf.objects, MemoryObjects)
-    elsewhere = InlineMerger(shelf.objects.reopen(), SMALL, ManualClock())
+    elsewhere = InlineExecutor(shelf.objects.reopen(), SMALL, ManualClock())
     (made,) = await elsewhere.merge(shelf.prepared(job_of(shelf)))
     assert await shelf.rows_of(made) == [(b"a", b"2", 2)]

@@ -91,7 +91,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(rows=batches)
     def put(self, rows: list[tuple[bytes, bytes]]) -> None:
-        self.run(self.database.room())
+        self.run(self.database.wait_for_room())
         self.log.append((self.world.put(self.database, rows), rows))
 
     @rule()
@@ -166,7 +166,10 @@ class Engine(RuleBasedStateMachine):
         database, snapshot, rows = taken
         if database is self.database:
             assert self.run(snapshot.get(key)) == rows.get(key)
-            assert self.run(snapshot.get_many([key, lower or b"x"])) == [rows.get(key), rows.get(lower or b"x")]
+            assert self.run(snapshot.get_many([key, lower or b"x"])) == [
+                rows.get(key),
+                rows.get(lower or b"x"),
+            ]
             assert self.run(collect(snapshot.scan(lower, reverse=reverse))) == expected(rows, lower, reverse=reverse)
             prefix = key[:2]
             wished = expected(rows, prefix, prefix_end(prefix), reverse=reverse)

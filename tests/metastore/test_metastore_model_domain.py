@@ -33,7 +33,7 @@ from tidemill.base.errors import (
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.settings import DomainContext, DomainSettings
-from tidemill.metastore.domain.state import check_state
+from tidemill.metastore.domain.state import assert_invariants
 from tidemill.metastore.lsm.manifest import Manifest, decode_manifest
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.snapshot import Snapshot
@@ -472,7 +472,7 @@ class Replicated(RuleBasedStateMachine):
             self.loop.kill(self.node(1).life)
             state = self.node(2).domain.state
             self.read(2, persisted_seqno)
-            check_state(state)
+            assert_invariants(state)
             self.apart(lambda: self.every_file_is_there())
         finally:
             for snapshot in self.taken:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lsm_files import Shelf, meta
 
-from tidemill.metastore.lsm.compaction.picker import Job, pick, scores, settle, target_bytes
+from tidemill.metastore.lsm.compaction.picker import Job, pick_full_compaction, pick_job, scores, target_bytes
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 
@@ -19,32 +19,32 @@ MOVING = Options(l0_compact=2, l0_slow=4, l0_stop=6, level_base_bytes=1000, leve
 
 
 def test_nothing_is_due_below_every_limit() -> None:
-    assert pick(((meta(1, b"a", b"b"),),), OPTIONS, {}) is None
-    assert pick(((), (meta(1, b"a", b"b", size_bytes=999),)), OPTIONS, {}) is None
-    assert pick(((),), OPTIONS, {}) is None
-    assert pick((), OPTIONS, {}) is None
+    assert pick_job(((meta(1, b"a", b"b"),),), OPTIONS, {}) is None
+    assert pick_job(((), (meta(1, b"a", b"b", size_bytes=999),)), OPTIONS, {}) is None
+    assert pick_job(((),), OPTIONS, {}) is None
+    assert pick_job((), OPTIONS, {}) is None
 
 
 def test_the_highest_score_goes_first() -> None:
     l0 = tuple(meta(n, b"a", b"z") for n in (4, 3, 2))
     l1 = (meta(1, b"a", b"z", size_bytes=2000),)
     assert [level for _, level in scores((l0, l1), OPTIONS)] == [1, 0]
-    job = pick((l0, l1), OPTIONS, {})
+    job = pick_job((l0, l1), OPTIONS, {})
     assert job is not None and job.level == 1
-    job = pick((l0, (meta(1, b"a", b"z", size_bytes=1000),)), OPTIONS, {})
+    job = pick_job((l0, (meta(1, b"a", b"z", size_bytes=1000),)), OPTIONS, {})
     assert job is not None and job.level == 0
 
 
 def test_level_targets_grow_by_the_factor_and_the_deepest_level_is_never_a_source() -> None:
     assert [target_bytes(level, OPTIONS) for level in (1, 2, 3)] == [1000, 10_000, 100_000]
     deepest = (meta(1, b"a", b"z", size_bytes=10**9),)
-    assert pick(((), (), (), deepest), OPTIONS, {}) is None
+    assert pick_job(((), (), (), deepest), OPTIONS, {}) is None
 
 
 def test_level_0_takes_what_overlaps_transitively_and_leaves_the_rest() -> None:
     newest, other, middle, oldest = meta(9, b"f", b"k"), meta(8, b"x", b"y"), meta(7, b"c", b"g"), meta(6, b"a", b"d")
     l1 = (meta(1, b"a", b"b"), meta(2, b"k", b"l"), meta(3, b"m", b"n"))
-    job = pick(((newest, other, middle, oldest), l1), MOVING, {})
+    job = pick_job(((newest, other, middle, oldest), l1), MOVING, {})
     assert job is not None and not job.move
     assert job.runs == ((l1[0], l1[1]), (oldest,), (middle,), (newest,))
     assert (job.level, job.target) == (0, 1)
@@ -52,10 +52,10 @@ def test_level_0_takes_what_overlaps_transitively_and_leaves_the_rest() -> None:
 
 def test_level_0_files_that_touch_nothing_move_together() -> None:
     a, b, c = meta(3, b"a", b"b"), meta(4, b"c", b"d"), meta(5, b"e", b"f")
-    job = pick(((c, b, a), (meta(1, b"x", b"z"),)), MOVING, {})
+    job = pick_job(((c, b, a), (meta(1, b"x", b"z"),)), MOVING, {})
     assert job is not None and job.move and job.inputs == (a, b, c)
     # One of them overlaps below: it waits for its own merge.
-    job = pick(((c, b, a), (meta(1, b"d", b"d"),)), MOVING, {})
+    job = pick_job(((c, b, a), (meta(1, b"d", b"d"),)), MOVING, {})
     assert job is not None and job.move and job.inputs == (a, c)
 
 
@@ -64,7 +64,7 @@ def test_a_deeper_level_goes_round_robin() -> None:
     taken = []
     pointers: dict[int, bytes] = {}
     for _ in range(4):
-        job = pick(((), l1), MOVING, pointers)
+        job = pick_job(((), l1), MOVING, pointers)
         assert job is not None and job.level == 1 and job.move
         taken.append(job.inputs[0].number)
         pointers[1] = job.inputs[0].largest
@@ -74,14 +74,14 @@ def test_a_deeper_level_goes_round_robin() -> None:
 def test_a_small_neighbour_joins_instead_of_lying_beside_the_new_file() -> None:
     """Frequent small flushes of ascending keys must not pile up one tiny file each."""
     l1 = (meta(1, b"a", b"b", size_bytes=500), meta(2, b"c", b"d", size_bytes=100), meta(3, b"e", b"f", size_bytes=90))
-    job = pick(((meta(5, b"i", b"j", size_bytes=50), meta(4, b"g", b"h", size_bytes=50)), l1), OPTIONS, {})
+    job = pick_job(((meta(5, b"i", b"j", size_bytes=50), meta(4, b"g", b"h", size_bytes=50)), l1), OPTIONS, {})
     assert job is not None and not job.move
     assert job.runs == ((l1[1], l1[2]), (meta(4, b"g", b"h", size_bytes=50),))
 
 
 def test_a_neighbour_much_larger_than_the_job_stays() -> None:
     l1 = (meta(2, b"c", b"d", size_bytes=101),)
-    job = pick(((meta(5, b"i", b"j", size_bytes=10), meta(4, b"g", b"h", size_bytes=10)), l1), OPTIONS, {})
+    job = pick_job(((meta(5, b"i", b"j", size_bytes=10), meta(4, b"g", b"h", size_bytes=10)), l1), OPTIONS, {})
     assert job is not None and job.move
 
 
@@ -90,7 +90,7 @@ def test_older_ranges_are_those_below_the_target_only() -> None:
     l1 = (meta(7, b"a", b"d"), meta(6, b"q", b"r"))
     l2 = (meta(5, b"a", b"a"), meta(4, b"k", b"p"), meta(3, b"q", b"z"))
     l3 = (meta(2, b"0", b"b"), meta(1, b"o", b"o"))
-    job = pick((l0, l1, l2, l3), MOVING, {})
+    job = pick_job((l0, l1, l2, l3), MOVING, {})
     assert job is not None
     assert job.older == ((b"0", b"b"), (b"k", b"p"))
 
@@ -98,33 +98,33 @@ def test_older_ranges_are_those_below_the_target_only() -> None:
 def test_a_file_with_tombstones_does_not_sink_to_the_bottom_as_it_is() -> None:
     """Where nothing below needs them they would stay for ever; where something does they go down with their file."""
     l0 = (meta(2, b"e", b"f", tombstones=1), meta(1, b"a", b"b", tombstones=1))
-    job = pick((l0,), MOVING, {})
+    job = pick_job((l0,), MOVING, {})
     assert job is not None and not job.move and job.runs == ((l0[1],),)
-    job = pick((l0, (), (meta(9, b"0", b"z"),)), MOVING, {})
+    job = pick_job((l0, (), (meta(9, b"0", b"z"),)), MOVING, {})
     assert job is not None and job.move and job.inputs == (l0[1], l0[0])
 
 
 def test_settle_rewrites_a_last_level_that_holds_tombstones() -> None:
     only = (meta(1, b"a", b"b"), meta(2, b"c", b"d", tombstones=3))
-    job = settle(((), (), only), OPTIONS)
+    job = pick_full_compaction(((), (), only), OPTIONS)
     assert job is not None and job.runs == (only,) and job.target == 2 and not job.move
 
 
 def test_settle_takes_everything_into_the_deepest_level_in_use() -> None:
     levels = ((meta(5, b"a", b"z"), meta(4, b"a", b"z")), (meta(3, b"a", b"z"),), (meta(2, b"a", b"z"),))
-    job = settle(levels, OPTIONS)
+    job = pick_full_compaction(levels, OPTIONS)
     assert job is not None and job.target == 2 and not job.older and not job.move
     assert [file.number for file in job.inputs] == [2, 3, 4, 5]
 
 
 def test_settle_goes_deeper_when_the_data_is_too_large_for_the_level() -> None:
-    job = settle(((meta(1, b"a", b"z", size_bytes=5000),),), OPTIONS)
+    job = pick_full_compaction(((meta(1, b"a", b"z", size_bytes=5000),),), OPTIONS)
     assert job is not None and job.target == 2
 
 
 def test_settle_has_nothing_to_do_when_all_is_in_one_level() -> None:
-    assert settle(((), (meta(1, b"a", b"b"), meta(2, b"c", b"d"))), OPTIONS) is None
-    assert settle(((),), OPTIONS) is None
+    assert pick_full_compaction(((), (meta(1, b"a", b"b"), meta(2, b"c", b"d"))), OPTIONS) is None
+    assert pick_full_compaction(((),), OPTIONS) is None
 
 
 # properties ------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def age(levels: tuple[tuple[FileMeta, ...], ...], file: FileMeta) -> tuple[int, 
 def test_a_picked_job_keeps_every_rule(
     levels: tuple[tuple[FileMeta, ...], ...], pointers: dict[int, bytes], options: Options
 ) -> None:
-    job = pick(levels, options, pointers)
+    job = pick_job(levels, options, pointers)
     due = [level for score, level in scores(levels, options) if score >= 1]
     assert (job is None) == (not due)
     if job is not None:
@@ -174,7 +174,7 @@ def test_a_picked_job_keeps_every_rule(
 @settings(max_examples=200, deadline=None)
 @given(some_levels())
 def test_a_settling_job_keeps_every_rule(levels: tuple[tuple[FileMeta, ...], ...]) -> None:
-    job = settle(levels, OPTIONS)
+    job = pick_full_compaction(levels, OPTIONS)
     if job is None:
         assert not levels[0] and sum(1 for files in levels if files) <= 1
         assert not any(file.tombstones for files in levels for file in files)
@@ -264,12 +264,12 @@ async def merge_and_compare(steps: list[dict[bytes, bytes] | str]) -> None:
             shadow.update({key: (value, seqno) for key, value in step.items()})
         else:
             levels = shelf.version.levels
-            job = pick(levels, TINY, pointers) if step == "pick" else settle(levels, TINY)
+            job = pick_job(levels, TINY, pointers) if step == "pick" else pick_full_compaction(levels, TINY)
             if job is not None:
                 await shelf.do(job)
                 if job.level:
                     pointers[job.level] = job.runs[-1][-1].largest
         assert await shelf.seen() == {key: row for key, row in sorted(shadow.items()) if row[0]}
-    if (job := settle(shelf.version.levels, TINY)) is not None:
+    if (job := pick_full_compaction(shelf.version.levels, TINY)) is not None:
         await shelf.do(job)
         assert await shelf.tombstones() == 0

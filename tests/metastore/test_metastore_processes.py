@@ -18,7 +18,7 @@ from tidemill.base.errors import ConflictError, InvalidError
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.factory import NODE, TOOL, metastore_on
+from tidemill.metastore.factory import NODE, TOOL, create_metastore
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_OFFSETS, TOPIC_IDS
 from tidemill.objects.factory import open_objects
@@ -39,7 +39,7 @@ class Stores:
         clock, rand = SystemClock(), Rand()
         consensus = await open_consensus(self._consensus_url, clock, rand)
         objects = await open_objects(self._objects_url, clock, rand)
-        metastore = metastore_on(
+        metastore = create_metastore(
             consensus, objects, clock, rand, domains=domains, settings=settings, holder=holder
         )  # fmt: skip
         self._closing += [objects.aclose, consensus.aclose, metastore.aclose]
@@ -75,7 +75,7 @@ def catalogue_of(metastore: Metastore) -> Catalogue:
 async def leads(metastore: Metastore, timeout_s: float = 30.0) -> None:
     for domain in await metastore.domains():
         assert isinstance(domain, Domain)
-        await domain.until_leading(timeout_s)
+        await domain.wait_until_leading(timeout_s)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

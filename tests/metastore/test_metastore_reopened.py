@@ -9,7 +9,7 @@ import pytest
 from domain_world import DomainWorld, run
 
 from tidemill.base.errors import CorruptError, TidemillError
-from tidemill.metastore.api import Rows
+from tidemill.metastore.api import DomainRows
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
@@ -20,7 +20,7 @@ KEY, VALUE = b"\x01topic\x00\x01", b"row"
 async def metastore_of(world: DomainWorld, opened: list[Domain]) -> Metastore:
     consensus = await world.client()
 
-    async def open_domain(cluster: Cluster, index: int) -> Rows:
+    async def open_domain(cluster: Cluster, index: int) -> DomainRows:
         domain = await world.node(consensus=consensus)
         opened.append(domain)
         return domain
@@ -40,7 +40,7 @@ def test_f506_a_state_log_that_broke_in_memory_is_replayed_by_a_domain_opened_an
         metastore = await metastore_of(world, opened)
         await metastore.commit([(KEY, VALUE)])
         assert metastore.trouble() == ""
-        opened[0]._log._break("planted: what this process holds can no longer be trusted")
+        opened[0]._log._fail_corrupt("planted: what this process holds can no longer be trusted")
         async with asyncio.timeout(30):
             while len(opened) == 1:
                 if metastore.trouble():

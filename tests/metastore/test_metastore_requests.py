@@ -21,18 +21,18 @@ from tidemill.metastore.domain import forwarding_server as serving_module
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.forwarding_client import (
     POSITION_KEY,
-    Place,
     Reply,
     Request,
-    decode_place,
+    RequestPosition,
+    decode_position,
     decode_request,
-    encode_place,
-    outcome,
-    refusal,
+    encode_position,
+    outcome_of_reply,
+    rejection_reply,
     replies_log,
     requests_log,
 )
-from tidemill.metastore.domain.forwarding_server import ANSWER_ATTEMPTS
+from tidemill.metastore.domain.forwarding_server import REPLY_ATTEMPTS
 from tidemill.metastore.domain.state import DomainState
 from tidemill.objects.memory import MemoryObjects
 
@@ -346,7 +346,7 @@ def test_unknown_is_said_once_consensus_is_back() -> None:
         waiting = asyncio.ensure_future(follower.commit([(b"a", b"1")]))
         await consensus.asked.wait()
         await world.depose(old)
-        await world.node(consensus=Lossy(world, *["unavailable"] * (ANSWER_ATTEMPTS + 1), log=REPLIES))
+        await world.node(consensus=Lossy(world, *["unavailable"] * (REPLY_ATTEMPTS + 1), log=REPLIES))
         with pytest.raises(UnknownOutcomeError, match="executed this request ended"):
             async with asyncio.timeout(20):
                 await waiting
@@ -506,7 +506,7 @@ def test_a_commit_that_is_done_is_never_told_as_closed() -> None:
 def test_a_leader_that_begins_while_the_bucket_is_away_leads_and_answers_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving_module, "BEGIN_PAUSE_S", 0.01)
+    monkeypatch.setattr(serving_module, "LOAD_RETRY_S", 0.01)
 
     class Away(MemoryObjects):
         away = True
@@ -558,11 +558,11 @@ def test_closing_leaves_nobody_waiting() -> None:
 
 def test_the_position_of_another_life_of_the_domain_is_not_taken_for_this_log() -> None:
     state = DomainState()
-    assert decode_place(state, None) == 0
-    assert decode_place(state, encode_place(state, 17)) == 17
+    assert decode_position(state, None) == 0
+    assert decode_position(state, encode_position(state, 17)) == 17
     state.seqno_delta, state.epoch_delta = 950, 2
-    assert decode_place(state, msgspec.msgpack.encode(Place(17, 0, 0))) == 0
-    assert decode_place(state, encode_place(state, 3)) == 3
+    assert decode_position(state, msgspec.msgpack.encode(RequestPosition(17, 0, 0))) == 0
+    assert decode_position(state, encode_position(state, 3)) == 3
 
 
 def test_layouts_are_the_ones_drawn() -> None:
@@ -572,13 +572,13 @@ def test_layouts_are_the_ones_drawn() -> None:
     older = decode_request(msgspec.msgpack.encode(fields[:4]))
     assert older is not None and not older.hears_unknown
     conflict = ConflictError("stale", current={b"k": None})
-    reply = refusal("n", conflict)
+    reply = rejection_reply("n", conflict)
     assert msgspec.to_builtins(reply, builtin_types=(bytes,)) == ["n", 1, 0, [(b"k", -1, b"")], "stale"]
-    again = outcome(reply)
+    again = outcome_of_reply(reply)
     assert isinstance(again, ConflictError) and again.current == {b"k": None}
-    assert outcome(Reply("n", 0, 12)) == 12
-    assert isinstance(outcome(refusal("n", UnavailableError("no room"))), UnavailableError)
-    assert isinstance(outcome(refusal("n", InvalidError("empty"))), InvalidError)
+    assert outcome_of_reply(Reply("n", 0, 12)) == 12
+    assert isinstance(outcome_of_reply(rejection_reply("n", UnavailableError("no room"))), UnavailableError)
+    assert isinstance(outcome_of_reply(rejection_reply("n", InvalidError("empty"))), InvalidError)
 
 
 def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,8 +634,8 @@ def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_th
             while len(await replies()) < 3:
                 await asyncio.sleep(0.02)
         told = await replies()
-        assert isinstance(outcome(told["old"]), UnavailableError) and "not be" in told["old"].text
-        assert isinstance(outcome(told["young"]), int) and isinstance(outcome(told["ageless"]), int)
+        assert isinstance(outcome_of_reply(told["old"]), UnavailableError) and "not be" in told["old"].text
+        assert isinstance(outcome_of_reply(told["young"]), int) and isinstance(outcome_of_reply(told["ageless"]), int)
         assert "flush" not in told
         assert await rows_of(leader) == {b"b": b"young", b"c": b"ageless"}
         # The position moved past them all: they are gone from the log for good.

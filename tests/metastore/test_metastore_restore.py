@@ -25,8 +25,8 @@ from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, T
 from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.cluster_manifest import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, newest_manifest
 from tidemill.metastore.domain import domain
-from tidemill.metastore.factory import metastore_on
-from tidemill.metastore.lsm.file_store import FileName, Files
+from tidemill.metastore.factory import create_metastore
+from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS, PARTITIONS
 from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow
@@ -241,7 +241,7 @@ def test_nodes_cannot_open_a_cluster_whose_restore_has_not_finished() -> None:
         async def die(*_: object) -> None:
             raise Killed
 
-        restorer._shards = die  # type: ignore[method-assign,assignment]
+        restorer._restore_shards = die  # type: ignore[method-assign,assignment]
         with pytest.raises(Killed):
             await restorer.run()
         metastore = Metastore(fresh, world.open_domain, world.clock, world.rand)
@@ -285,16 +285,18 @@ def test_f520_a_restore_beside_a_live_cluster_is_refused_whatever_the_clocks_of_
         await persisted(world, 3)
         manifest = await manifest_of(world)
         presence = Presence(world.objects, OtherMachine(off_ms), world.rand, "n1", interval_s=0.1)
-        await presence.round(manifest)
+        await presence.publish(manifest)
 
         async def live() -> None:
             while True:
                 await asyncio.sleep(0.1)
-                await presence.round(manifest)
+                await presence.publish(manifest)
 
         fresh = MemoryConsensus(world.clock)
         living = asyncio.ensure_future(live())
-        with pytest.raises(InvalidError, match=r"cluster is alive, it wrote a sign of life.*node=n1.*Stop all its nodes"):
+        with pytest.raises(
+            InvalidError, match=r"cluster is alive, it wrote a sign of life.*node=n1.*Stop all its nodes"
+        ):
             await Restorer(fresh, world.objects, world.clock, world.rand).run()
         living.cancel()
         await asyncio.gather(living, return_exceptions=True)
@@ -342,7 +344,7 @@ def test_the_old_cluster_finds_that_it_was_replaced() -> None:
         mine = await manifest_of(world)
         await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
         with pytest.raises(ClusterReplacedError, match=r"has been replaced.*incarnation=1.*bucket_incarnation=2"):
-            await Presence(world.objects, world.clock, world.rand, "n1").round(mine)
+            await Presence(world.objects, world.clock, world.rand, "n1").publish(mine)
 
     run(body)
 
@@ -391,7 +393,7 @@ def test_a_damaged_newest_manifest_is_named_and_an_older_one_can_be_chosen() -> 
 def test_a_damaged_cluster_object_is_named(prefix: str) -> None:
     async def body(world: World) -> None:
         await persisted(world, 2)
-        await Presence(world.objects, world.clock, world.rand, "n1").round(await manifest_of(world))
+        await Presence(world.objects, world.clock, world.rand, "n1").publish(await manifest_of(world))
         key = (await keys(world, prefix))[-1]
         await damage(world, key)
         with pytest.raises(CorruptError, match=key):
@@ -504,7 +506,7 @@ def test_committed_offsets_come_back_and_none_is_beyond_its_partition() -> None:
         fresh = MemoryConsensus(world.clock)
         done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
         assert done.group_offsets_cut == 1
-        metastore = metastore_on(fresh, world.objects, world.clock, world.rand)
+        metastore = create_metastore(fresh, world.objects, world.clock, world.rand)
         try:
             cut = msgspec.structs.replace(ahead, offset=end)
             assert await metastore.rows(GROUP_OFFSETS) == [cut, *kept]
@@ -632,12 +634,12 @@ def test_a_restored_domain_is_above_every_epoch_that_names_anything_in_its_bucke
         await persisted(world, 2)
         [uuid] = (await manifest_of(world)).domains
         left_over = FileName(70, 3, "deadbeef")
-        await Files(world.objects, f"metastore/{uuid}/").put(left_over, b"of a leader that nobody saw end")
+        await SstFiles(world.objects, f"metastore/{uuid}/").put(left_over, b"of a leader that nobody saw end")
         fresh = MemoryConsensus(world.clock)
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
         async with restored_world(world, fresh) as (metastore, _, _):
             [domain] = await metastore.domains()
-            await domain.until_leading(10)  # type: ignore[attr-defined]
+            await domain.wait_until_leading(10)  # type: ignore[attr-defined]
             assert domain.state.epoch(domain.term) > 70  # type: ignore[attr-defined]
             assert domain.state.manifest.epoch > 70  # type: ignore[attr-defined]
 

@@ -13,10 +13,10 @@ from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.state_log import codec as staterecords
 from tidemill.metastore.domain import codec
-from tidemill.metastore.domain.codec import decode_state, decode_state_slowly, encode_state, encode_state_slowly
+from tidemill.metastore.domain.codec import decode_state, decode_state_yielding, encode_state, encode_state_yielding
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.settings import DomainSettings
-from tidemill.metastore.domain.state import DomainState, VolatileBatch, batch_bytes, check_state
+from tidemill.metastore.domain.state import DomainState, VolatileBatch, assert_invariants, batch_bytes
 from tidemill.objects.memory import MemoryObjects
 
 
@@ -42,10 +42,10 @@ async def turns_during(working: asyncio.Future[bytes] | asyncio.Future[DomainSta
 def test_slowly_or_at_once_a_rollup_has_the_same_bytes_and_comes_back_as_the_same_state(batches: int) -> None:
     async def main() -> None:
         state = state_of(batches, rows=1)
-        data = await encode_state_slowly(state)
+        data = await encode_state_yielding(state)
         assert data == encode_state(state)
-        for again in (decode_state(data), await decode_state_slowly(data)):
-            check_state(again)
+        for again in (decode_state(data), await decode_state_yielding(data)):
+            assert_invariants(again)
             assert again.volatile == state.volatile
 
     asyncio.run(main())
@@ -54,9 +54,9 @@ def test_slowly_or_at_once_a_rollup_has_the_same_bytes_and_comes_back_as_the_sam
 def test_a_full_buffer_is_encoded_and_decoded_in_slices() -> None:
     async def main() -> None:
         state = state_of(20 * codec.SLICE_ROWS // 3)
-        encoding = asyncio.ensure_future(encode_state_slowly(state))
+        encoding = asyncio.ensure_future(encode_state_yielding(state))
         assert await turns_during(encoding) >= 20
-        decoding = asyncio.ensure_future(decode_state_slowly(encoding.result()))
+        decoding = asyncio.ensure_future(decode_state_yielding(encoding.result()))
         assert await turns_during(decoding) >= 20
 
     asyncio.run(main())
@@ -84,7 +84,7 @@ def test_a_state_that_cannot_be_rolled_up_ends_no_term() -> None:
         consensus, objects = NoRollups(clock), MemoryObjects(clock)
         settings = DomainSettings(rollup_after_records=1)
         domain = await Domain.open(consensus, objects, "0", holder="n", clock=clock, rand=Rand(), settings=settings)
-        await domain.until_leading(10)
+        await domain.wait_until_leading(10)
         term = domain.term
         for number in range(3):
             await domain.commit([(b"k", b"%d" % number)])

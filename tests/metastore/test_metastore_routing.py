@@ -16,7 +16,7 @@ from tidemill.consensus.api import Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import cluster as clusters
 from tidemill.metastore.cluster import domain_of, open_cluster
-from tidemill.metastore.merged_scan import merged
+from tidemill.metastore.merged_scan import merge_scans
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ALL, EXTENTS, GROUP_OFFSETS, PARTITIONS, PIPELINES, TOPICS
 from tidemill.metastore.rows.extents import ExtentRow
@@ -183,7 +183,9 @@ def test_a_merged_scan_is_all_scans_in_order(places: dict[bytes, int], sizes: li
             rows = [(key, b"%d" % index) for key in sorted(places, reverse=reverse) if places[key] == index]
             scans.append(chunked(rows, list(sizes[index])))
         found = [
-            pair async for keys, values in merged(scans, reverse=reverse) for pair in zip(keys, values, strict=True)
+            pair
+            async for keys, values in merge_scans(scans, reverse=reverse)
+            for pair in zip(keys, values, strict=True)
         ]
         assert found == [(key, b"%d" % places[key]) for key in sorted(places, reverse=reverse)]
 

@@ -54,7 +54,7 @@ class Life:
         self.database = await world.open(background=True)
         world.objects.before_put = world.objects.before_read = self.slowly
         for turn in range(80):
-            await patiently(self.database.room)
+            await patiently(self.database.wait_for_room)
             rows = {source.choice(KEYS): b"" if source.random() < 0.3 else b"%d" % turn for _ in range(5)}
             self.log.append((world.put(self.database, rows), rows))
             for key, value in rows.items():

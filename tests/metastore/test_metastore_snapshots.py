@@ -409,7 +409,7 @@ def test_a_follower_takes_batches_on_top_of_its_files_and_flushes_nothing(object
             rows = {**numbered(range(turn, 30, 5), "w"), b"row/000000": b""}
             seqno = world.put(writer, rows)
             follower.apply(seqno, list(rows), list(rows.values()))
-            await follower.room()
+            await follower.wait_for_room()
         assert await collect(follower.scan()) == expected(world.rows)
         assert await follower.get(b"row/000000") is None
         with pytest.raises(InvalidError, match="read-only"):

@@ -20,7 +20,7 @@ from tidemill.metastore.lsm import bloom
 from tidemill.metastore.lsm.block import decode_block
 from tidemill.metastore.lsm.footer import FORMAT
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.lsm.sst import SstWriter, Summary, decode_meta, separator
+from tidemill.metastore.lsm.sst import SstSummary, SstWriter, decode_meta, separator
 
 TINY = Options(block_bytes=64)
 
@@ -60,7 +60,7 @@ def test_the_index_leads_to_the_only_block_that_can_hold_a_key(rows: Rows, stran
         assert block.keys[-1] <= meta.last_keys[index]
         if index + 1 < len(blocks):
             assert meta.last_keys[index] < blocks[index + 1].keys[0]
-        assert all(meta.find(key) == index and meta.may_hold(key) for key in block.keys)
+        assert all(meta.find(key) == index and meta.may_contain(key) for key in block.keys)
     assert meta.last_keys[-1] == rows[0][-1]
     holders = [index for index, block in enumerate(blocks) if block.keys[0] <= stranger <= block.keys[-1]]
     assert holders in ([], [meta.find(stranger)])
@@ -194,7 +194,7 @@ FORMAT_1 = bytes.fromhex(
 
 
 FORMAT_1_ROWS: Rows = ([b"row/1", b"row/2", b"row/30"], [b"one" * 5, b"", b"three"], [300, 7, 9])
-FORMAT_1_SUMMARY = Summary(len(FORMAT_1), 3, b"row/1", b"row/30", 7, 300, 56)
+FORMAT_1_SUMMARY = SstSummary(len(FORMAT_1), 3, b"row/1", b"row/30", 7, 300, 56)
 
 
 def test_files_of_format_1_are_read_for_ever() -> None:
@@ -293,13 +293,13 @@ def test_may_hold_is_the_filter_of_the_format() -> None:
     rows = numbered_rows(3_000)
     data, summary = write_sst(rows)
     meta = decode_meta(data[summary.meta_start :], summary.named(1, 2, "n"), "f")
-    words = bloom.words_of(bloom.build_filter(bloom.hashes_of(rows[0]), 12))
+    words = bloom.decode_filter(bloom.build_filter(bloom.hashes_of(rows[0]), 12))
     asked = rows[0] + [b"other/%d" % number for number in range(3_000)]
-    assert [meta.may_hold(key) for key in asked] == [bloom.may_hold(words, key) for key in asked]
-    assert sum(map(meta.may_hold, asked[3_000:])) < 60
+    assert [meta.may_contain(key) for key in asked] == [bloom.may_contain(words, key) for key in asked]
+    assert sum(map(meta.may_contain, asked[3_000:])) < 60
 
 
 def test_without_a_filter_every_key_may_be_there() -> None:
     data, summary = write_sst(numbered_rows(100), options=Options(bloom_bits_per_key=0))
     meta = decode_meta(data[summary.meta_start :], summary.named(1, 2, "n"), "f")
-    assert meta.may_hold(b"anything") and meta.find(b"row/00000050") == bisect_left(meta.last_keys, b"row/00000050")
+    assert meta.may_contain(b"anything") and meta.find(b"row/00000050") == bisect_left(meta.last_keys, b"row/00000050")

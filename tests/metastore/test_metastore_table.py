@@ -12,10 +12,10 @@ from sst_world import PREFIX, Rows, Watched, numbered_rows, on_memory_and_local,
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.block_cache import BlockCache
-from tidemill.metastore.lsm.file_store import FileName, Files
+from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.footer import FORMAT
 from tidemill.metastore.lsm.manifest import FileMeta
-from tidemill.metastore.lsm.table_cache import Tables
+from tidemill.metastore.lsm.table_cache import TableCache
 from tidemill.objects.memory import MemoryObjects
 
 ROWS = numbered_rows(10_000, value_bytes=100)
@@ -27,8 +27,8 @@ class World:
 
     def __init__(self, budget_bytes: int = BUDGET) -> None:
         self.store = Watched(MemoryObjects(ManualClock()))
-        self.files = Files(self.store, PREFIX)
-        self.tables = Tables(self.files, BlockCache(budget_bytes))
+        self.files = SstFiles(self.store, PREFIX)
+        self.tables = TableCache(self.files, BlockCache(budget_bytes))
 
     async def put(self, rows: Rows = ROWS, number: int = 1) -> FileMeta:
         data, summary = write_sst(rows)
@@ -60,7 +60,7 @@ def test_a_cold_get_takes_two_reads_and_a_warm_one_none(kind: str, tmp_path: Pat
             file = await world.put()
             for key, value, seqno in list(zip(*ROWS, strict=True))[::997]:
                 meta = await world.tables.meta(file)
-                assert meta.may_hold(key)
+                assert meta.may_contain(key)
                 block = await world.tables.block(file, meta.find(key))
                 row = block.find(key)
                 assert (block.values[row], block.seqno(row)) == (value, seqno)
@@ -262,10 +262,10 @@ def test_a_forgotten_file_leaves_nothing_behind() -> None:
         used = world.tables.cache.used_bytes
         file, count = await _opened(world)
         await world.tables.blocks(file, 0, count)
-        world.tables.forget(file)
+        world.tables.drop_file(file)
         assert world.tables.cache.used_bytes == used and world.tables.cached_meta(file) is None
         assert world.tables.cached_block(other, 1) is not None
-        world.tables.forget(file)
+        world.tables.drop_file(file)
 
     asyncio.run(scenario())
 

@@ -20,14 +20,20 @@ from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.apply import UnreadableRecordError, apply
 from tidemill.metastore.domain.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.metastore.domain.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
-from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch, batch_bytes, check_state
-from tidemill.metastore.domain.write_path import measured
+from tidemill.metastore.domain.state import (
+    DomainState,
+    PersistedManifest,
+    VolatileBatch,
+    assert_invariants,
+    batch_bytes,
+)
+from tidemill.metastore.domain.write_path import checked_size
 
 UUID = "6a4b"
 
 
 def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
-    return log.propose_late_nowait(lambda _: command)
+    return log.propose_deferred(lambda _: command)
 
 
 def do(state: DomainState, command: Command, position: int, term: int = 1) -> None:
@@ -39,7 +45,7 @@ def do(state: DomainState, command: Command, position: int, term: int = 1) -> No
         assert encode_state(state) == before
         raise
     finally:
-        check_state(state)
+        assert_invariants(state)
 
 
 def write(*rows: tuple[bytes, bytes], uuid: str = UUID) -> WriteBatch:
@@ -125,16 +131,16 @@ def test_a_seqno_that_does_not_exceed_the_persisted_one_is_refused() -> None:
 
 def test_a_batch_that_the_database_would_refuse_is_refused_before_it_is_proposed() -> None:
     with pytest.raises(InvalidError, match="at least one row"):
-        measured([])
+        checked_size([])
     with pytest.raises(InvalidError, match="key must not be empty"):
-        measured([(b"", b"x")])
+        checked_size([(b"", b"x")])
     with pytest.raises(InvalidError, match="key is too long"):
-        measured([(b"k" * (METASTORE_KEY_BYTES + 1), b"x")])
+        checked_size([(b"k" * (METASTORE_KEY_BYTES + 1), b"x")])
     with pytest.raises(InvalidError, match="value is too large"):
-        measured([(b"k", b"x" * (METASTORE_VALUE_BYTES + 1))])
+        checked_size([(b"k", b"x" * (METASTORE_VALUE_BYTES + 1))])
     value = b"x" * METASTORE_VALUE_BYTES
     with pytest.raises(InvalidError, match="batch is too large"):
-        measured([(b"%d" % i, value) for i in range(METASTORE_BATCH_BYTES // METASTORE_VALUE_BYTES + 1)])
+        checked_size([(b"%d" % i, value) for i in range(METASTORE_BATCH_BYTES // METASTORE_VALUE_BYTES + 1)])
 
 
 # persist manifest -----------------------------------------------------------------------------------------------
@@ -283,7 +289,7 @@ def test_a_rollup_holds_the_whole_state() -> None:
     again = decode_state(encode_state(state))
     for name in DomainState.__slots__:
         assert getattr(again, name) == getattr(state, name), name
-    check_state(again)
+    assert_invariants(again)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode([9, "x"]), msgspec.msgpack.encode([2, "x"])])
@@ -350,7 +356,7 @@ def test_a_rollup_moves_positions_and_seqnos_still_grow() -> None:
         late = make(consensus)
         await late.catch_up()
         assert [batch.seqno for batch in late.state.volatile] == [1, 3]
-        check_state(late.state)
+        assert_invariants(late.state)
         await leader.aclose()
 
     asyncio.run(body())
@@ -406,7 +412,7 @@ def test_no_sequence_of_updates_breaks_the_invariants_or_turns_a_counter_back(
             assert (state.manifest.epoch if state.manifest else 0) >= epoch
             assert uuid in ("", state.domain_uuid)
         copied = decode_state(encode_state(state))
-        check_state(copied)
+        assert_invariants(copied)
         assert encode_state(copied) == encode_state(state)
 
 

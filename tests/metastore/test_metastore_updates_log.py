@@ -23,14 +23,14 @@ from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_state, encode_command, encode_state
 from tidemill.metastore.domain.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
-from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch, check_state
+from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch, assert_invariants
 
 UUID = "6a4b"
 LOG = "metastore/main"
 
 
 def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
-    return log.propose_late_nowait(lambda _: command)
+    return log.propose_deferred(lambda _: command)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -91,7 +91,7 @@ class Machine:
         await self.follower.catch_up()
         assert self.follower.position == self.leader.position
         assert encode_state(self.follower.state) == encode_state(self.state)
-        check_state(self.follower.state)
+        assert_invariants(self.follower.state)
 
 
 def on_a_log(url: str, body: Callable[[Machine], Awaitable[None]]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lsm_files import meta
 
 from tidemill.base.errors import ConflictError, InvalidError
-from tidemill.metastore.lsm.version import EMPTY, Edit, Version
+from tidemill.metastore.lsm.version import EMPTY_VERSION, Edit, Version
 
 N1, N2 = meta(1, b"c", b"g"), meta(2, b"a", b"e")
 D1, D2, D3 = meta(3, b"b", b"d"), meta(4, b"f", b"h"), meta(5, b"m", b"m")
@@ -69,18 +69,18 @@ def test_the_part_of_a_level_is_exactly_the_files_with_a_key_in_the_range(
 
 def test_an_edit_removes_then_adds_and_leaves_the_old_version_as_it_was() -> None:
     new = meta(7, b"b", b"h")
-    after = VERSION.edited(Edit(added=((1, new),), removed=(N1, D1, D2)))
+    after = VERSION.apply_edit(Edit(added=((1, new),), removed=(N1, D1, D2)))
     assert after.levels == ((N2,), (new, D3), (), (E1,)) and after.last_seqno == 9
     assert VERSION.levels[0] == (N2, N1)
-    flushed = after.edited(Edit(added=((0, N1),), last_seqno=12))
+    flushed = after.apply_edit(Edit(added=((0, N1),), last_seqno=12))
     assert flushed.levels[0] == (N1, N2) and flushed.last_seqno == 12  # newest first
-    moved = flushed.edited(Edit(added=((5, E1),), removed=(E1,)))
+    moved = flushed.apply_edit(Edit(added=((5, E1),), removed=(E1,)))
     assert moved.levels == ((N1, N2), (new, D3), (), (), (), (E1,))
-    assert EMPTY.edited(Edit(added=((0, N1),), last_seqno=1)).levels == ((N1,),)
+    assert EMPTY_VERSION.apply_edit(Edit(added=((0, N1),), last_seqno=1)).levels == ((N1,),)
 
 
 def test_an_edit_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConflictError, match="not live: files=1-7"):
-        VERSION.edited(Edit(removed=(meta(7, b"a", b"b"),)))
+        VERSION.apply_edit(Edit(removed=(meta(7, b"a", b"b"),)))
     with pytest.raises(InvalidError, match="overlap: level=1 left=1-3 right=1-7"):
-        VERSION.edited(Edit(added=((1, meta(7, b"d", b"e")),)))
+        VERSION.apply_edit(Edit(added=((1, meta(7, b"d", b"e")),)))

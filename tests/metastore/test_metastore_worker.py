@@ -17,9 +17,9 @@ from lsm_files import Shelf, in_loop
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
-from tidemill.metastore.lsm.compaction.executor import DEATHS_TOLERATED, ChoosingMerger, Progress
-from tidemill.metastore.lsm.compaction.picker import Job, settle
-from tidemill.metastore.lsm.compaction.worker.client import WorkerMerger
+from tidemill.metastore.lsm.compaction.executor import DEATHS_TOLERATED, Progress, SizeBasedExecutor
+from tidemill.metastore.lsm.compaction.picker import Job, pick_full_compaction
+from tidemill.metastore.lsm.compaction.worker.client import WorkerExecutor
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.local import LocalObjects
@@ -43,7 +43,7 @@ async def fill(shelf: Shelf, *, files: int = 3, rows: int = 3000) -> dict[bytes,
 
 
 def job_of(shelf: Shelf) -> Job:
-    job = settle(shelf.version.levels, shelf.options)
+    job = pick_full_compaction(shelf.version.levels, shelf.options)
     assert job is not None
     return shelf.prepared(job)
 
@@ -66,7 +66,7 @@ async def until_dead(pid: int) -> None:
 async def test_the_worker_makes_what_the_loop_makes(tmp_path: Path) -> None:
     shelf = shelf_at(tmp_path)
     everything = await fill(shelf)
-    worker = WorkerMerger(str(tmp_path), OPTIONS)
+    worker = WorkerExecutor(str(tmp_path), OPTIONS)
     told: list[int] = []
     try:
         assert worker.pid is None, "nothing is started before the first job"
@@ -86,7 +86,7 @@ async def test_the_worker_makes_what_the_loop_makes(tmp_path: Path) -> None:
 async def test_one_process_does_many_jobs_and_ends_with_the_merger(tmp_path: Path) -> None:
     shelf = shelf_at(tmp_path)
     await fill(shelf)
-    worker = WorkerMerger(str(tmp_path), OPTIONS)
+    worker = WorkerExecutor(str(tmp_path), OPTIONS)
     worker._deaths = 2
     await worker.merge(job_of(shelf))
     assert worker.deaths == 0, "only deaths in a row count"
@@ -105,7 +105,7 @@ async def test_a_killed_worker_is_unavailable_once_and_the_next_job_has_a_new_on
     slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=100_000)
     shelf = shelf_at(tmp_path)
     await fill(shelf)
-    worker = WorkerMerger(str(tmp_path), slow)
+    worker = WorkerExecutor(str(tmp_path), slow)
     try:
         merging = asyncio.ensure_future(worker.merge(job_of(shelf)))
         async with asyncio.timeout(LIMIT_S):
@@ -118,7 +118,7 @@ async def test_a_killed_worker_is_unavailable_once_and_the_next_job_has_a_new_on
         assert worker.deaths == 1 and worker.pid is None
     finally:
         await worker.aclose()
-    again = WorkerMerger(str(tmp_path), OPTIONS)
+    again = WorkerExecutor(str(tmp_path), OPTIONS)
     try:
         assert await again.merge(job_of(shelf))
         old = again.pid
@@ -137,7 +137,7 @@ async def test_a_cancelled_merge_kills_the_worker(tmp_path: Path) -> None:
     slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=10_000)
     shelf = shelf_at(tmp_path)
     await fill(shelf)
-    worker = WorkerMerger(str(tmp_path), slow)
+    worker = WorkerExecutor(str(tmp_path), slow)
     started = asyncio.Event()
     merging = asyncio.ensure_future(worker.merge(job_of(shelf)))
     async with asyncio.timeout(LIMIT_S):
@@ -157,7 +157,7 @@ async def test_closing_during_a_merge_ends_it_with_closed(tmp_path: Path) -> Non
     slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=10_000)
     shelf = shelf_at(tmp_path)
     await fill(shelf)
-    worker = WorkerMerger(str(tmp_path), slow)
+    worker = WorkerExecutor(str(tmp_path), slow)
     merging = asyncio.ensure_future(worker.merge(job_of(shelf)))
     async with asyncio.timeout(LIMIT_S):
         while worker.pid is None:
@@ -175,7 +175,7 @@ async def test_errors_of_the_store_come_back_as_they_are(tmp_path: Path) -> None
     await fill(shelf)
     gone = shelf.version.levels[0][0]
     await shelf.files.delete(gone)
-    worker = WorkerMerger(str(tmp_path), OPTIONS)
+    worker = WorkerExecutor(str(tmp_path), OPTIONS)
     try:
         with pytest.raises(MissingError, match=gone.nonce) as caught:
             await worker.merge(job_of(shelf))
@@ -188,7 +188,7 @@ async def test_errors_of_the_store_come_back_as_they_are(tmp_path: Path) -> None
 async def test_an_idle_worker_ends_by_itself(tmp_path: Path) -> None:
     shelf = shelf_at(tmp_path)
     await fill(shelf, rows=100)
-    worker = WorkerMerger(str(tmp_path), OPTIONS, idle_s=0.05)
+    worker = WorkerExecutor(str(tmp_path), OPTIONS, idle_s=0.05)
     try:
         await worker.merge(job_of(shelf))
         async with asyncio.timeout(LIMIT_S):
@@ -233,7 +233,7 @@ async def test_the_worker_does_not_outlive_a_killed_database(tmp_path: Path) -> 
 
 def test_memory_objects_have_no_worker() -> None:
     with pytest.raises(InvalidError, match="another process's memory"):
-        WorkerMerger("memory:", OPTIONS)
+        WorkerExecutor("memory:", OPTIONS)
 
 
 @in_loop
@@ -274,7 +274,7 @@ def job_with(rows: int) -> Job:
 @in_loop
 async def test_large_jobs_go_to_the_worker_and_small_ones_stay_on_the_loop() -> None:
     inline, worker = Recorder(), Recorder()
-    choosing = ChoosingMerger(inline, worker, Options(inline_merge_rows=1000))
+    choosing = SizeBasedExecutor(inline, worker, Options(inline_merge_rows=1000))
     for rows in (1, 1000, 1001, 10**9):
         await choosing.merge(job_with(rows))
     assert [job.rows for job in inline.jobs] == [1, 1000]
@@ -286,7 +286,7 @@ async def test_large_jobs_go_to_the_worker_and_small_ones_stay_on_the_loop() -> 
 @in_loop
 async def test_a_worker_that_dies_again_and_again_is_not_asked_any_more() -> None:
     inline, worker = Recorder(), Recorder(deaths=DEATHS_TOLERATED)
-    await ChoosingMerger(inline, worker, Options(inline_merge_rows=10)).merge(job_with(11))
+    await SizeBasedExecutor(inline, worker, Options(inline_merge_rows=10)).merge(job_with(11))
     assert inline.jobs and not worker.jobs
 
 
@@ -300,7 +300,7 @@ async def test_memory_stays_bounded_whatever_the_size_of_the_job(tmp_path: Path)
         for seqno in (1, 2):
             source = random.Random(seqno)
             await shelf.flush({b"%012d" % (2 * n + seqno): source.randbytes(100) for n in range(rows)}, seqno)
-        worker = WorkerMerger(str(path), shelf.options)
+        worker = WorkerExecutor(str(path), shelf.options)
         try:
             made = await worker.merge(job_of(shelf))
             assert sum(file.rows for file in made) == 2 * rows

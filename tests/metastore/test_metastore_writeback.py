@@ -14,13 +14,13 @@ from tidemill.base.errors import InvalidError, UnknownOutcomeError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.shards.bindings.remap import encode_binding
 from tidemill.shards.registry import open_remap, open_shard
-from tidemill.shards.state.restore import restore_bindings, restore_shard, restored_id
+from tidemill.shards.state.restore import restore_bindings, restore_shard, restored_shard_id
 from tidemill.topics.api import FetchRead
 from tidemill.topics.lifecycle.restore import newest_epoch, restore_partition, restore_registers
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 from tidemill.topics.produce.producer_ids import ProducerIds
 
 
@@ -87,7 +87,7 @@ def test_a_restored_shard_has_a_new_id_and_the_same_contents_and_takes_appends()
         fresh = MemoryConsensus(world.clock)
         await write_back(world, fresh)
         shard = await open_shard(fresh, world.objects, world.clock, Rand(4), "table")
-        assert shard.shard_id == restored_id(world.table.shard_id, "a1") != world.table.shard_id
+        assert shard.shard_id == restored_shard_id(world.table.shard_id, "a1") != world.table.shard_id
         since, upper = await world.table.frontiers()
         assert await shard.frontiers() == (since, upper)
         assert (await shard.snapshot(upper - 1)).equals(await world.table.snapshot(upper - 1))
@@ -147,7 +147,7 @@ def test_write_back_is_cut_off_at_every_write_and_run_again(landed: bool) -> Non
                 pass
             fresh = MemoryConsensus(world.clock, state)
             await write_back(world, fresh)
-            reader = PartitionReaderImpl(fresh, world.objects)
+            reader = LogPartitionReader(fresh, world.objects)
             for partition in range(2):
                 want = (await world.topics.offsets(world.topic.topic_id, partition)).high_watermark
                 assert await reader.high_watermark(world.topic.topic_id, partition) == want

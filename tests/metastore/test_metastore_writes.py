@@ -28,9 +28,9 @@ from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.codec import decode_command, encode_command
 from tidemill.metastore.domain.commands import PersistManifest, ResetManifest, SetDomainUuid
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.follower import FEED_ROWS
+from tidemill.metastore.domain.follower import APPLY_ROWS
 from tidemill.metastore.domain.leader import REPLAY_ROWS
-from tidemill.metastore.domain.state import DomainState, PersistedManifest, check_state
+from tidemill.metastore.domain.state import DomainState, PersistedManifest, assert_invariants
 from tidemill.metastore.domain.write_path import ROOM_WAIT_S
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import MAGIC
@@ -40,7 +40,7 @@ from tidemill.objects.store import Buffer
 
 
 def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
-    return log.propose_late_nowait(lambda _: command)
+    return log.propose_deferred(lambda _: command)
 
 
 class Trouble(MemoryConsensus):
@@ -415,7 +415,7 @@ def test_a_batch_made_in_one_term_is_not_appended_in_the_next_one_of_the_same_pr
         await under_way  # its append was on its way: it landed, and its client is told so
         with pytest.raises(FencedError):
             await queued
-        await leader.until_leading(10)
+        await leader.wait_until_leading(10)
         assert leader._leader is not first
         assert await rows_of(leader) == {b"a": b"1"}
 
@@ -430,7 +430,7 @@ def test_a_group_is_made_only_in_the_term_it_was_opened_in() -> None:
         leader._log.term += 1
         with pytest.raises(FencedError, match="term has ended"):
             await first.writing.commit([(b"a", b"1")])
-        assert first.ended and not leader.state.volatile
+        assert first.has_ended and not leader.state.volatile
 
     run(body, DomainWorld())
 
@@ -446,10 +446,10 @@ def test_a_leader_whose_replica_went_on_without_it_feeds_nothing_over_the_gap() 
         await new.flush(10)
         await new.commit([(b"b", b"2")])
         leader = old._leader
-        assert leader is not None and not leader.ended
+        assert leader is not None and not leader.has_ended
         await old._log.catch_up()
-        leader.feed()
-        assert leader.ended and await leader_rows(leader.database) == {}
+        leader.apply_log()
+        assert leader.has_ended and await leader_rows(leader.database) == {}
         assert await rows_of(old) == {b"a": b"1", b"b": b"2"}
 
     run(body, DomainWorld())
@@ -466,8 +466,8 @@ def test_a_refused_batch_changes_nothing_and_its_client_and_leader_are_told() ->
         with pytest.raises(FencedError, match=r"rejected|no longer leads"):
             await leader.commit([(b"a", b"1")])
         await reset
-        await until(lambda: old.ended)
-        await leader.until_leading(10)
+        await until(lambda: old.has_ended)
+        await leader.wait_until_leading(10)
         assert leader.domain_uuid == "renamed" and await rows_of(leader) == {}
         assert await leader.commit([(b"a", b"2")]) > 0
 
@@ -638,7 +638,7 @@ def test_the_loop_turns_while_a_long_buffer_is_replayed(monkeypatch: pytest.Monk
             follower = await world.node(FOLLOWS)
             reading = [asyncio.ensure_future(follower.get(b"%06d" % (3 * REPLAY_ROWS - 1))) for _ in range(3)]
             assert await asyncio.gather(*reading) == [b"v"] * 3
-            assert longest <= max(REPLAY_ROWS, FEED_ROWS)
+            assert longest <= max(REPLAY_ROWS, APPLY_ROWS)
         assert len(await rows_of(second)) == 3 * REPLAY_ROWS
 
     run(body, DomainWorld())
@@ -669,7 +669,7 @@ def test_a_full_write_buffer_is_persisted_and_trims_the_log() -> None:
         await until(lambda: leader.state.persisted_seqno > 0)
         await until(lambda: world.memory.heads["metastore/main"].start > 0)
         assert leader.state.volatile_bytes < 400_000
-        check_state(leader.state)
+        assert_invariants(leader.state)
         assert len(await rows_of(await world.node(FOLLOWS))) == 100
 
     run(body, DomainWorld())
@@ -729,7 +729,7 @@ def test_a_manifest_whose_append_has_no_known_outcome_ends_the_term_and_loses_no
         with pytest.raises((UnknownOutcomeError, FencedError)):
             await leader.flush(30)
         consensus.read, consensus.log_head = read, log_head  # type: ignore[method-assign]
-        await leader.until_leading(20)
+        await leader.wait_until_leading(20)
         assert leader.term > term and await rows_of(leader) == {b"a": b"1"}
         await leader.commit([(b"b", b"2")])
         await leader.flush(10)
@@ -752,7 +752,7 @@ def test_a_manifest_of_a_newer_format_is_named_and_the_domain_not_led() -> None:
             await world.client(), world.objects(), "main", holder="x", clock=world.clock, rand=world.rand
         )
         with pytest.raises(UnavailableError, match="newer version of tidemill"):
-            await other.until_leading(1)
+            await other.wait_until_leading(1)
         await other.aclose()
 
     run(body, DomainWorld())

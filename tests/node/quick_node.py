@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tidemill.base.config.config import StorageSection
 from tidemill.cli import serve
 from tidemill.maintenance import job_list
-from tidemill.maintenance.topics.l0_garbage import TopicObjects
+from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
 from tidemill.node import node
 from tidemill.topics.config.settings import TopicSettings
 
@@ -33,7 +33,7 @@ def main() -> int:
     node.topic_settings = quick
     for job in JOBS:
         setattr(job_list, f"{job}_EVERY_S", EVERY_S)
-    kept = TopicObjects.__init__.__kwdefaults__
+    kept = L0GarbageCollector.__init__.__kwdefaults__
     assert kept is not None
     kept["quiet_s"] = 1.0
     return serve.main()

@@ -10,8 +10,14 @@ from itertools import pairwise
 import pytest
 
 from tidemill.consensus.api import Lease
-from tidemill.node.captures.backoff import FIRST_S, LONGEST_S, LOST_S, NEVER_S, CaptureBackoff
-from tidemill.node.captures.balancer import UNEVEN_S, CaptureBalancer, View
+from tidemill.node.captures.backoff import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    LOST_LIMIT_S,
+    NEVER_WORKED_LIMIT_S,
+    CaptureBackoff,
+)
+from tidemill.node.captures.balancer import HANDOVER_DELAY_S, CaptureBalancer, LeaseView
 from tidemill.node.captures.placement import Placement
 
 LEASE = Lease("capture/x", "n1/1", 1, 1, 60_000, True)
@@ -32,7 +38,7 @@ class Game:
         self.moves: list[tuple[float, str, str]] = []
         self.held_s: dict[tuple[str, str], int] = {}
         self._ticked = asyncio.Event()
-        self._view: View = ({}, {})
+        self._view: LeaseView = ({}, {})
         self.spreads = {node: CaptureBalancer(f"{node}/1", self._look, self, self._telling(node)) for node in nodes}  # type: ignore[arg-type]
         self._tasks = [asyncio.ensure_future(self._share(node, each)) for node in nodes for each in captures]
 
@@ -45,7 +51,7 @@ class Game:
 
         return tell
 
-    async def _look(self) -> View:
+    async def _look(self) -> LeaseView:
         await self._ticked.wait()
         return self._view
 
@@ -56,13 +62,13 @@ class Game:
             await asyncio.Event().wait()
 
         while True:
-            await spread.turn(capture)
+            await spread.wait_for_turn(capture)
             if capture in self.holders:
                 continue
             self.holders[capture] = f"{node}/1"
             self.moves.append((self.now_s, capture, node))
             spread.health[capture] = lambda: None if self.works(node, capture, self.now_s) else "it is away"
-            await spread.fairly(capture, run)(LEASE)
+            await spread.with_handover(capture, run)(LEASE)
             del spread.health[capture], self.holders[capture]
 
     async def play(self, for_s: int) -> None:
@@ -111,8 +117,8 @@ def test_f614_a_node_that_cannot_capture_gives_back_what_it_was_given_and_tries_
     for capture in "xy":
         mine = game.taken_s("n2", capture)
         pauses = [after - before for before, after in pairwise(mine)]
-        assert all(pause >= FIRST_S * 2**n for n, pause in enumerate(pauses)), pauses
-        assert game.held_s.get((capture, "n2"), 0) <= len(mine) * (NEVER_S + UNEVEN_S + 5)
+        assert all(pause >= FIRST_PAUSE_S * 2**n for n, pause in enumerate(pauses)), pauses
+        assert game.held_s.get((capture, "n2"), 0) <= len(mine) * (NEVER_WORKED_LIMIT_S + HANDOVER_DELAY_S + 5)
         assert game.held_s[capture, "n1"] > 0.95 * hours * 3600, game.held_s
     assert game.holders == {"x": "n1/1", "y": "n1/1"}
 
@@ -127,14 +133,14 @@ def test_where_no_node_can_capture_it_moves_at_a_slowing_pace_and_is_even_soon_a
 
 
 def test_an_outage_of_two_minutes_moves_nothing_for_moving_would_help_nothing() -> None:
-    game = play(["x", "y"], lambda _node, _capture, now_s: not 60 <= now_s < 60 + LOST_S, 600)
+    game = play(["x", "y"], lambda _node, _capture, now_s: not 60 <= now_s < 60 + LOST_LIMIT_S, 600)
     assert len(game.moves) == 2, game.moves
 
 
 def test_who_lost_a_database_that_another_node_reaches_gives_its_capture_up_and_is_given_it_when_it_works() -> None:
     lost_s, back_s = 100, 1000
     game = play(["x", "y"], lambda node, _, now_s: node == "n2" or not lost_s <= now_s < back_s, 3600)
-    assert sum(game.held_s.get((each, "n2"), 0) for each in "xy") > 3600 + (back_s - lost_s - LOST_S) * 0.7
+    assert sum(game.held_s.get((each, "n2"), 0) for each in "xy") > 3600 + (back_s - lost_s - LOST_LIMIT_S) * 0.7
     assert sorted(game.holders.values()) == ["n1/1", "n2/1"]
 
 
@@ -143,41 +149,43 @@ def test_s2_a_node_that_gave_up_takes_what_nobody_else_runs_and_never_moves_what
     assert [each[1:] for each in game.moves] == [("x", "n1")] and game.spreads["n1"].facts() == {"given_up": {}}
 
     backoff = CaptureBackoff("n1")
-    backoff.feels("x", "it is away", 0)
-    backoff.feels("x", "it is away", NEVER_S)
-    backoff.give_up("x", NEVER_S)
-    backoff.ended("x")
-    assert backoff.withheld(NEVER_S) == {"x"} and backoff.facts(NEVER_S) == {
-        "x": {"for_s": FIRST_S, "error": "it is away"}
+    backoff.record_health("x", "it is away", 0)
+    backoff.record_health("x", "it is away", NEVER_WORKED_LIMIT_S)
+    backoff.start_pause("x", NEVER_WORKED_LIMIT_S)
+    backoff.forget_holding("x")
+    assert backoff.withheld_captures(NEVER_WORKED_LIMIT_S) == {"x"} and backoff.facts(NEVER_WORKED_LIMIT_S) == {
+        "x": {"for_s": FIRST_PAUSE_S, "error": "it is away"}
     }
-    assert Placement({}, {"n1": ()}).line("x") == [], "so it tries at once where nobody else is there"
+    assert Placement({}, {"n1": ()}).nodes_in_try_order("x") == [], "so it tries at once where nobody else is there"
 
 
 def test_pauses_are_bounded_and_forgotten_once_it_works() -> None:
     backoff, now_s = CaptureBackoff("n1"), 0.0
     for _ in range(30):
-        backoff.feels("x", "it is away", now_s)
-        now_s += NEVER_S
-        assert backoff.fails("x", now_s)
-        backoff.give_up("x", now_s)
-        backoff.ended("x")
-    assert "x" in backoff.withheld(now_s + LONGEST_S - 1) and "x" not in backoff.withheld(now_s + LONGEST_S)
-    backoff.feels("x", None, now_s)
-    assert not backoff.withheld(now_s)
-    backoff.feels("x", "lost", now_s)
-    assert not backoff.fails("x", now_s + NEVER_S) and backoff.fails("x", now_s + LOST_S)
-    backoff.feels("x", "", now_s + LOST_S)
-    assert not backoff.fails("x", now_s + LOST_S), "it waits for somebody, and does not fail"
+        backoff.record_health("x", "it is away", now_s)
+        now_s += NEVER_WORKED_LIMIT_S
+        assert backoff.is_failing("x", now_s)
+        backoff.start_pause("x", now_s)
+        backoff.forget_holding("x")
+    assert "x" in backoff.withheld_captures(now_s + LONGEST_PAUSE_S - 1) and "x" not in backoff.withheld_captures(
+        now_s + LONGEST_PAUSE_S
+    )
+    backoff.record_health("x", None, now_s)
+    assert not backoff.withheld_captures(now_s)
+    backoff.record_health("x", "lost", now_s)
+    assert not backoff.is_failing("x", now_s + NEVER_WORKED_LIMIT_S) and backoff.is_failing("x", now_s + LOST_LIMIT_S)
+    backoff.record_health("x", "", now_s + LOST_LIMIT_S)
+    assert not backoff.is_failing("x", now_s + LOST_LIMIT_S), "it waits for somebody, and does not fail"
 
 
 @pytest.mark.parametrize("withheld_before", [False, True])
 def test_y2_a_pause_ends_where_who_took_over_failed_and_then_works(withheld_before: bool) -> None:
     backoff = CaptureBackoff("n1")
-    backoff.feels("x", "it is away", 0)
-    backoff.give_up("x", NEVER_S)
-    backoff.ended("x")
+    backoff.record_health("x", "it is away", 0)
+    backoff.start_pause("x", NEVER_WORKED_LIMIT_S)
+    backoff.forget_holding("x")
     if withheld_before:
-        backoff.sees({"x": "n2"}, {"n2": ()}, NEVER_S + 1)
-        assert "x" in backoff.withheld(NEVER_S + 1)
-    backoff.sees({"x": "n2"}, {"n2": ("x",)}, NEVER_S + 2)
-    assert ("x" in backoff.withheld(NEVER_S + 2)) != withheld_before
+        backoff.observe_offers({"x": "n2"}, {"n2": ()}, NEVER_WORKED_LIMIT_S + 1)
+        assert "x" in backoff.withheld_captures(NEVER_WORKED_LIMIT_S + 1)
+    backoff.observe_offers({"x": "n2"}, {"n2": ("x",)}, NEVER_WORKED_LIMIT_S + 2)
+    assert ("x" in backoff.withheld_captures(NEVER_WORKED_LIMIT_S + 2)) != withheld_before

@@ -18,17 +18,17 @@ from tidemill.base.runtime import tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.node.topic_binder import Binder
+from tidemill.node.topic_binder import TopicBinder
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import Binding
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.topics.api import Marker, ProduceTransaction
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.batch.control_batch import transactional
+from tidemill.topics.batch.control_batch import as_transactional
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.membership import Alone
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.membership import SingleNodeAssignment
+from tidemill.topics.partition_reader import LogPartitionReader
 
 
 class Led:
@@ -70,12 +70,12 @@ class World:
         self.tracker = StatusTracker()
         self.elsewhere = Elsewhere()
 
-    def binder(self, led: Any) -> Binder:
+    def binder(self, led: Any) -> TopicBinder:
         async def remap(name: str) -> LogRemap:
             return self.remap(name)
 
         reader: Any = self.elsewhere
-        return Binder(led, lambda: reader, remap, self.clock, self.tracker)
+        return TopicBinder(led, lambda: reader, remap, self.clock, self.tracker)
 
     def remap(self, name: str) -> LogRemap:
         return LogRemap(MemoryConsensus(self.clock, self.state), name, self.clock, Rand())
@@ -148,7 +148,7 @@ def test_what_a_dead_node_appended_is_bound_when_members_change() -> None:
         led.listed(rows(TopicRow("a", "id", 2)))
         await world.ends_at((0, 0))
         world.elsewhere.ends["id", 1] = 9  # durable, and its node died before it minted
-        binder.look_at_all()
+        binder.recheck_all_topics()
         await world.ends_at((0, 9))
         await binder.aclose()
 
@@ -252,14 +252,14 @@ def test_thousands_of_idle_partitions_cost_nothing_and_one_that_moves_is_bound_a
         catalogue: Any = Rows(found)
         objects = MemoryObjects(world.clock)
         topics = LocalTopics(
-            consensus, objects, catalogue, clock=world.clock, rand=Rand(), assignment=Alone(),
+            consensus, objects, catalogue, clock=world.clock, rand=Rand(), assignment=SingleNodeAssignment(),
             settings=TopicSettings(catalogue_poll_s=1.0),
         )  # fmt: skip
 
         async def remap(name: str) -> LogRemap:
             return LogRemap(consensus, name, world.clock, Rand())
 
-        binder = Binder(topics, lambda: PartitionReaderImpl(consensus, objects), remap, world.clock, world.tracker)
+        binder = TopicBinder(topics, lambda: LogPartitionReader(consensus, objects), remap, world.clock, world.tracker)
         binder.start()
         await topics.start()
         await until(lambda: len(binder._bound) == 650 and all(b.task and b.task.done() for b in binder._bound.values()))
@@ -290,7 +290,9 @@ def test_no_time_covers_a_transaction_before_it_has_ended() -> None:
         world = World()
         consensus, objects = MemoryConsensus(world.clock, world.state), MemoryObjects(world.clock)
         catalogue: Any = Rows([TopicRow("t", "id", 1)])
-        topics = LocalTopics(consensus, objects, catalogue, clock=world.clock, rand=Rand(), assignment=Alone())
+        topics = LocalTopics(
+            consensus, objects, catalogue, clock=world.clock, rand=Rand(), assignment=SingleNodeAssignment()
+        )
 
         async def confirm(*_: object) -> None: ...
 
@@ -306,20 +308,20 @@ def test_no_time_covers_a_transaction_before_it_has_ended() -> None:
                 while await bound() != (end,):
                     await asyncio.sleep(0.01)
 
-        topics.coordinated_by(confirm)
-        binder = Binder(topics, lambda: PartitionReaderImpl(consensus, objects), remap, world.clock, world.tracker)
+        topics.set_coordinator(confirm)
+        binder = TopicBinder(topics, lambda: LogPartitionReader(consensus, objects), remap, world.clock, world.tracker)
         binder.start()
         await topics.start()
         batch = encode_batch([Record(None, b"v", (), 1000)])
         await topics.produce_nowait("id", 0, batch)
         await until_bound(1)
-        mine = transactional(encode_batch([Record(None, b"v")], producer_id=1, producer_epoch=0, base_sequence=0))
+        mine = as_transactional(encode_batch([Record(None, b"v")], producer_id=1, producer_epoch=0, base_sequence=0))
         await topics.produce_nowait("id", 0, mine, within=ProduceTransaction("tx"))
         await topics.produce_nowait("id", 0, batch)
-        binder.look_at_all()
-        other = Binder(Led(), lambda: PartitionReaderImpl(consensus, objects), remap, world.clock, world.tracker)
+        binder.recheck_all_topics()
+        other = TopicBinder(Led(), lambda: LogPartitionReader(consensus, objects), remap, world.clock, world.tracker)
         other.start()
-        other._listed({"id": TopicRow("t", "id", 1)})
+        other._update_topics({"id": TopicRow("t", "id", 1)})
         await until(
             lambda: all(b.task is None or b.task.done() for each in (binder, other) for b in each._bound.values())
         )

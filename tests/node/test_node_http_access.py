@@ -24,17 +24,17 @@ from starlette.types import Message, Scope
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.factory import metastore_on
-from tidemill.node.http.auth import Guard, Need, Parties, needs
+from tidemill.metastore.factory import create_metastore
+from tidemill.node.http.auth import AuthDependencies, AuthMiddleware, RequiredPermission, required_permissions
 from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
-from tidemill.registry.http.requests import subject_of
-from tidemill.registry.http.routes import Rest
+from tidemill.registry.http.requests import parse_subject
+from tidemill.registry.http.routes import RegistryApi
 from tidemill.security.acl_cache import AclCache
-from tidemill.security.acls import CLUSTER_NAME, Authorizer, Operation, Resource, Rule
-from tidemill.security.oauth_tokens import Tokens, TokenSettings
+from tidemill.security.acls import CLUSTER_NAME, AclRule, Authorizer, Operation, Resource
+from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
 from tidemill.security.sasl import Authenticator
-from tidemill.security.scram import NAMES, made_of
+from tidemill.security.scram import NAMES, derive_credential
 from tidemill.security.users import Users
 
 sys.path.append(str(Path(__file__).parents[1] / "kafka"))
@@ -42,7 +42,7 @@ from authority import Authority
 
 SECRET = "a secret of thirty-two bytes or more"
 OP, R = Operation, Resource
-CLUSTER = Need(OP.DESCRIBE, R.CLUSTER, CLUSTER_NAME)
+CLUSTER = RequiredPermission(OP.DESCRIBE, R.CLUSTER, CLUSTER_NAME)
 
 
 def bearer(user: str, lives_s: float = 600.0) -> str:
@@ -72,7 +72,7 @@ def scope_of(path: str, *, method: str = "GET", query: str = "", host: str = "9.
     }
 
 
-async def ask(guard: Guard, scope: Scope) -> tuple[int, dict[bytes, bytes]]:
+async def ask(guard: AuthMiddleware, scope: Scope) -> tuple[int, dict[bytes, bytes]]:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -89,17 +89,19 @@ async def topics_of(table: str) -> list[str]:
     return [f"shop.{table}"]
 
 
-def world(scenario: Callable[[Guard, Users, AclCache], Coroutine[Any, Any, None]], *, within_tls: bool = True) -> None:
+def world(
+    scenario: Callable[[AuthMiddleware, Users, AclCache], Coroutine[Any, Any, None]], *, within_tls: bool = True
+) -> None:
     async def run() -> None:
         clock, rand = SystemClock(), Rand()
         consensus = MemoryConsensus(clock)
-        metastore = metastore_on(consensus, MemoryObjects(clock), clock, rand)
+        metastore = create_metastore(consensus, MemoryObjects(clock), clock, rand)
         users, rulebook = Users(metastore, clock), AclCache(metastore, clock, ["User:root"])
         for mechanism in NAMES:
-            await users.put(made_of("alice", mechanism, "pässword", b"salt" * 6))
-        guard = Guard(app, clock, within_tls=within_tls)
-        guard.parties = Parties(
-            Authenticator(users, rand, Tokens(TokenSettings(secret=SECRET), clock)), rulebook, topics_of
+            await users.put(derive_credential("alice", mechanism, "pässword", b"salt" * 6))
+        guard = AuthMiddleware(app, clock, within_tls=within_tls)
+        guard.parties = AuthDependencies(
+            Authenticator(users, rand, TokenVerifier(TokenSettings(secret=SECRET), clock)), rulebook, topics_of
         )
         try:
             async with asyncio.timeout(60):
@@ -112,7 +114,7 @@ def world(scenario: Callable[[Guard, Users, AclCache], Coroutine[Any, Any, None]
 
 
 def test_who_proves_nothing_sees_only_whether_the_node_lives() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
         for path in ("/healthz", "/readyz", "/v1/health"):
             assert (await ask(guard, scope_of(path)))[0] == 200
         assert (await ask(guard, scope_of("/v1/shape", method="OPTIONS")))[0] == 200
@@ -124,7 +126,7 @@ def test_who_proves_nothing_sees_only_whether_the_node_lives() -> None:
 
 
 def test_f248_what_proves_nothing_is_turned_away() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
         for proof in (
             "Bearer a.b.c",
             bearer("alice", -600),
@@ -146,8 +148,8 @@ def test_f248_what_proves_nothing_is_turned_away() -> None:
 
 
 def test_a_principal_may_what_the_rules_of_kafka_allow() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
-        rule = Rule(int(R.TOPIC), 3, "shop.public.orders", "User:alice", "*", int(OP.READ), 3)
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+        rule = AclRule(int(R.TOPIC), 3, "shop.public.orders", "User:alice", "*", int(OP.READ), 3)
         await rulebook.add([rule])
         for proof in (bearer("alice"), basic("alice", "pässword")):
             one = {"query": "table=public.orders", "authorization": proof}
@@ -164,8 +166,8 @@ def test_a_principal_may_what_the_rules_of_kafka_allow() -> None:
 
 
 def test_a_password_outside_of_tls_counts_only_from_this_machine() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
-        await rulebook.add([Rule(int(R.CLUSTER), 3, CLUSTER_NAME, "User:alice", "*", int(OP.DESCRIBE), 3)])
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+        await rulebook.add([AclRule(int(R.CLUSTER), 3, CLUSTER_NAME, "User:alice", "*", int(OP.DESCRIBE), 3)])
         proof = basic("alice", "pässword")
         assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 401
         assert (await ask(guard, scope_of("/metrics", authorization=proof, host="127.0.0.1")))[0] == 200
@@ -177,7 +179,7 @@ def test_a_password_outside_of_tls_counts_only_from_this_machine() -> None:
 def test_a_proof_from_this_machine_does_not_serve_another() -> None:
     """What counted from the loopback is known for a while, and not for who sends the same from elsewhere."""
 
-    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
         proof = basic("alice", "pässword")
         assert (await ask(guard, scope_of("/metrics", authorization=proof, host="127.0.0.1")))[0] == 403
         assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 401
@@ -186,7 +188,7 @@ def test_a_proof_from_this_machine_does_not_serve_another() -> None:
 
 
 def test_answers_are_kept_by_no_cache_that_serves_others() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
         _, headers = await ask(guard, scope_of("/metrics", authorization=bearer("root")))
         assert headers[b"cache-control"] == b"private, max-age=5" and headers[b"vary"] == b"authorization"
         _, headers = await ask(guard, scope_of("/healthz"))
@@ -196,7 +198,7 @@ def test_answers_are_kept_by_no_cache_that_serves_others() -> None:
 
 
 def test_before_the_node_can_tell_and_while_it_cannot_everything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
         parties, guard.parties = guard.parties, None
         assert (await ask(guard, scope_of("/metrics", authorization=bearer("root"))))[0] == 503
         assert (await ask(guard, scope_of("/readyz")))[0] == 200
@@ -212,7 +214,7 @@ def test_before_the_node_can_tell_and_while_it_cannot_everything_waits(monkeypat
 
 
 def test_what_is_known_of_proofs_is_bounded() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
         assert guard.parties is not None
         guard.parties = guard.parties._replace(rulebook=None)
         for i in range(1_100):
@@ -227,29 +229,29 @@ def test_what_is_known_of_proofs_is_bounded() -> None:
     [
         ("GET", "/metrics", CLUSTER),
         ("HEAD", "/", CLUSTER),
-        ("POST", "/metrics", Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
+        ("POST", "/metrics", RequiredPermission(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
         ("POST", "/v1/shape", CLUSTER),
         ("GET", "/subjects", CLUSTER),
         ("GET", "/schemas", CLUSTER),
         ("GET", "/schemas/ids/7", None),
         ("GET", "/schemas/ids/7/subjects", CLUSTER),
-        ("POST", "/subjects/orders-value/versions", Need(OP.WRITE, R.TOPIC, "orders")),
-        ("POST", "/subjects/orders-value", Need(OP.DESCRIBE, R.TOPIC, "orders")),
-        ("GET", "/subjects/orders-key/versions/latest", Need(OP.DESCRIBE, R.TOPIC, "orders")),
-        ("DELETE", "/subjects/orders-key/versions/1", Need(OP.DELETE, R.TOPIC, "orders")),
-        ("DELETE", "/subjects/%3A.%3Asecret-value", Need(OP.DELETE, R.TOPIC, "secret")),
-        ("DELETE", "/subjects/a%2Fversions", Need(OP.DELETE, R.TOPIC, "a/versions")),
-        ("POST", "/compatibility/subjects/plain/versions/1", Need(OP.DESCRIBE, R.TOPIC, "plain")),
-        ("GET", "/config", Need(OP.DESCRIBE_CONFIGS, R.CLUSTER, CLUSTER_NAME)),
-        ("PUT", "/config", Need(OP.ALTER_CONFIGS, R.CLUSTER, CLUSTER_NAME)),
-        ("PUT", "/mode/orders-value", Need(OP.ALTER_CONFIGS, R.TOPIC, "orders")),
-        ("PUT", "/subjects/orders-value", Need(OP.ALTER, R.TOPIC, "orders")),
-        ("POST", "/subjects", Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
-        ("DELETE", "/subjects", Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
+        ("POST", "/subjects/orders-value/versions", RequiredPermission(OP.WRITE, R.TOPIC, "orders")),
+        ("POST", "/subjects/orders-value", RequiredPermission(OP.DESCRIBE, R.TOPIC, "orders")),
+        ("GET", "/subjects/orders-key/versions/latest", RequiredPermission(OP.DESCRIBE, R.TOPIC, "orders")),
+        ("DELETE", "/subjects/orders-key/versions/1", RequiredPermission(OP.DELETE, R.TOPIC, "orders")),
+        ("DELETE", "/subjects/%3A.%3Asecret-value", RequiredPermission(OP.DELETE, R.TOPIC, "secret")),
+        ("DELETE", "/subjects/a%2Fversions", RequiredPermission(OP.DELETE, R.TOPIC, "a/versions")),
+        ("POST", "/compatibility/subjects/plain/versions/1", RequiredPermission(OP.DESCRIBE, R.TOPIC, "plain")),
+        ("GET", "/config", RequiredPermission(OP.DESCRIBE_CONFIGS, R.CLUSTER, CLUSTER_NAME)),
+        ("PUT", "/config", RequiredPermission(OP.ALTER_CONFIGS, R.CLUSTER, CLUSTER_NAME)),
+        ("PUT", "/mode/orders-value", RequiredPermission(OP.ALTER_CONFIGS, R.TOPIC, "orders")),
+        ("PUT", "/subjects/orders-value", RequiredPermission(OP.ALTER, R.TOPIC, "orders")),
+        ("POST", "/subjects", RequiredPermission(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
+        ("DELETE", "/subjects", RequiredPermission(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
     ],
 )
-def test_what_a_path_needs(method: str, path: str, wanted: Need | None) -> None:
-    assert needs(method, path, path.encode(), []) == ([] if wanted is None else [wanted])
+def test_what_a_path_needs(method: str, path: str, wanted: RequiredPermission | None) -> None:
+    assert required_permissions(method, path, path.encode(), []) == ([] if wanted is None else [wanted])
 
 
 @pytest.mark.parametrize(
@@ -265,31 +267,35 @@ def test_the_subject_that_is_judged_is_the_one_that_is_served(spelled: str, arou
     raw = around.format(spelled).encode()
     served: list[str] = []
 
-    class Noting(Rest):
+    class Noting(RegistryApi):
         def __init__(self) -> None:
             super().__init__(None)  # type: ignore[arg-type]
             self._table = [(m, p, self.note) for m, p, _ in self._table if "*" in p and p[0] != "schemas"]
 
         async def note(self, _: Request, subject: str, *rest: str) -> Response:
-            served.append(subject_of(subject))
+            served.append(parse_subject(subject))
             return Response()
 
     method = "POST" if "compat" in around else "DELETE"
     scope = {"type": "http", "method": method, "path": unquote(raw.decode()), "raw_path": raw, "headers": []}
     asyncio.run(Noting().serve(Request(scope)))
     for subject in served:
-        (need,) = needs(method, scope["path"], raw, [])
+        (need,) = required_permissions(method, scope["path"], raw, [])
         assert (need.resource, need.name) == (R.TOPIC, subject.removesuffix("-value"))
 
 
 def test_who_ends_a_shape_by_its_handle_alone_may_change_the_cluster() -> None:
     """The handle does not say whose shape it is."""
-    assert needs("DELETE", "/v1/shape", b"/v1/shape", []) == [Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)]
-    assert needs("DELETE", "/v1/shape", b"/v1/shape", ["shape.mine"]) == [Need(OP.DELETE, R.TOPIC, "shape.mine")]
+    assert required_permissions("DELETE", "/v1/shape", b"/v1/shape", []) == [
+        RequiredPermission(OP.ALTER, R.CLUSTER, CLUSTER_NAME)
+    ]
+    assert required_permissions("DELETE", "/v1/shape", b"/v1/shape", ["shape.mine"]) == [
+        RequiredPermission(OP.DELETE, R.TOPIC, "shape.mine")
+    ]
 
 
 def test_a_path_that_a_router_would_take_for_another_is_none() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
         for path in ("/v1/shape\n", "/metrics\n", "/healthz\n"):
             status, _ = await ask(guard, scope_of(path, query="table=a", authorization=bearer("root")))
             assert status == 404
@@ -299,8 +305,8 @@ def test_a_path_that_a_router_would_take_for_another_is_none() -> None:
 
 def test_a_subset_by_post_needs_what_reading_its_shape_needs() -> None:
     for method in ("GET", "HEAD", "POST"):
-        assert needs(method, "/v1/shape", b"/v1/shape", ["shop.public.orders"]) == [
-            Need(OP.READ, R.TOPIC, "shop.public.orders")
+        assert required_permissions(method, "/v1/shape", b"/v1/shape", ["shop.public.orders"]) == [
+            RequiredPermission(OP.READ, R.TOPIC, "shop.public.orders")
         ]
 
 
@@ -320,7 +326,7 @@ def test_no_method_or_path_needs_what_nobody_can_be_given() -> None:
             "/contexts",
             "/mode",
         ):
-            found = needs(method, path, path.encode(), [])
+            found = required_permissions(method, path, path.encode(), [])
             assert found and all(need.operation in OPERATIONS[need.resource] for need in found), (method, path)
     assert not Authorizer().allows("User:x", "h", OP.DESCRIBE, R.CLUSTER, CLUSTER_NAME)
 

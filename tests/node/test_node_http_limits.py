@@ -12,12 +12,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tidemill.node.http.app import application
+from tidemill.node.http.app import build_application
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.http.server import HttpServer
 from tidemill.shapes.http import streaming
-from tidemill.shapes.http.authorization import host_of
-from tidemill.shapes.http.streaming import ItemsResponse, pieces
+from tidemill.shapes.http.authorization import client_host
+from tidemill.shapes.http.streaming import ItemsResponse, split_pieces
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -56,7 +56,7 @@ def serve(limits: HttpLimits, *routes: Route) -> HttpServer:
     def failed(name: str, error: BaseException) -> None:
         raise AssertionError(f"{name} ended") from error
 
-    app = application([Route("/", hello), Route("/length", length, methods=["POST"]), *routes])
+    app = build_application([Route("/", hello), Route("/length", length, methods=["POST"]), *routes])
     return HttpServer(app, on_failure=failed, limits=limits)
 
 
@@ -99,9 +99,9 @@ def test_a_long_head_or_url_or_body_is_refused() -> None:
 def test_a_client_of_a_socket_for_both_kinds_of_addresses_is_known_by_its_own() -> None:
     async def main() -> None:
         async def who(request: Request) -> Response:
-            return PlainTextResponse(f"{host_of(request.scope)} {list(server.bounded.under_way)}")
+            return PlainTextResponse(f"{client_host(request.scope)} {list(server.bounded.under_way)}")
 
-        server = HttpServer(application([Route("/who", who)]), "::", on_failure=lambda *_: None)
+        server = HttpServer(build_application([Route("/who", who)]), "::", on_failure=lambda *_: None)
         port = await server.start()
         assert (await ask(port, "GET /who HTTP/1.1")).endswith(b"127.0.0.1 ['127.0.0.1']")
         await server.aclose()
@@ -164,7 +164,7 @@ def test_f111_connections_of_one_address_beyond_its_share_are_closed_and_others_
 
 def test_pieces_join_to_the_array_whatever_the_sizes() -> None:
     for items in ([], [b"1"], [b"1", b"2"], [b"x" * 200_000], [b"a" * 10, b"b" * 65_536, b"c"], [b"y" * 65_535] * 3):
-        found = list(pieces(items))
+        found = list(split_pieces(items))
         assert b"".join(found) == b"[" + b",\n".join(items) + b"]"
         assert all(len(piece) <= streaming.PIECE_BYTES + 10 for piece in found)
 
@@ -177,7 +177,7 @@ def memory_kb() -> int:
 def test_f109_readers_that_never_read_cost_no_copy_of_their_answer_and_are_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streaming, "STALLED_S", 1.0)
+    monkeypatch.setattr(streaming, "STALL_TIMEOUT_S", 1.0)
     chunk = b'"' + b"x" * (20 << 20) + b'"'
     ended: list[BaseException] = []
 

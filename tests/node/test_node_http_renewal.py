@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from tidemill.base.errors import InvalidError
 from tidemill.node.http import server as http_module
-from tidemill.node.http.connection_limits import close_copies
+from tidemill.node.http.connection_limits import close_descriptor_copies
 from tidemill.node.http.server import HttpServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kafka"))
@@ -58,7 +58,7 @@ class World:
 
         while True:
             try:
-                await self.server.follow_certificates(works)
+                await self.server.watch_certificates(works)
             except InvalidError as error:
                 self.told.append(error)
                 await asyncio.sleep(0.02)
@@ -147,7 +147,7 @@ def test_f249_new_connections_get_the_new_certificate_and_old_ones_go_on(tmp_pat
 
 
 def test_a_connection_that_never_ends_holds_no_renewal_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "FORMER_S", 0.3)
+    monkeypatch.setattr(http_module, "FORMER_CONNECTIONS_S", 0.3)
 
     async def scenario() -> None:
         world = World(tmp_path)
@@ -178,7 +178,7 @@ def test_a_connection_that_never_ends_holds_no_renewal_up(tmp_path: Path, monkey
 
 def test_a_renewal_that_is_cut_off_leaves_no_worker_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that ends while it waits to see whether the next worker serves."""
-    monkeypatch.setattr(http_module, "RENEWED_S", 600.0)
+    monkeypatch.setattr(http_module, "WORKER_START_CHECK_S", 600.0)
 
     async def scenario() -> None:
         world = World(tmp_path)
@@ -218,7 +218,7 @@ def test_copies_of_a_listening_socket_end_without_waking_those_who_wait_on_them(
     with socket.create_server(("127.0.0.1", 0)) as listening, select.epoll() as waiting:
         copy = os.dup(listening.fileno())
         waiting.register(copy, select.EPOLLIN)
-        assert close_copies(listening) == 1
+        assert close_descriptor_copies(listening) == 1
         assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN), "the original still listens"
         address = listening.getsockname()
         listening.close()

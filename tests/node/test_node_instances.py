@@ -6,10 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.config.config import Config
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.status import Report
-from tidemill.node.supervise.driver_instances import instance_name, not_missed, pipeline_of, place_of, process_of
-from tidemill.node.supervise.processes import supervised_here
+from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.status import StatusReport
+from tidemill.node.supervise.driver_instances import (
+    forgettable_drivers,
+    instance_name,
+    label_and_number,
+    pipeline_of,
+    process_name,
+)
+from tidemill.node.supervise.processes import supervised_pipelines
 
 NOW_MS = 1_000_000
 labels = st.from_regex(r"[a-z][a-z0-9_]{0,5}", fullmatch=True) | st.just("")
@@ -19,8 +25,8 @@ drivers = st.tuples(st.sampled_from(["p", "q2"]), labels, st.integers(1, 64))
 @given(drivers)
 def test_a_driver_s_name_tells_its_pipeline_its_label_and_its_number(driver: tuple[str, str, int]) -> None:
     pipeline, label, number = driver
-    process = process_of(pipeline, instance_name(label, number))
-    assert (pipeline_of(process), *place_of(process)) == driver
+    process = process_name(pipeline, instance_name(label, number))
+    assert (pipeline_of(process), *label_and_number(process)) == driver
 
 
 def test_what_is_no_driver_is_nobody_s() -> None:
@@ -31,13 +37,13 @@ def test_what_is_no_driver_is_nobody_s() -> None:
 def test_of_a_pipeline_that_nobody_does_any_more_one_driver_stays_and_else_all_that_ended_go(
     said: dict[tuple[str, str, int], tuple[bool, bool]],
 ) -> None:
-    names = {process_of(pipeline, instance_name(label, n)): told for (pipeline, label, n), told in said.items()}
+    names = {process_name(pipeline, instance_name(label, n)): told for (pipeline, label, n), told in said.items()}
     reports = [
-        Report(process, NOW_MS - (2 * MARK_BLIND_AFTER_MS if silent else 0), ())
+        StatusReport(process, NOW_MS - (2 * STATUS_BLIND_AFTER_MS if silent else 0), ())
         for process, (silent, _) in names.items()
     ]
     ended = {process for process, (_, meant) in names.items() if meant}
-    gone = set(not_missed(reports, [*ended, "pipeline:p:never_reported", "node:n1"], NOW_MS))
+    gone = set(forgettable_drivers(reports, [*ended, "pipeline:p:never_reported", "node:n1"], NOW_MS))
     assert gone <= ended
     for pipeline in ("p", "q2"):
         mine = {process for process in names if pipeline_of(process) == pipeline}
@@ -48,4 +54,4 @@ def test_of_a_pipeline_that_nobody_does_any_more_one_driver_stays_and_else_all_t
 def test_up_with_no_drivers_of_a_pipeline_does_not_judge_those_that_pipeline_run_starts_beside_it() -> None:
     """Their supervisor may have been killed with them: that is to be seen, though a peer elsewhere goes on."""
     pipelines = {"mine": {"file": "a.py"}, "theirs": {"file": "b.py", "spark": {"instances": 0}}}
-    assert supervised_here(Config.model_validate({"pipeline": pipelines})) == ["mine"]
+    assert supervised_pipelines(Config.model_validate({"pipeline": pipelines})) == ["mine"]

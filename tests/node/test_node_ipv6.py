@@ -43,7 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     async def run() -> None:
         node = assembly.Node(config, console_routes)
         running = asyncio.ensure_future(node.run(stop))
-        while not running.done() and (node.trouble() or not can_connect(kafka)):
+        while not running.done() and (node.not_ready_reason() or not can_connect(kafka)):
             await asyncio.sleep(0.05)
         ready.set()
         await running

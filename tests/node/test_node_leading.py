@@ -13,11 +13,11 @@ from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Lease
-from tidemill.consensus.leader_election import lead
+from tidemill.consensus.leader_election import run_while_leading
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
-from tidemill.metastore.factory import metastore_on
-from tidemill.node.partition_assignment import CaptureFirst
+from tidemill.metastore.factory import create_metastore
+from tidemill.node.partition_assignment import CaptureAssignment
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.membership import Membership, NodeInfo
@@ -43,9 +43,9 @@ def test_a_second_node_leads_only_after_the_first_has_let_go() -> None:
             return run
 
         async with Tasks(print) as tasks:
-            first = tasks.spawn(lead(consensus, "x", "a/1", b"", body("a"), ttl_ms=TTL_MS), name="a")
+            first = tasks.spawn(run_while_leading(consensus, "x", "a/1", b"", body("a"), ttl_ms=TTL_MS), name="a")
             await until(lambda: running == ["a"])
-            tasks.spawn(lead(consensus, "x", "b/1", b"", body("b"), ttl_ms=TTL_MS), name="b")
+            tasks.spawn(run_while_leading(consensus, "x", "b/1", b"", body("b"), ttl_ms=TTL_MS), name="b")
             first.cancel()
             await until(lambda: running == ["b"])
         assert overlaps == [["a"], ["b"]]
@@ -67,7 +67,7 @@ def test_the_body_ends_when_another_takes_the_lease() -> None:
                 ended.append(lease.term)
 
         async with Tasks(print) as tasks:
-            tasks.spawn(lead(consensus, "x", "a/1", b"", run, ttl_ms=TTL_MS), name="a")
+            tasks.spawn(run_while_leading(consensus, "x", "a/1", b"", run, ttl_ms=TTL_MS), name="a")
             await until(lambda: terms)
             await consensus.release("x", "a/1", terms[0])
             await consensus.acquire("x", "thief", 60_000)
@@ -84,7 +84,7 @@ def test_an_error_of_the_body_is_raised_and_the_lease_is_given_back() -> None:
             raise InvalidError("wrong dsn.")
 
         with pytest.raises(InvalidError, match="wrong dsn"):
-            await lead(consensus, "x", "a/1", b"", run, ttl_ms=60_000)
+            await run_while_leading(consensus, "x", "a/1", b"", run, ttl_ms=60_000)
         assert not (await consensus.leases("x"))[0].live
 
     asyncio.run(scenario())
@@ -104,7 +104,7 @@ def test_a_stopped_leader_gives_the_lease_up_once_its_body_has_ended() -> None:
                 live_at_the_end.append((await consensus.leases("x"))[0].live)
 
         async with Tasks(print) as tasks:
-            tasks.spawn(lead(consensus, "x", "a/1", b"", run, ttl_ms=3_600_000), name="a")
+            tasks.spawn(run_while_leading(consensus, "x", "a/1", b"", run, ttl_ms=3_600_000), name="a")
             await led.wait()
         assert live_at_the_end == [True]
         assert not (await consensus.leases("x"))[0].live
@@ -136,8 +136,8 @@ def test_a_release_that_fails_does_not_hide_how_the_body_ended() -> None:
             return
 
         with pytest.raises(InvalidError, match="wrong dsn"):
-            await lead(Unreleasing(9), "x", "a/1", b"", wrong, ttl_ms=60_000)
-        await lead(Unreleasing(9), "x", "a/1", b"", done, ttl_ms=60_000)
+            await run_while_leading(Unreleasing(9), "x", "a/1", b"", wrong, ttl_ms=60_000)
+        await run_while_leading(Unreleasing(9), "x", "a/1", b"", done, ttl_ms=60_000)
 
     asyncio.run(scenario())
 
@@ -153,7 +153,9 @@ def test_an_own_earlier_life_that_cannot_be_released_now_is_tried_again_after_a_
 
         started_s = asyncio.get_running_loop().time()
         async with asyncio.timeout(DEADLINE_S):
-            await lead(consensus, "x", "n/2", b"", run, own_earlier_life=lambda h: h.startswith("n/"), ttl_ms=TTL_MS)
+            await run_while_leading(
+                consensus, "x", "n/2", b"", run, own_earlier_life=lambda h: h.startswith("n/"), ttl_ms=TTL_MS
+            )
         assert led.is_set()
         assert asyncio.get_running_loop().time() - started_s >= 2 * TTL_MS / 3000
 
@@ -170,7 +172,7 @@ def test_a_restarted_node_takes_back_what_its_killed_process_held() -> None:
             led.set()
 
         async with asyncio.timeout(DEADLINE_S):
-            await lead(consensus, "x", "n/2", b"", run, own_earlier_life=lambda h: h.startswith("n/"))
+            await run_while_leading(consensus, "x", "n/2", b"", run, own_earlier_life=lambda h: h.startswith("n/"))
         assert led.is_set()
 
     asyncio.run(scenario())
@@ -178,7 +180,7 @@ def test_a_restarted_node_takes_back_what_its_killed_process_held() -> None:
 
 async def captured(consensus: MemoryConsensus, holder: str, url: bytes) -> Catalogue:
     clock = SystemClock()
-    catalogue = Catalogue(metastore_on(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
+    catalogue = Catalogue(create_metastore(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
     await catalogue.create_topic("shop.public.orders", 1, kind="capture")
     topics = {"public.orders": "shop.public.orders"}
     await catalogue.put(CaptureRow("shop", "1", "s", "p", 1, True, topics))
@@ -193,21 +195,21 @@ def test_a_captured_table_is_led_by_the_node_that_captures_it() -> None:
         row = (await catalogue.list(TopicRow))[0]
         membership = Membership(consensus, "node-a", NodeInfo("h", 1, "http://a"), SystemClock(), Rand(2))
         await membership.start()
-        assignment = CaptureFirst(membership, consensus, catalogue, StatusTracker(), SystemClock())
+        assignment = CaptureAssignment(membership, consensus, catalogue, StatusTracker(), SystemClock())
         await assignment.start()
         assert assignment.leader_of(row.topic_id, 0) == "node-b"
         assert assignment.leader_of("another-topic", 0) == "node-a"
         for _ in range(3):  # looks that find what they have found before; then one thing at a time is another
-            assignment.poke()
-            await assignment.next_look()
+            assignment.request_refresh()
+            await assignment.wait_for_next_poll()
         lease = (await consensus.leases("capture/"))[0]
         await consensus.release("capture/shop", "node-b/7/ff", lease.term)
         await consensus.acquire("capture/shop", "node-c/1/aa", 60_000, b"http://c")
-        assignment.poke()
-        await assignment.next_look()
+        assignment.request_refresh()
+        await assignment.wait_for_next_poll()
         await until(lambda: assignment.leader_of(row.topic_id, 0) == "node-c")
         second = await catalogue.create_topic("shop.public.second", 1, kind="capture")
-        assignment.poke()
+        assignment.request_refresh()
         await catalogue.change_table(
             "shop", "public.second", lambda _: CaptureTableRow("shop", "public.second", second.name)
         )

@@ -22,8 +22,8 @@ def test_any_spread_becomes_even_and_then_nothing_moves(seed: int) -> None:
     for _ in range(12):
         free = [capture for capture in captures if capture not in holders]
         for capture in free:
-            holders[capture] = Placement(dict(holders), willing).line(capture)[0]
-        given = [capture for node in nodes for capture in Placement(holders, willing).to_give(node)]
+            holders[capture] = Placement(dict(holders), willing).nodes_in_try_order(capture)[0]
+        given = [capture for node in nodes for capture in Placement(holders, willing).captures_to_hand_over(node)]
         for capture in given:
             del holders[capture]
         if not free and not given:
@@ -34,12 +34,12 @@ def test_any_spread_becomes_even_and_then_nothing_moves(seed: int) -> None:
 
 def test_nothing_is_given_to_a_node_that_may_not_run_it_and_nothing_for_one_more() -> None:
     holders = {"a": "n1", "b": "n1", "c": "n1"}
-    assert Placement(holders, {"n1": "abc", "n2": "d"}).to_give("n1") == set()
-    assert Placement(holders, {"n1": "abc", "n2": "b"}).to_give("n1") == {"b"}
-    assert Placement({"a": "n1", "b": "n1", "c": "n2"}, {"n1": "abc", "n2": "abc"}).to_give("n1") == set()
+    assert Placement(holders, {"n1": "abc", "n2": "d"}).captures_to_hand_over("n1") == set()
+    assert Placement(holders, {"n1": "abc", "n2": "b"}).captures_to_hand_over("n1") == {"b"}
+    assert Placement({"a": "n1", "b": "n1", "c": "n2"}, {"n1": "abc", "n2": "abc"}).captures_to_hand_over("n1") == set()
     four = dict.fromkeys("abcd", "n1")
-    assert len(Placement(four, {"n1": "abcd", "n2": "abcd"}).to_give("n1")) == 2
-    assert Placement(holders, {"n1": "abcd", "n2": "abcd", "n3": "a"}).line("d") == ["n2", "n1"]
+    assert len(Placement(four, {"n1": "abcd", "n2": "abcd"}).captures_to_hand_over("n1")) == 2
+    assert Placement(holders, {"n1": "abcd", "n2": "abcd", "n3": "a"}).nodes_in_try_order("d") == ["n2", "n1"]
 
 
 def settle(holders: dict[str, str], willing: Willing, rand: random.Random | None = None) -> int:
@@ -48,13 +48,13 @@ def settle(holders: dict[str, str], willing: Willing, rand: random.Random | None
     given, rounds = 0, 0
     while True:
         placement = Placement(dict(holders), willing)
-        gives = {capture for node in willing for capture in placement.to_give(node)}
+        gives = {capture for node in willing for capture in placement.captures_to_hand_over(node)}
         free = {capture for captures in willing.values() for capture in captures} - holders.keys()
         if not gives and not free:
             return given
         for capture in free:
             if rand is None or rand.random() < 0.5:
-                holders[capture] = placement.line(capture)[0]
+                holders[capture] = placement.nodes_in_try_order(capture)[0]
         for capture in gives:
             if rand is None or rand.random() < 0.5:
                 del holders[capture]
@@ -129,17 +129,20 @@ def test_captures_that_only_some_may_run_move_no_more_than_is_needed(seed: int) 
 def test_what_is_free_is_taken_by_different_nodes_though_both_have_none() -> None:
     willing = {"n1": "abcd", "n2": "abcd", "n3": "abcd", "n4": "a"}
     placement = Placement({"c": "n1", "d": "n2"}, willing)
-    assert placement.line("a")[0] == "n4" and placement.line("b")[0] == "n3"
-    assert sorted(placement.line("b")) == ["n1", "n2", "n3"] and placement.line("unknown") == []
+    assert placement.nodes_in_try_order("a")[0] == "n4" and placement.nodes_in_try_order("b")[0] == "n3"
+    assert (
+        sorted(placement.nodes_in_try_order("b")) == ["n1", "n2", "n3"]
+        and placement.nodes_in_try_order("unknown") == []
+    )
 
 
 def test_what_a_node_holds_and_does_not_offer_stays_and_is_counted() -> None:
     placement = Placement(dict.fromkeys("abc", "n1"), {"n1": "c", "n2": "abc"})
-    assert placement.to_give("n1") == {"c"}
-    assert Placement(dict.fromkeys("abc", "n1"), {"n2": "abc"}).to_give("n1") == set()
+    assert placement.captures_to_hand_over("n1") == {"c"}
+    assert Placement(dict.fromkeys("abc", "n1"), {"n2": "abc"}).captures_to_hand_over("n1") == set()
 
 
 def test_a_thousand_captures_on_one_node_are_planned_at_once() -> None:
     captures = [f"c{n}" for n in range(1000)]
     willing = {f"n{n}": captures for n in range(20)}
-    assert len(Placement(dict.fromkeys(captures, "n0"), willing).to_give("n0")) == 950
+    assert len(Placement(dict.fromkeys(captures, "n0"), willing).captures_to_hand_over("n0")) == 950

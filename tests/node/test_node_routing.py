@@ -13,8 +13,8 @@ from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import Lease
 from tidemill.metastore.catalogue import CaptureTableRow
 from tidemill.node.shape_routing import ShapeRouting
-from tidemill.shapes.definition.server_defined import NamedShape
-from tidemill.shapes.http.authorization import Grants
+from tidemill.shapes.definition.server_defined import ServerDefinedShape
+from tidemill.shapes.http.authorization import ShapeAuthorizer
 
 
 class Cluster:
@@ -45,8 +45,12 @@ class Router:
         self.cluster = Cluster()
         self.clock = ManualClock()
         stores: Any = self.cluster
-        named = [NamedShape("mine", "orders"), NamedShape("theirs", "people"), NamedShape("sums", "shard.orders")]
-        grants = Grants(self.clock, named)
+        named = [
+            ServerDefinedShape("mine", "orders"),
+            ServerDefinedShape("theirs", "people"),
+            ServerDefinedShape("sums", "shard.orders"),
+        ]
+        grants = ShapeAuthorizer(self.clock, named)
         self.app = ShapeRouting(self._here, stores, stores, "a/1", self.clock, grants=grants)
 
     async def _here(self, _: Any, __: Any, send: Any) -> None:

@@ -16,16 +16,16 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from typer.testing import CliRunner
 
-from tidemill.base.config.config import Config, authorizes, exposed, parse
+from tidemill.base.config.config import Config, exposed_servers, is_authorization_on, parse
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import stores
+from tidemill.cli.context import open_stores
 from tidemill.cli.demo.ports import free_address
 from tidemill.cli.main import app as cli
 from tidemill.console.app import console_routes
 from tidemill.node.node import Node
 from tidemill.security.acl_cache import AclCache
-from tidemill.security.acls import CLUSTER_NAME, Operation, Resource, Rule
-from tidemill.security.scram import NAMES, made_of
+from tidemill.security.acls import CLUSTER_NAME, AclRule, Operation, Resource
+from tidemill.security.scram import NAMES, derive_credential
 from tidemill.security.users import Users
 
 sys.path.append(str(Path(__file__).parents[1] / "kafka"))
@@ -67,12 +67,12 @@ keys = {{ k1 = "{KEY}" }}
 
 def users_and_rules(path: Path) -> None:
     """As the command line writes them, before any node runs."""
-    with stores(path) as opened:
+    with open_stores(path) as opened:
         users, rulebook = Users(opened.metastore, opened.clock), AclCache(opened.metastore, opened.clock)
         for user in ("root", "alice"):
             for mechanism in NAMES:
-                opened.portal.call(users.put(made_of(user, mechanism, PASSWORD, b"salt" * 6)))
-        rule = Rule(int(Resource.CLUSTER), 3, CLUSTER_NAME, "User:alice", "*", int(Operation.DESCRIBE), 3)
+                opened.portal.call(users.put(derive_credential(user, mechanism, PASSWORD, b"salt" * 6)))
+        rule = AclRule(int(Resource.CLUSTER), 3, CLUSTER_NAME, "User:alice", "*", int(Operation.DESCRIBE), 3)
         opened.portal.call(rulebook.add([rule]))
 
 
@@ -83,7 +83,7 @@ def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Pa
     from tidemill.base.config.config import load
 
     config = load(path)
-    assert authorizes(config) and not exposed(config)
+    assert is_authorization_on(config) and not exposed_servers(config)
     context = ssl.create_default_context(cafile=authority.certificate)
 
     def get(path: str, user: str = "") -> int:
@@ -132,7 +132,7 @@ def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Pa
         node, stop = Node(config, console_routes), asyncio.Event()
         running = asyncio.ensure_future(node.run(stop))
         async with asyncio.timeout(90):
-            while node.trouble():
+            while node.not_ready_reason():
                 assert not running.done(), running.exception()
                 await asyncio.sleep(0.05)
             try:
@@ -183,9 +183,9 @@ def test_rules_are_asked_once_clients_prove_who_they_are() -> None:
     def config(**values: Any) -> Config:
         return parse(values, origin="tidemill.toml")
 
-    assert not authorizes(config())
-    assert authorizes(config(kafka={"security": "sasl_plaintext"}))
-    assert not authorizes(config(kafka={"security": "ssl"}, security={"tls": tls}))
-    assert authorizes(config(kafka={"security": "ssl"}, security={"tls": {**tls, "client_auth": "required"}}))
-    assert authorizes(config(security={"authorize": True}))
-    assert not authorizes(config(kafka={"security": "sasl_plaintext"}, security={"authorize": False}))
+    assert not is_authorization_on(config())
+    assert is_authorization_on(config(kafka={"security": "sasl_plaintext"}))
+    assert not is_authorization_on(config(kafka={"security": "ssl"}, security={"tls": tls}))
+    assert is_authorization_on(config(kafka={"security": "ssl"}, security={"tls": {**tls, "client_auth": "required"}}))
+    assert is_authorization_on(config(security={"authorize": True}))
+    assert not is_authorization_on(config(kafka={"security": "sasl_plaintext"}, security={"authorize": False}))

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from tidemill.node.descriptor_reserve import COUNT, Spare
+from tidemill.node.descriptor_reserve import RESERVE_SIZE, DescriptorReserve
 
 
 @contextmanager
@@ -30,20 +30,20 @@ def exhausted() -> Iterator[None]:
 
 
 def test_f616_a_process_without_a_free_descriptor_says_so_and_can_still_open_some() -> None:
-    spare = Spare()
-    spare.look()
+    spare = DescriptorReserve()
+    spare.refill_and_probe()
     assert spare.trouble() == ""
     with exhausted():
-        spare.look()
+        spare.refill_and_probe()
         said = spare.trouble()
         assert "No file descriptor is left in this process (EMFILE): pid=" in said
-        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(COUNT)]
-        spare.look()
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(RESERVE_SIZE)]
+        spare.refill_and_probe()
         assert spare.trouble()
         for each in files:
             os.close(each)
-        spare.look()
+        spare.refill_and_probe()
         assert spare.trouble(), "what it gave up itself is no descriptor to be had"
-    spare.look()
+    spare.refill_and_probe()
     assert spare.trouble() == ""
     spare._reserve.close()

@@ -9,7 +9,7 @@ import pytest
 from tidemill.base.clock import SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Lease
-from tidemill.consensus.leader_election import lead
+from tidemill.consensus.leader_election import run_while_leading
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.node.captures import balancer
 from tidemill.node.captures.balancer import CaptureBalancer
@@ -18,7 +18,7 @@ LEASE = Lease("capture/a", "n1/1", 1, 1, 60_000, True)
 
 
 def test_s2_what_who_should_have_it_does_not_take_is_taken_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balancer, "PAUSE_S", 0.05)
+    monkeypatch.setattr(balancer, "TRY_INTERVAL_S", 0.05)
 
     async def scenario() -> None:
         async def look() -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -26,10 +26,12 @@ def test_s2_what_who_should_have_it_does_not_take_is_taken_by_the_next_one(monke
             return {"b": "n1/1", "c": "n1/1"}, {"n1": ["a", "b", "c"], "dead": ["a"]}
 
         async with asyncio.timeout(30):
-            await CaptureBalancer("n1/2", look, SystemClock()).turn("a")
-            await CaptureBalancer("unknown/2", look, SystemClock()).turn("a")  # not even told of: yet it comes to try
-            await CaptureBalancer("n1/2", look, SystemClock()).turn("b")  # an earlier life's
-        waits = asyncio.create_task(CaptureBalancer("n1/1", look, SystemClock()).turn("b"))
+            await CaptureBalancer("n1/2", look, SystemClock()).wait_for_turn("a")
+            await CaptureBalancer("unknown/2", look, SystemClock()).wait_for_turn(
+                "a"
+            )  # not even told of: yet it comes to try
+            await CaptureBalancer("n1/2", look, SystemClock()).wait_for_turn("b")  # an earlier life's
+        waits = asyncio.create_task(CaptureBalancer("n1/1", look, SystemClock()).wait_for_turn("b"))
         await asyncio.wait([waits], timeout=0.1)
         assert not waits.done()  # its own, which it has just given up: others come first
         waits.cancel()
@@ -38,7 +40,7 @@ def test_s2_what_who_should_have_it_does_not_take_is_taken_by_the_next_one(monke
 
 
 def test_a_capture_that_another_should_have_ends_before_its_lease_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balancer, "UNEVEN_S", 0.0)
+    monkeypatch.setattr(balancer, "HANDOVER_DELAY_S", 0.0)
 
     async def scenario() -> None:
         consensus = MemoryConsensus(SystemClock())
@@ -56,9 +58,9 @@ def test_a_capture_that_another_should_have_ends_before_its_lease_is_given_up(mo
             finally:
                 at_end.extend(lease.live for lease in await consensus.leases("capture/"))
 
-        body = CaptureBalancer("n1/1", look, SystemClock()).fairly("a", run)
+        body = CaptureBalancer("n1/1", look, SystemClock()).with_handover("a", run)
         async with asyncio.timeout(30):
-            await lead(consensus, "capture/a", "n1/1", b"", body)
+            await run_while_leading(consensus, "capture/a", "n1/1", b"", body)
         assert at_end == [True]
         assert not any(lease.live for lease in await consensus.leases("capture/"))
 
@@ -76,6 +78,6 @@ def test_what_a_capture_raises_is_raised_to_who_holds_the_lease() -> None:
 
         async with Tasks(print):
             with pytest.raises(RuntimeError, match="of whatever type"):
-                await CaptureBalancer("n1/1", look, SystemClock()).fairly("a", run)(LEASE)
+                await CaptureBalancer("n1/1", look, SystemClock()).with_handover("a", run)(LEASE)
 
     asyncio.run(scenario())

@@ -17,7 +17,7 @@ from tidemill.base.errors import UnavailableError
 from tidemill.base.status.status import StageStatus
 from tidemill.cli.demo.ports import free_address
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.metastore import Metastore
 
 WHY = "planted: consensus went away."
@@ -55,7 +55,7 @@ class GoesAway:
         (assembly, "check_bucket"),
         (Metastore, "start"),
         (assembly.Membership, "start"),
-        (assembly.CaptureFirst, "start"),
+        (assembly.CaptureAssignment, "start"),
         (assembly.Catalogue, "create_topic"),
         (assembly.LocalTopics, "start"),
         (assembly.KafkaServer, "start"),
@@ -89,18 +89,18 @@ def test_f612_consensus_that_goes_away_between_two_steps_of_the_start_is_waited_
         )
         node, stop = assembly.Node(config, lambda *_: []), asyncio.Event()
         running = asyncio.ensure_future(node.run(stop))
-        board = Board(consensus, Rand())  # type: ignore[arg-type]
+        board = StatusBoard(consensus, Rand())  # type: ignore[arg-type]
 
         async def told() -> StageStatus | None:
             return next((m for r in await board.reports() for m in r.marks if m.name == "node:n1" and m.error), None)
 
-        await until(lambda: running.done() or (len(tries) >= 2 and "cannot start" in node.trouble()))
+        await until(lambda: running.done() or (len(tries) >= 2 and "cannot start" in node.not_ready_reason()))
         assert not running.done(), running.exception()
         while (mark := await told()) is None:
             await asyncio.sleep(0.02)
         assert WHY in mark.error and mark.held_by == "consensus@node:n1"
         consensus.away = False
-        await until(lambda: running.done() or not node.trouble())
+        await until(lambda: running.done() or not node.not_ready_reason())
         assert not running.done(), running.exception()
         while await told() is not None:
             await asyncio.sleep(0.02)

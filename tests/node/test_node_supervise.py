@@ -14,9 +14,9 @@ import pytest
 from patience import DEADLINE_S, until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import ClusterReplacedError, InvalidError
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.status import Report, State, derive, derive_all
-from tidemill.node.supervise.supervisor import ChildSpec, Supervisor, launched
+from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.status import StageState, StatusReport, derive_status, derive_statuses
+from tidemill.node.supervise.supervisor import ChildSpec, Supervisor, launch_command
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -96,7 +96,7 @@ def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_
 ) -> None:
     """The real driver's process, up to where it would open its stores."""
     from tidemill.base.config.config import parse
-    from tidemill.node.supervise.processes import driver
+    from tidemill.node.supervise.processes import driver_spec
 
     file = tmp_path / "pipeline.py"
     file.write_text("import nothing_of_that_name\n")
@@ -105,7 +105,7 @@ def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_
         "pipeline": {"shop": {"file": str(file)}},
         "objects": {"url": "ftp://nowhere"},
     }
-    spec = driver(parse(values, origin=""), ["shop"])
+    spec = driver_spec(parse(values, origin=""), ["shop"])
 
     async def scenario() -> None:
         failures: list[BaseException] = []
@@ -144,7 +144,7 @@ def test_f310_a_child_that_ends_again_and_again_is_told_with_its_last_words_and_
         assert said == ["driver: OSError: the bucket is away"]
         (mark,) = supervisor.tracker.report("up", 0).marks
         stuck_ms = failure.since_ms + mark.budget_ms + 1
-        assert derive(mark, "up", stuck_ms, stuck_ms).state is State.STUCK
+        assert derive_status(mark, "up", stuck_ms, stuck_ms).state is StageState.STUCK
         await supervisor.stop()
 
     asyncio.run(scenario())
@@ -166,8 +166,8 @@ def test_f317_a_shared_driver_that_dies_or_freezes_is_named_for_every_pipeline_o
         await supervisor.stop()
 
     asyncio.run(scenario())
-    reports = [Report(process, 0, (), pid=7, host="here") for process in processes]
-    marks = derive_all(reports, MARK_BLIND_AFTER_MS + 1)
+    reports = [StatusReport(process, 0, (), pid=7, host="here") for process in processes]
+    marks = derive_statuses(reports, STATUS_BLIND_AFTER_MS + 1)
     assert [marks[f"process:{process}"].mark.held_by for process in processes] == ["pid 7 on here"] * 2
 
 
@@ -256,7 +256,7 @@ asyncio.run(main())
 
 def test_a_child_whose_parent_is_gone_before_it_begins_does_not_begin(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
-    command = launched(["touch", str(begun)])
+    command = launch_command(["touch", str(begun)])
     assert subprocess.run(command, timeout=DEADLINE_S, check=False).returncode == 0
     assert begun.exists()
     begun.unlink()

@@ -12,10 +12,10 @@ import pytest
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.status import Report, StatusTracker, this_process
+from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.status import StatusReport, StatusTracker, this_process
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.node.supervise.driver_instances import DRIVER_MODULE
 from tidemill.node.supervise.status import SupervisorStatus
 
@@ -25,7 +25,7 @@ def failing(tracker: StatusTracker, now_ms: int, error: str) -> None:
     tracker.fail("pipeline:shop", error, now_ms=now_ms)
 
 
-async def told(board: Board, process: str) -> Report | None:
+async def told(board: StatusBoard, process: str) -> StatusReport | None:
     return next((r for r in await board.reports() if r.process == process), None)
 
 
@@ -37,7 +37,7 @@ def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_
 
     async def scenario() -> None:
         consensus = await open_consensus(url, clock, rand)
-        board = Board(consensus, rand)
+        board = StatusBoard(consensus, rand)
         since: list[int] = []
         for life, now_ms in enumerate((1_000, 50_000)):
             tracker = StatusTracker()
@@ -54,7 +54,7 @@ def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_
             since.append(mark.failing_since_ms)
             assert (mark.name, mark.error, mark.tries) == ("pipeline:shop", "the bucket is away.", life + 1)
             if life == 1:
-                tracker.heal("pipeline:shop")
+                tracker.clear_failure("pipeline:shop")
                 tracker.remove("pipeline:shop")
                 await telling._publish()
                 assert await told(board, "up:n1") is None, "an empty report would turn blind, while all is well"
@@ -72,8 +72,8 @@ def test_each_error_of_a_driver_is_printed_once_and_again_when_it_comes_back(tmp
     tracker.fail("shard:orders", "other columns.", now_ms=1)
     broken, whole = tracker.report("pipeline:shop", 5), StatusTracker().report("pipeline:shop", 5)
     for reports in ([broken], [broken], [whole], [broken]):
-        telling._print(reports)
-    telling._print([Report("node:n1", 5, broken.marks)])
+        telling._print_errors(reports)
+    telling._print_errors([StatusReport("node:n1", 5, broken.marks)])
     assert said == ["shard:orders: other columns."] * 2
 
 
@@ -84,8 +84,8 @@ def test_an_empty_report_of_an_earlier_life_is_taken_away(tmp_path: Path) -> Non
         telling = SupervisorStatus(
             "n1", f"sqlite://{tmp_path}/consensus.db", StatusTracker(), clock, rand, lambda _: None
         )
-        board = await telling._board()
-        await board.publish(Report("up:n1", 1, ()))
+        board = await telling._open_board()
+        await board.publish(StatusReport("up:n1", 1, ()))
         await telling.adopt()
         await telling._publish()
         assert await told(board, "up:n1") is None
@@ -99,31 +99,31 @@ def test_what_may_have_been_told_is_taken_away_though_nobody_knows_that_it_was(
 ) -> None:
     """Left on the board, and renewed by nobody, it would turn blind while all is well."""
     clock, rand = SystemClock(), Rand()
-    publish = Board.publish
+    publish = StatusBoard.publish
 
-    async def publishes_unknown(self: Board, report: Report) -> None:
+    async def publishes_unknown(self: StatusBoard, report: StatusReport) -> None:
         await publish(self, report)
         raise UnknownOutcomeError("no answer came.")
 
-    async def away(self: Board) -> list[Report]:
+    async def away(self: StatusBoard) -> list[StatusReport]:
         raise UnavailableError("consensus is away.")
 
     async def scenario(found: str) -> None:
         tracker = StatusTracker()
         telling = SupervisorStatus("n1", f"sqlite://{tmp_path}/{found}.db", tracker, clock, rand, lambda _: None)
-        board = await telling._board()
+        board = await telling._open_board()
         if found == "publish":
             failing(tracker, 1_000, "the bucket is away.")
             with monkeypatch.context() as patch:
-                patch.setattr(Board, "publish", publishes_unknown)
+                patch.setattr(StatusBoard, "publish", publishes_unknown)
                 with pytest.raises(UnknownOutcomeError):
                     await telling._publish()
-            tracker.heal("pipeline:shop")
+            tracker.clear_failure("pipeline:shop")
             tracker.remove("pipeline:shop")
         else:
-            await board.publish(Report("up:n1", 1, ()))
+            await board.publish(StatusReport("up:n1", 1, ()))
             with monkeypatch.context() as patch:
-                patch.setattr(Board, "reports", away)
+                patch.setattr(StatusBoard, "reports", away)
                 await telling.adopt()
         assert await told(board, "up:n1") is not None
         await telling._publish()
@@ -142,24 +142,24 @@ def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind
 
     async def scenario() -> None:
         consensus = await open_consensus(url, clock, rand)
-        board = Board(consensus, rand)
+        board = StatusBoard(consensus, rand)
         now_ms = clock.now_ms()
-        silent_ms = now_ms - 10 * MARK_BLIND_AFTER_MS
+        silent_ms = now_ms - 10 * STATUS_BLIND_AFTER_MS
         for process, at_ms in (
             ("pipeline:two", now_ms), ("pipeline:two:2", now_ms), ("pipeline:one", now_ms), ("node:n1", now_ms),
             ("pipeline:dead", now_ms), ("pipeline:dead:b", silent_ms),
         ):  # fmt: skip
-            await board.publish(Report(process, at_ms, ()))
+            await board.publish(StatusReport(process, at_ms, ()))
         tracker = StatusTracker()
         tracker.fail("pipeline:two:2", "killed by SIGKILL.", now_ms=now_ms)
         telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None)
         await telling._publish()
         assert await told(board, "up:n1") is not None
-        await telling.retire(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
+        await telling.forget_ended(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
         await telling._publish()  # its rounds go on until it is closed
         left = {report.process for report in await board.reports()}
         assert left == {"pipeline:two", "pipeline:one", "pipeline:dead", "pipeline:dead:b", "node:n1"}
-        await board.publish(Report("pipeline:two:2", now_ms, ()))  # it may come again
+        await board.publish(StatusReport("pipeline:two:2", now_ms, ()))  # it may come again
         assert await told(board, "pipeline:two:2") is not None
         await telling.aclose()
         await consensus.aclose()
@@ -176,21 +176,21 @@ def test_drivers_that_are_not_started_any_more_are_forgotten_once_they_are_dead(
         telling = SupervisorStatus(
             "n1", f"sqlite://{tmp_path}/c.db", StatusTracker(), clock, rand, lambda _: None, pipelines=["shop"]
         )
-        board = await telling._board()
+        board = await telling._open_board()
         host, now_ms = this_process()[1], clock.now_ms()
-        silent_ms = now_ms - 2 * MARK_BLIND_AFTER_MS
+        silent_ms = now_ms - 2 * STATUS_BLIND_AFTER_MS
         for process, at_ms, pid, where in (
             ("pipeline:shop", now_ms, 1, host), ("pipeline:shop:2", silent_ms, frozen_pid, host),
             ("pipeline:shop:3", silent_ms, dead_pid, host), ("pipeline:shop:4", now_ms, dead_pid, host),
             ("pipeline:shop:5", silent_ms, dead_pid, "elsewhere"), ("pipeline:shop:b-3", silent_ms, dead_pid, host),
             ("pipeline:other:3", silent_ms, dead_pid, host), ("node:n1", silent_ms, dead_pid, host),
         ):  # fmt: skip
-            await board.publish(Report(process, at_ms, (), {}, pid, where))
+            await board.publish(StatusReport(process, at_ms, (), {}, pid, where))
         before = {report.process for report in await board.reports()}
-        await telling._look(board)
+        await telling._read_driver_reports(board)
         assert {report.process for report in await board.reports()} == before, "whom it starts is not known yet"
         telling.started = ["pipeline:shop", "node:n1"]
-        await telling._look(board)
+        await telling._read_driver_reports(board)
         assert before - {report.process for report in await board.reports()} == {"pipeline:shop:3"}
         await telling.aclose()
 

@@ -24,7 +24,7 @@ from tidemill.base.runtime.retry_open import open_with_retry
 from tidemill.cli.demo.ports import free_port
 from tidemill.objects import health, local, retrying
 from tidemill.objects.factory import open_objects
-from tidemill.objects.health import CONFIRM_S, NOTICE_S, Health
+from tidemill.objects.health import CONFIRM_S, NOTICE_S, StoreHealth
 from tidemill.objects.local import CACHED_READ_BYTES, THREADS, LocalObjects
 from tidemill.objects.retrying import RetryingObjects
 
@@ -123,7 +123,7 @@ def test_f507_a_read_that_finds_the_pool_closed_leaves_no_descriptor(
 def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
     small: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrying, "PROVE_EVERY_S", 0.2)
+    monkeypatch.setattr(retrying, "PROBE_INTERVAL_S", 0.2)
     monkeypatch.setattr(health, "CONFIRM_S", 0.2)
 
     async def body() -> None:
@@ -146,7 +146,7 @@ def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
         await until(store.trouble)
         giving_up.cancel()
         small.read_only(False)
-        proving = asyncio.ensure_future(store.keep_proving())
+        proving = asyncio.ensure_future(store.probe_while_suspected())
         await until(lambda: not store.trouble())
         proving.cancel()
         await store.aclose()
@@ -165,7 +165,7 @@ def test_f508_a_full_directory_refuses_writes_as_unavailable_serves_reads_and_he
                 file.flush()
         with pytest.raises(UnavailableError, match="space"):
             await store.put("b", os.urandom(1 << 20))
-        assert "Free space" in store.noticed()
+        assert "Free space" in store.recent_fault()
         await until(store.trouble)
         assert "Free space" in store.trouble()
         assert await store.get("a") == b"1"
@@ -185,7 +185,7 @@ def test_f616_a_file_system_without_inodes_is_told_as_that(small: Mount) -> None
         puts = (store.put(f"k{number}", b"x") for number in range(20))
         outcomes = await asyncio.gather(*puts, return_exceptions=True)
         assert any(isinstance(each, UnavailableError) and "no free inode" in str(each) for each in outcomes), outcomes
-        assert "no free inode" in store.noticed()
+        assert "no free inode" in store.recent_fault()
         await store.aclose()
 
     run(body)
@@ -373,28 +373,28 @@ def test_f509_rights_lost_later_are_waited_for_and_told(moto: Moto) -> None:
 
 def test_a_store_without_an_answer_is_trouble_before_its_requests_have_failed() -> None:
     clock = ManualClock()
-    store = Health(clock)
-    first = store.began("write")
+    store = StoreHealth(clock)
+    first = store.begin_attempt("write")
     clock.advance(int(CONFIRM_S * 1000))
-    assert store.trouble() == "" and "does not answer" in store.noticed()
-    assert store.suspected("write") and not store.suspected("read")
+    assert store.trouble() == "" and "does not answer" in store.recent_fault()
+    assert store.is_suspected("write") and not store.is_suspected("read")
     clock.advance(1)
     assert "does not answer: operation=write" in store.trouble()
     # A later write that succeeds proves that the store works: the first one alone is a notice.
-    store.ended(store.began("write"), "write", None)
-    assert store.trouble() == "" and "does not answer" in store.noticed()
-    store.ended(first, "write", None)
-    assert store.noticed() == ""
+    store.end_attempt(store.begin_attempt("write"), "write", None)
+    assert store.trouble() == "" and "does not answer" in store.recent_fault()
+    store.end_attempt(first, "write", None)
+    assert store.recent_fault() == ""
 
 
 def test_a_request_that_its_caller_gives_up_on_is_evidence_when_it_waited_long() -> None:
     clock = ManualClock()
-    store = Health(clock)
+    store = StoreHealth(clock)
     for waited_ms, expected in ((500, ""), (1_500, "does not answer")):
-        number = store.began("read")
+        number = store.begin_attempt("read")
         clock.advance(waited_ms)
-        store.ended(number, "read", asyncio.CancelledError())
-        assert expected in store.noticed() and bool(expected) == bool(store.noticed())
+        store.end_attempt(number, "read", asyncio.CancelledError())
+        assert expected in store.recent_fault() and bool(expected) == bool(store.recent_fault())
     clock.advance(2_000)
     assert "does not answer" in store.trouble()
 
@@ -405,24 +405,24 @@ def test_a_request_that_its_caller_gives_up_on_is_evidence_when_it_waited_long()
 )
 def test_a_write_that_was_not_done_is_trouble_whatever_its_error(error: Exception) -> None:
     clock = ManualClock()
-    store = Health(clock)
+    store = StoreHealth(clock)
     for _ in range(30):
-        store.ended(store.began("write"), "write", error)
-        store.ended(store.began("read"), "read", None)  # says nothing of writes
-        store.ended(store.began("delete"), "delete", None)
+        store.end_attempt(store.begin_attempt("write"), "write", error)
+        store.end_attempt(store.begin_attempt("read"), "read", None)  # says nothing of writes
+        store.end_attempt(store.begin_attempt("delete"), "delete", None)
         clock.advance(100)
     assert str(error) in store.trouble()
-    store.ended(store.began("write"), "write", ConflictError("another was first"))
+    store.end_attempt(store.begin_attempt("write"), "write", ConflictError("another was first"))
     assert store.trouble() == ""
 
 
 def test_f618_one_failed_write_among_successes_is_a_notice_and_no_trouble() -> None:
     clock = ManualClock()
-    store = Health(clock)
+    store = StoreHealth(clock)
     for number in range(60):
         error = UnknownOutcomeError("status=500") if number % 3 == 0 else None
-        store.ended(store.began("write"), "write", error)
-        assert store.trouble() == "" and "status=500" in store.noticed()
+        store.end_attempt(store.begin_attempt("write"), "write", error)
+        assert store.trouble() == "" and "status=500" in store.recent_fault()
         clock.advance(500)
     clock.advance(int(NOTICE_S * 1000))
-    assert store.noticed() == ""
+    assert store.recent_fault() == ""

@@ -13,21 +13,21 @@ from contracts.consensus import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.metastore.cluster_manifest import Alive, signs_of_life, write_alive
+from tidemill.metastore.cluster_manifest import SignOfLife, signs_of_life, write_sign_of_life
 from tidemill.metastore.lsm.block_cache import BlockCache
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import SstWriter
-from tidemill.metastore.lsm.table_cache import Tables
+from tidemill.metastore.lsm.table_cache import TableCache
 from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectMeta
-from tidemill.objects.verified_read import checked, checked_now
+from tidemill.objects.verified_read import read_verified, read_verified_sync
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.checksums import open_part
 from tidemill.shards.parts.parts import encode_part
-from tidemill.shards.read.part_bytes import fetching
+from tidemill.shards.read.part_bytes import fetch_through
 from tidemill.shards.read.part_reader import PartReader
 from tidemill.shards.read.verified_file import VerifiedFile
 
@@ -50,24 +50,26 @@ def test_f620_a_flipped_answer_is_a_notice_and_a_damaged_object_an_error_and_a_n
         async def asked() -> str:
             return read()
 
-        return checked_now(objects, "l1/x", read) if synchronous else await checked(objects, "l1/x", asked)
+        return read_verified_sync(objects, "l1/x", read) if synchronous else await read_verified(objects, "l1/x", asked)
 
     async def body() -> None:
         assert await ask() == "right"
-        said = objects.noticed()
+        said = objects.recent_fault()
         assert "answered a read with damaged bytes, and then with valid ones" in said
         assert "key=l1/x" in said and "checksum: flipped" in said and "store=s3" in said
         assert objects.trouble() == ""
         with pytest.raises(CorruptError, match="flipped"):
             await ask()
-        assert "an object is damaged, or the object store damages its answers: reads=2 key=l1/x" in objects.noticed()
+        assert (
+            "an object is damaged, or the object store damages its answers: reads=2 key=l1/x" in objects.recent_fault()
+        )
         clock.advance(60_000)
         assert await ask() == "right"
-        assert objects.noticed() == ""
+        assert objects.recent_fault() == ""
         answers.extend(["flipped", "away"])
         with pytest.raises(UnavailableError):
             await ask()
-        assert objects.noticed() == "", "nobody knows what was damaged"
+        assert objects.recent_fault() == "", "nobody knows what was damaged"
 
     run(body())
 
@@ -80,7 +82,7 @@ class Flipping(MemoryObjects):
         self.flips = 0
         self.notices: list[str] = []
 
-    def notice(self, what: str) -> None:
+    def record_notice(self, what: str) -> None:
         self.notices.append(what)
 
     def _flipped(self, data: bytes) -> bytes:
@@ -96,7 +98,7 @@ class Flipping(MemoryObjects):
 def test_f620_every_reader_of_the_metastores_files_reads_a_flipped_answer_again() -> None:
     async def body() -> None:
         objects, rand = Flipping(), Rand(1)
-        files = Files(objects, "metastore/test/")
+        files = SstFiles(objects, "metastore/test/")
         writer = SstWriter(Options(block_bytes=64))
         writer.add([b"%03d" % n for n in range(100)], [b"v" * 20] * 100, list(range(1, 101)))
         buffers, summary = writer.finish()
@@ -104,7 +106,7 @@ def test_f620_every_reader_of_the_metastores_files_reads_a_flipped_answer_again(
         await files.put(file, buffers)
         for flips, broken in ((0, False), (1, False), (2, True)):
             for ask in ("meta", "block", "blocks"):
-                tables = Tables(files, BlockCache(1 << 20))
+                tables = TableCache(files, BlockCache(1 << 20))
                 objects.notices.clear()
                 if ask != "meta":
                     await tables.meta(file)
@@ -124,7 +126,7 @@ def test_f620_every_reader_of_the_metastores_files_reads_a_flipped_answer_again(
                 objects.flips = 0
 
         objects.notices.clear()
-        await write_alive(objects, rand, Alive("c", 1, "n", 5))
+        await write_sign_of_life(objects, rand, SignOfLife("c", 1, "n", 5))
         objects.flips = 1
         assert [alive.at_ms async for alive, _ in signs_of_life(objects)] == [5]
         objects.flips = 2
@@ -139,7 +141,7 @@ def test_f620_every_reader_of_a_part_reads_a_flipped_answer_again() -> None:
     schema = ShardSchema((Column("k", "int64"),), ("k",))
     rows = pa.table({"k": range(50), TIME: pa.array([1] * 50, pa.int64()), DIFF: pa.array([1] * 50, pa.int64())})
     encoded = encode_part(schema, rows)
-    data, part = encoded.data.to_pybytes(), encoded.part(0, "shards/x/y.parquet")
+    data, part = encoded.data.to_pybytes(), encoded.to_part(0, "shards/x/y.parquet")
     objects = Flipping()
     with BlockingPortal() as portal:
         portal.call(objects.put(part.object_key, data))
@@ -156,7 +158,7 @@ def test_f620_every_reader_of_a_part_reads_a_flipped_answer_again() -> None:
         left_flips = [0]
         readers: list[Callable[[], object]] = [
             lambda: portal.call(PartReader(objects, schema, cache_bytes=0).read_part(part)).num_rows,
-            lambda: len(fetching(portal, objects, whole=True)(part)) and 50,
+            lambda: len(fetch_through(portal, objects, whole=True)(part)) and 50,
             by_file,
             by_an_engine,
         ]
@@ -195,6 +197,6 @@ def test_a_listing_that_is_cancelled_or_left_is_no_request_without_an_answer() -
         await anext(listing)
         await listing.aclose()  # type: ignore[attr-defined]
         clock.advance(600_000)
-        assert objects.noticed() == ""
+        assert objects.recent_fault() == ""
 
     run(body())

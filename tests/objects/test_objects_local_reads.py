@@ -77,7 +77,7 @@ def test_a_medium_read_of_a_cached_file_needs_no_thread(tmp_path: Path, monkeypa
                 os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
             except OSError:
                 pytest.skip("this file system cannot tell what is cached")
-        monkeypatch.setattr(store, "_run", lambda _: pytest.fail("a thread was asked"))
+        monkeypatch.setattr(store, "_run_in_pool", lambda _: pytest.fail("a thread was asked"))
         assert await store.get("a/b", 0, CACHED_READ_BYTES) == CONTENT[:CACHED_READ_BYTES]
         monkeypatch.undo()
 

@@ -14,7 +14,7 @@ from moto_access import CREDENTIALS
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.objects import MemoryObjects, open_objects
-from tidemill.objects.coalesce import cut, plan_reads
+from tidemill.objects.coalesce import plan_reads, split_response
 from tidemill.objects.factory import parse_s3, redact
 from tidemill.objects.probe import probe_objects, probe_url
 from tidemill.objects.store import Buffer
@@ -162,7 +162,7 @@ def test_planned_reads_serve_every_range_once(ranges: list[tuple[int, int]], gap
     requests = plan_reads(ranges, gap, most)
     for request in requests:
         assert request.end - request.start <= max([most] + [b - a for a, b in ranges])
-        cut(request, data[request.start : request.end], into)
+        split_response(request, data[request.start : request.end], into)
     assert into == [data[a:b] for a, b in ranges]
     assert [r.start for r in requests] == sorted(r.start for r in requests)
 

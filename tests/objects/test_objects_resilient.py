@@ -385,14 +385,14 @@ def test_on_s3_the_nonce_tells_our_object_from_an_equal_one(s3_endpoint: str, ne
         class LosesAcknowledgements(S3Objects):
             lost = 0
 
-            async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
-                await super().put_nonced(key, data, nonce)
+            async def put_with_nonce(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+                await super().put_with_nonce(key, data, nonce)
                 if self.lost < 1:
                     self.lost += 1
                     raise UnknownOutcomeError("scripted.")
 
         class NeverSends(S3Objects):
-            async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+            async def put_with_nonce(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
                 raise UnknownOutcomeError("scripted.")
 
         ours = RetryingObjects(LosesAcknowledgements(bucket, "", config, Rand(1)), SystemClock(), Rand(2), store="s3")

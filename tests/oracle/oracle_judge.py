@@ -138,7 +138,7 @@ class Judge:
     def _ledger(self, mark: Mark) -> list[str]:
         """The ledger's topic is its table; it says at which LSN each transaction is."""
         row = self._source.rows().get(LEDGER)
-        if row is None or not row.flows:
+        if row is None or not row.is_streaming:
             return [f"{LEDGER} does not flow: {row}"]
         records = read_topic(self._source.brokers, row.topic)
         if self._source.rows().get(LEDGER) != row:
@@ -175,9 +175,9 @@ class Judge:
                 self.counts[f"{row.state} beside a column list"] += 1
             elif row.state == "parked" and not row.recopy and table.may_be_parked(row.reason):
                 self.counts["parked"] += 1
-            elif row.flows and {c.name for c in row.columns} != set(table.names):
+            elif row.is_streaming and {c.name for c in row.columns} != set(table.names):
                 problems.append(f"{table.sql_name} has columns {table.names}, captured {[c.name for c in row.columns]}")
-            elif not row.flows or row.recopy or table.listed:
+            elif not row.is_streaming or row.recopy or table.listed:
                 problems.append(
                     f"{table.sql_name} is {row.state}, copied={row.snapshot is not None}, changes={table.changed}:"
                     f" {row.reason}"
@@ -210,7 +210,7 @@ class Judge:
         parked = row.state == "parked"
         if table.listed and row.state == "refused":
             return []
-        if not row.flows and not parked:
+        if not row.is_streaming and not parked:
             return [f"{table.sql_name} is {row.state}"]
         records = read_topic(self._source.brokers, row.topic)
         if parked:
@@ -247,7 +247,7 @@ class Judge:
 
     def _large(self) -> list[str]:
         row = self._source.rows()[table_name(oracle_large.TABLE.schema, oracle_large.TABLE.name)]
-        if not row.flows or row.recopy:
+        if not row.is_streaming or row.recopy:
             return [f"{row.table} is {row.state}: {row.reason}"]
         rows = self._source.select(oracle_large.TABLE.select())
         found = oracle_large.differing(self._source.brokers, row.topic, rows)
@@ -266,7 +266,7 @@ class Judge:
             found
             for table in tables
             if table.kept and not (table.gone or table.broken or table.listed or f"shard:{shard_of(table)}" in waiting)
-            if (row := rows.get(table_name(table.schema, table.name))) is not None and row.flows
+            if (row := rows.get(table_name(table.schema, table.name))) is not None and row.is_streaming
             for found in self._shard(table)
         ]
 
@@ -286,7 +286,7 @@ class Judge:
     def _shape(self, shape: Shape, last_lsn: int) -> list[str]:
         table = shape.table
         row = self._source.rows().get(table_name(table.schema, table.name))
-        if not table.gone and row is not None and row.flows and shape.over:
+        if not table.gone and row is not None and row.is_streaming and shape.over:
             return []
         problems: list[str] = []
         names = shape.columns or table.names
@@ -299,7 +299,7 @@ class Judge:
             ]
         for client in shape.clients:
             view = client.view()
-            if not row.flows and ((shape.over and view.refused) or not (view.complete or view.rows)):
+            if not row.is_streaming and ((shape.over and view.refused) or not (view.complete or view.rows)):
                 continue  # its shape is over; one that needs none of the changed columns continues, and is exact
             found = self._held(client, view, names, table)
             said = f"{client.name} of {shape}, changes={table.changed}, {_said(view)}"

@@ -13,7 +13,7 @@ import numpy as np
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 from oracle_history import Row, Shown
 
-from tidemill.capture.catalog.schema_versions import described
+from tidemill.capture.catalog.schema_versions import columns_at_version
 from tidemill.metastore.catalogue import CaptureTableRow
 
 READ_S = 60.0
@@ -84,7 +84,7 @@ def twice(records: Sequence[Record]) -> list[Record]:
 def table_of(row: CaptureTableRow, records: Sequence[Record], key: Sequence[str]) -> dict[Shown, Row]:
     """The topic as a table under its newest description, by the rules that a reader has."""
     rows: dict[Shown, tuple[Row, int]] = {}
-    newest = described(row.columns, row.version)
+    newest = columns_at_version(row.columns, row.version)
     for record in records:
         assert record.version <= row.version, "a version that the catalogue does not know"
         if record.key is None:
@@ -94,7 +94,7 @@ def table_of(row: CaptureTableRow, records: Sequence[Record], key: Sequence[str]
         at = tuple(record.key[name] for name in key)
         rows.pop(at, None)
         if record.value is not None:
-            then = {c.name: c.type_name for c in described(row.columns, record.version)}
+            then = {c.name: c.type_name for c in columns_at_version(row.columns, record.version)}
             assert record.value.keys() == then.keys(), f"columns of version {record.version}: {record.value}"
             made = {c.name: _now(record.value[c.name], then[c.name], c.type_name) if c.name in then else c.default
                     for c in newest}  # fmt: skip

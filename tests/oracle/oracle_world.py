@@ -37,7 +37,7 @@ from oracle_stock import StockClients, installed
 from oracle_tables import LEDGER, SCHEMAS, SETUP, Table, identifier, random_table
 
 from tidemill.capture.naming import table_name
-from tidemill.cli.context import stores
+from tidemill.cli.context import open_stores
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.metastore.catalogue import CaptureTableRow
 
@@ -155,7 +155,7 @@ class World:
                 table.kept = True
         made = self.stack.enter_context(cluster(directory, toml))
         made.ready()
-        self._stores = self.stack.enter_context(stores(made.config))
+        self._stores = self.stack.enter_context(open_stores(made.config))
         return made
 
     def _source(self) -> Source:
@@ -343,7 +343,7 @@ class World:
                 self._leave(table)
                 self._follow(table)
             elif table.number not in followed or (
-                row is not None and row.flows and any(s.over for s in self.shapes if s.table is table)
+                row is not None and row.is_streaming and any(s.over for s in self.shapes if s.table is table)
             ):
                 self._leave(table)
                 self._follow(table)

@@ -13,12 +13,12 @@ import tidemill
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.maintenance.shards.garbage import collect
+from tidemill.maintenance.shards.garbage import collect_garbage
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction import compaction
-from tidemill.spark.stores import Stores, Urls
+from tidemill.spark.stores import Stores, StoreUrls
 
 ORDERS = ShardSchema((Column("id", "int64"), Column("status", "string"), Column("total", "decimal(12,2)")), ("id",))
 Row = tuple[int, str | None, int]
@@ -53,7 +53,7 @@ class World:
             await shard.downgrade_since("keeper", 1, since)
             while (done := await compaction.compact_once(shard, self.stores.objects, Rand())) is not None:
                 assert done.shown
-            await collect(shard, self.stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
+            await collect_garbage(shard, self.stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
             await shard.aclose()
 
         self.portal.call(run())
@@ -94,7 +94,7 @@ def in_directory(directory: Path, new_bucket: Callable[[], str]) -> tidemill.Clu
 
 def in_memory(directory: Path, new_bucket: Callable[[], str]) -> tidemill.Cluster:
     objects = RetryingObjects(MemoryObjects(SystemClock()), SystemClock(), Rand(), store="memory")
-    stores = Stores(Urls("memory:", "memory:"), objects, MemoryConsensus(SystemClock()), SystemClock(), Rand())
+    stores = Stores(StoreUrls("memory:", "memory:"), objects, MemoryConsensus(SystemClock()), SystemClock(), Rand())
     return tidemill.Cluster(BlockingPortal(), stores)
 
 

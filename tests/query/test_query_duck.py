@@ -17,7 +17,7 @@ from test_query_table import filled, until_let_go
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.query import duckdb_views
 from tidemill.shards.api import Column, HistoryLostError, ShardSchema
-from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 
 EVERY = "SELECT count(*), count(DISTINCT id), sum(total), count(*) FILTER (status = 'paid') FROM orders"
 
@@ -62,7 +62,7 @@ def test_where_no_plan_is_exact_the_contents_are_copied_and_nothing_stays_held(
 
         async def evolve() -> None:
             shard = await world.stores.shard("orders")
-            await shard.evolve(Changes((Column("note", "string", "none"),)))
+            await shard.evolve(SchemaChanges((Column("note", "string", "none"),)))
             await shard.aclose()
 
         world.portal.call(evolve())
@@ -123,7 +123,7 @@ def test_names_that_duckdb_cannot_have_are_refused_and_odd_ones_are_not(world: W
         with pytest.raises(InvalidError, match="DuckDB rejects the view: name=taken"):
             table.to_duckdb(connection, "taken")
         assert connection.sql("SELECT a FROM taken").fetchall() == [(1,)]
-        assert world.holds("twice") == [] and duckdb_views.quoted('a"b') == '"a""b"'
+        assert world.holds("twice") == [] and duckdb_views.quote_identifier('a"b') == '"a""b"'
 
 
 def test_a_table_without_a_key_that_is_merged_is_scanned_where_it_lies(world: World) -> None:

@@ -22,7 +22,7 @@ from patience import DEADLINE_S
 from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
 from tidemill.shards.api import Column, HistoryLostError, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 
 
 def filled(world: World) -> None:
@@ -118,7 +118,7 @@ async def _everything_moves(world: World, written: list[int], since: int) -> Non
     from query_world import updates
 
     from tidemill.base.clock import Rand, SystemClock
-    from tidemill.maintenance.shards.garbage import collect
+    from tidemill.maintenance.shards.garbage import collect_garbage
     from tidemill.shards.compaction.compaction import compact_once
 
     shard = await world.stores.shard("orders")
@@ -129,7 +129,7 @@ async def _everything_moves(world: World, written: list[int], since: int) -> Non
     await shard.downgrade_since("keeper", 1, since)
     while await compact_once(shard, world.stores.objects, Rand()) is not None:
         pass
-    await collect(shard, world.stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
+    await collect_garbage(shard, world.stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
     await shard.aclose()
 
 
@@ -180,7 +180,7 @@ def test_a_table_that_gained_a_column_has_it_at_every_time(world: World) -> None
 
     async def evolve() -> None:
         shard = await world.stores.shard("orders")
-        await shard.evolve(Changes((Column("note", "string", "none"),)))
+        await shard.evolve(SchemaChanges((Column("note", "string", "none"),)))
         await shard.aclose()
 
     world.portal.call(evolve())
@@ -196,7 +196,7 @@ def test_a_lazy_frame_keeps_the_columns_that_it_began_with(world: World) -> None
 
     async def evolve() -> None:
         shard = await world.stores.shard("orders")
-        await shard.evolve(Changes((Column("note", "string"),), (Column("total", "decimal(20,2)"),)))
+        await shard.evolve(SchemaChanges((Column("note", "string"),), (Column("total", "decimal(20,2)"),)))
         await shard.aclose()
 
     world.portal.call(evolve())

@@ -15,14 +15,14 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
-from tidemill.metastore.factory import NODE, metastore_on
+from tidemill.metastore.factory import NODE, create_metastore
 from tidemill.metastore.metastore import Metastore
 from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import Registry
 from tidemill.registry.settings import RegistrySettings
-from tidemill.shards.executor import inline_cpu
+from tidemill.shards.executor import run_inline
 
 T = TypeVar("T")
 
@@ -79,12 +79,12 @@ class Cluster:
         consensus = MemoryConsensus(self.clock, self.state)
         first = not self._metastores
         settings = {"settings": NODE} if first else {}
-        found = metastore_on(consensus, self.objects, self.clock, rand, holder=f"n{rand.nonce()}", **settings)
+        found = create_metastore(consensus, self.objects, self.clock, rand, holder=f"n{rand.nonce()}", **settings)
         self._metastores.append(found)
         return found
 
     def node(self, settings: RegistrySettings | None = None, metastore: Any = None) -> Registry:
-        return Registry(metastore or self.metastore(), self.clock, Rand(), inline_cpu, settings)
+        return Registry(metastore or self.metastore(), self.clock, Rand(), run_inline, settings)
 
     async def persisted(self) -> None:
         """Every row into the bucket, and the cluster's manifest with it; no sign of life."""
@@ -94,8 +94,8 @@ class Cluster:
         uuids = tuple(domain.domain_uuid for domain in await metastore.domains())  # type: ignore[attr-defined]
         manifest = ClusterManifest(cluster.uuid, cluster.label, cluster.incarnation, uuids, cluster.created_ms)
         presence = Presence(self.objects, self.clock, self.rand, "n1")
-        await presence.round(manifest)
-        await presence.leave()
+        await presence.publish(manifest)
+        await presence.withdraw()
 
     async def aclose(self) -> None:
         for metastore in reversed(self._metastores):

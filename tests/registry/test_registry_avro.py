@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from registry_world import record
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
-from tidemill.registry.compat_levels import compared_with, problems
+from tidemill.registry.compat_levels import find_problems, versions_to_compare
 from tidemill.registry.errors import RegistryError
-from tidemill.registry.limits import Steps
-from tidemill.registry.parsed_schema import Parsed
-from tidemill.registry.schema_types import SubmittedSchema, understand
+from tidemill.registry.limits import StepBudget
+from tidemill.registry.parsed_schema import ParsedSchema
+from tidemill.registry.schema_types import SubmittedSchema, parse_schema
 
 
-def avro(text: str) -> Parsed:
-    return understand(SubmittedSchema("AVRO", text), {})
+def avro(text: str) -> ParsedSchema:
+    return parse_schema(SubmittedSchema("AVRO", text), {})
 
 
 def why(reader: str, writer: str) -> list[str]:
-    found = problems("BACKWARD", avro(reader), avro(writer), Steps())
+    found = find_problems("BACKWARD", avro(reader), avro(writer), StepBudget())
     return [message.partition('"')[2].partition('"')[0] for message in found]
 
 
@@ -106,67 +106,69 @@ def test_a_comparison_ends_after_so_many_steps() -> None:
     wide = [f'{{"type":"record","name":"R{n}","fields":[{{"name":"a","type":"int"}}]}}' for n in range(600)]
     reader = f"[{','.join(text.replace('int', 'string') for text in wide)}]"
     with pytest.raises(RegistryError, match="too many steps"):
-        problems("BACKWARD", avro(reader), avro(f"[{','.join(wide)}]"), Steps(10_000))
+        find_problems("BACKWARD", avro(reader), avro(f"[{','.join(wide)}]"), StepBudget(10_000))
 
 
 def test_types_of_other_schemas_are_known_by_their_full_names() -> None:
     inner = SchemaRow(1, "AVRO", record("x:int", name="n.Inner"))
     references = (Reference("n.Inner", "inner", 1),)
     places = {("inner", 1): inner}
-    old = understand(SubmittedSchema("AVRO", record("i:n.Inner", name="n.Outer"), references), places)
+    old = parse_schema(SubmittedSchema("AVRO", record("i:n.Inner", name="n.Outer"), references), places)
     wider = {("inner", 1): SchemaRow(2, "AVRO", record("x:long", name="n.Inner"))}
-    new = understand(SubmittedSchema("AVRO", record("i:Inner", name="n.Outer"), references), wider)
-    assert problems("BACKWARD", new, old, Steps()) == []
-    assert problems("FORWARD", new, old, Steps()) != []
+    new = parse_schema(SubmittedSchema("AVRO", record("i:Inner", name="n.Outer"), references), wider)
+    assert find_problems("BACKWARD", new, old, StepBudget()) == []
+    assert find_problems("FORWARD", new, old, StepBudget()) != []
     with pytest.raises(RegistryError, match="twice"):
-        understand(SubmittedSchema("AVRO", record("x:int", name="n.Inner"), references), places)
+        parse_schema(SubmittedSchema("AVRO", record("x:int", name="n.Inner"), references), places)
     with pytest.raises(RegistryError, match="not Avro"):
-        understand(SubmittedSchema("AVRO", '"int"', references), {("inner", 1): SchemaRow(1, "JSON", "{}")})
+        parse_schema(SubmittedSchema("AVRO", '"int"', references), {("inner", 1): SchemaRow(1, "JSON", "{}")})
 
 
 def test_a_name_that_is_not_in_the_namespace_is_the_one_without_a_namespace_as_in_java() -> None:
     places = {("common", 1): SchemaRow(1, "AVRO", record("x:int", name="Common"))}
     references = (Reference("Common", "common", 1),)
     text = record("c:Common", 'l:{"type":"array","items":"Common"}', 'u:["null","Common"]=null', name="com.x.Order")
-    plain = understand(SubmittedSchema("AVRO", text, references), places)
-    normal = understand(SubmittedSchema("AVRO", text, references, normalize=True), places)
+    plain = parse_schema(SubmittedSchema("AVRO", text, references), places)
+    normal = parse_schema(SubmittedSchema("AVRO", text, references, normalize=True), places)
     assert "com.x.Common" not in normal.text + plain.text
     for found in (plain, normal):
-        again = understand(SubmittedSchema("AVRO", found.text, references, normalize=True), places)
+        again = parse_schema(SubmittedSchema("AVRO", found.text, references, normalize=True), places)
         assert (again.text, again.digest) == (normal.text, normal.digest)
     wider = {("common", 2): SchemaRow(2, "AVRO", record("x:long", name="Common"))}
-    new = understand(SubmittedSchema("AVRO", text, (Reference("Common", "common", 2),)), wider)
-    assert problems("BACKWARD", new, plain, Steps()) == []
-    assert problems("FORWARD", new, plain, Steps()) != []
+    new = parse_schema(SubmittedSchema("AVRO", text, (Reference("Common", "common", 2),)), wider)
+    assert find_problems("BACKWARD", new, plain, StepBudget()) == []
+    assert find_problems("FORWARD", new, plain, StepBudget()) != []
     # Of a schema that refers to this one its own names are known.
     order = SchemaRow(3, "AVRO", text, references=references)
     outer = record("o:Order", "c:Common", name="com.x.Outer")
     places |= {("order", 1): order}
-    understand(SubmittedSchema("AVRO", outer, (*references, Reference("com.x.Order", "order", 1))), places)
+    parse_schema(SubmittedSchema("AVRO", outer, (*references, Reference("com.x.Order", "order", 1))), places)
     with pytest.raises(RegistryError, match="unknown type"):
-        understand(SubmittedSchema("AVRO", text), {})
+        parse_schema(SubmittedSchema("AVRO", text), {})
     # One of the namespace comes first.
     own = record(f"o:{record('y:string', name='Common')}", "c:Common", name="com.x.Order")
-    found = understand(SubmittedSchema("AVRO", own, references, normalize=True), places)
+    found = parse_schema(SubmittedSchema("AVRO", own, references, normalize=True), places)
     assert found.text.count("com.x.Common") == 2
 
 
 def test_a_type_without_a_namespace_keeps_it_in_the_normal_form() -> None:
     bare = '{"type":"record","name":"Common","namespace":"","fields":[{"name":"x","type":"int"}]}'
     text = record(f"a:{bare}", "b:Common", name="com.x.Order")
-    normal = understand(SubmittedSchema("AVRO", text, normalize=True), {})
+    normal = parse_schema(SubmittedSchema("AVRO", text, normalize=True), {})
     assert "com.x.Common" not in normal.text
-    assert understand(SubmittedSchema("AVRO", normal.text, normalize=True), {}).text == normal.text
-    assert problems("FULL", avro(text), avro(normal.text), Steps()) == []
+    assert parse_schema(SubmittedSchema("AVRO", normal.text, normalize=True), {}).text == normal.text
+    assert find_problems("FULL", avro(text), avro(normal.text), StepBudget()) == []
 
 
 def test_levels_name_versions_and_directions() -> None:
-    assert list(compared_with("BACKWARD", [1, 2, 5])) == [5]
-    assert list(compared_with("FULL_TRANSITIVE", [1, 2, 5])) == [5, 2, 1]
-    assert list(compared_with("NONE", [1, 2])) == [] and list(compared_with("FULL", [])) == []
+    assert list(versions_to_compare("BACKWARD", [1, 2, 5])) == [5]
+    assert list(versions_to_compare("FULL_TRANSITIVE", [1, 2, 5])) == [5, 2, 1]
+    assert list(versions_to_compare("NONE", [1, 2])) == [] and list(versions_to_compare("FULL", [])) == []
     plain, more = avro(record("a:int")), avro(record("a:int", "b:int"))
-    assert problems("BACKWARD", more, plain, Steps()) and not problems("FORWARD", more, plain, Steps())
-    assert problems("FULL", more, plain, Steps()) and not problems("NONE", more, plain, Steps())
+    assert find_problems("BACKWARD", more, plain, StepBudget()) and not find_problems(
+        "FORWARD", more, plain, StepBudget()
+    )
+    assert find_problems("FULL", more, plain, StepBudget()) and not find_problems("NONE", more, plain, StepBudget())
 
 
 PLAIN = st.sampled_from(["null", "boolean", "int", "long", "float", "double", "bytes", "string"])

@@ -15,7 +15,7 @@ from tidemill.base.errors import FencedError, UnavailableError, UnknownOutcomeEr
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import SubmittedSchema, understand
+from tidemill.registry.schema_types import SubmittedSchema, parse_schema
 from tidemill.registry.settings import RegistrySettings
 
 STRINGS = {"type": "string"}
@@ -91,19 +91,19 @@ TEXT = 'syntax = "proto3"; message Fault { int32 a = 1; }'
 def test_f803_a_compiler_that_hangs_or_crashes_ends_the_request(
     monkeypatch: pytest.MonkeyPatch, child: str, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(compiler, "_LIMITED", child)
+    monkeypatch.setattr(compiler, "_LIMITED_PROTOC", child)
     monkeypatch.setattr(compiler, "TIMEOUT_S", 0.5)
     with pytest.raises(error):
-        understand(SubmittedSchema("PROTOBUF", TEXT), {})
+        parse_schema(SubmittedSchema("PROTOBUF", TEXT), {})
     monkeypatch.undo()
-    assert understand(SubmittedSchema("PROTOBUF", TEXT), {}).descriptor
+    assert parse_schema(SubmittedSchema("PROTOBUF", TEXT), {}).descriptor
 
 
 @pytest.mark.processes
 def test_f803_a_compiler_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.sys, "executable", "/nowhere/python")
     with pytest.raises(UnavailableError, match="protoc"):
-        understand(SubmittedSchema("PROTOBUF", TEXT), {})
+        parse_schema(SubmittedSchema("PROTOBUF", TEXT), {})
 
 
 def test_f804_a_change_goes_on_over_what_the_metastore_meets() -> None:

@@ -65,7 +65,7 @@ def test_a_subject_may_have_any_name(rest: Rest, subject: str) -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "BODY_S", 0.1)
+    monkeypatch.setattr(requests, "BODY_TIMEOUT_S", 0.1)
     head = "POST /subjects/s/versions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", rest.port), timeout=DEADLINE_S) as client:
         client.sendall(f"{head}content-length: 1000\r\n\r\n{{".encode())
@@ -178,7 +178,10 @@ def test_an_incompatible_schema_is_409_and_a_check_tells_why(rest: Rest) -> None
     assert rest.ask("POST", f"{path}/latest", {"schema": BAD}) == (200, {"is_compatible": False})
     status, found = rest.ask("POST", f"{path}/1?verbose=true", {"schema": BAD})
     assert found["is_compatible"] is False and "TYPE_MISMATCH" in found["messages"][0]
-    assert rest.ask("POST", f"{path}?verbose=true", {"schema": A_B}) == (200, {"is_compatible": True, "messages": []})
+    assert rest.ask("POST", f"{path}?verbose=true", {"schema": A_B}) == (
+        200,
+        {"is_compatible": True, "messages": []},
+    )
     assert rest.ask("POST", "/compatibility/subjects/new/versions/latest", {"schema": A}) == (
         200,
         {"is_compatible": True},

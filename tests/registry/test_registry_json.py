@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
-from tidemill.registry.compat_levels import problems
+from tidemill.registry.compat_levels import find_problems
 from tidemill.registry.errors import RegistryError
-from tidemill.registry.limits import Steps
-from tidemill.registry.parsed_schema import Parsed
-from tidemill.registry.schema_types import SubmittedSchema, understand
+from tidemill.registry.limits import StepBudget
+from tidemill.registry.parsed_schema import ParsedSchema
+from tidemill.registry.schema_types import SubmittedSchema, parse_schema
 
 
-def parsed(schema: Any) -> Parsed:
-    return understand(SubmittedSchema("JSON", schema if isinstance(schema, str) else json.dumps(schema)), {})
+def parsed(schema: Any) -> ParsedSchema:
+    return parse_schema(SubmittedSchema("JSON", schema if isinstance(schema, str) else json.dumps(schema)), {})
 
 
 def why(reader: Any, writer: Any) -> list[str]:
-    found = problems("BACKWARD", parsed(reader), parsed(writer), Steps())
+    found = find_problems("BACKWARD", parsed(reader), parsed(writer), StepBudget())
     return [message.partition('"')[2].partition('"')[0] for message in found]
 
 
@@ -210,9 +210,9 @@ def test_references_lead_to_other_schemas_by_name_and_by_their_own_uri() -> None
         {"$ref": "http://x.org/a.json"},
         {"$id": "http://y.org/b.json", "$ref": "a.json"},
     ):
-        found = understand(SubmittedSchema("JSON", json.dumps(obj(v=schema)), references), {("a", 1): other})
-        assert problems("BACKWARD", found, parsed(obj(v=INT)), Steps()) == []
-        assert problems("BACKWARD", found, parsed(obj(v=NUM)), Steps()) != []
+        found = parse_schema(SubmittedSchema("JSON", json.dumps(obj(v=schema)), references), {("a", 1): other})
+        assert find_problems("BACKWARD", found, parsed(obj(v=INT)), StepBudget()) == []
+        assert find_problems("BACKWARD", found, parsed(obj(v=NUM)), StepBudget()) != []
 
 
 LEAF = st.sampled_from(

@@ -5,34 +5,37 @@ from __future__ import annotations
 import pytest
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
-from tidemill.registry.compat_levels import problems
+from tidemill.registry.compat_levels import find_problems
 from tidemill.registry.errors import RegistryError
-from tidemill.registry.limits import Steps
-from tidemill.registry.parsed_schema import Parsed
+from tidemill.registry.limits import StepBudget
+from tidemill.registry.parsed_schema import ParsedSchema
 from tidemill.registry.protobuf import compile as compiler
-from tidemill.registry.protobuf.parse import serialized
-from tidemill.registry.schema_types import SubmittedSchema, given_of, understand
+from tidemill.registry.protobuf.parse import encode_descriptor
+from tidemill.registry.schema_types import SubmittedSchema, parse_schema, submitted_from_row
 
 pytestmark = pytest.mark.processes
 
-_kept: dict[str, Parsed] = {}
+_kept: dict[str, ParsedSchema] = {}
 
 
-def proto(body: str, head: str = 'syntax = "proto3";') -> Parsed:
+def proto(body: str, head: str = 'syntax = "proto3";') -> ParsedSchema:
     text = f"{head} {body}"
     if text not in _kept:
-        _kept[text] = understand(SubmittedSchema("PROTOBUF", text), {})
+        _kept[text] = parse_schema(SubmittedSchema("PROTOBUF", text), {})
     return _kept[text]
 
 
-def why(reader: Parsed, writer: Parsed) -> list[str]:
-    return [message.partition('"')[2].partition('"')[0] for message in problems("BACKWARD", reader, writer, Steps())]
+def why(reader: ParsedSchema, writer: ParsedSchema) -> list[str]:
+    return [
+        message.partition('"')[2].partition('"')[0]
+        for message in find_problems("BACKWARD", reader, writer, StepBudget())
+    ]
 
 
 BASE = "message M { int32 a = 1; string b = 2; N n = 3; map<string, int32> m = 4; repeated int32 r = 5; } message N {}"
 
 
-def changed(old: str, new: str) -> Parsed:
+def changed(old: str, new: str) -> ParsedSchema:
     assert old in BASE
     return proto(BASE.replace(old, new))
 
@@ -92,7 +95,7 @@ def test_what_is_stored_is_understood_again_without_its_compiler(monkeypatch: py
     first = proto(BASE)
     monkeypatch.setattr(compiler, "compile_text", None)
     row = SchemaRow(1, "PROTOBUF", first.text, (), first.digest, first.descriptor)
-    again = understand(given_of(row), {})
+    again = parse_schema(submitted_from_row(row), {})
     assert again.digest == first.digest and why(again, first) == []
 
 
@@ -106,10 +109,10 @@ def test_what_is_stored_is_understood_again_without_its_compiler(monkeypatch: py
 )  # fmt: skip
 def test_what_is_no_file_is_refused_in_the_compilers_words(text: str) -> None:
     if text == "CgNhYmM=":  # a descriptor with a name and nothing else is a file, if an odd one
-        assert understand(SubmittedSchema("PROTOBUF", text), {}).descriptor
+        assert parse_schema(SubmittedSchema("PROTOBUF", text), {}).descriptor
         return
     with pytest.raises(RegistryError) as refused:
-        understand(SubmittedSchema("PROTOBUF", text), {})
+        parse_schema(SubmittedSchema("PROTOBUF", text), {})
     assert refused.value.code == 42201
     assert "/tmp" not in refused.value.message
 
@@ -124,11 +127,11 @@ def test_types_of_known_files_stay_what_they_are() -> None:
 def test_a_known_file_may_itself_be_registered_and_referred_to() -> None:
     from google.protobuf import timestamp_pb2
 
-    known = understand(SubmittedSchema("PROTOBUF", serialized(timestamp_pb2.DESCRIPTOR.serialized_pb)), {})
+    known = parse_schema(SubmittedSchema("PROTOBUF", encode_descriptor(timestamp_pb2.DESCRIPTOR.serialized_pb)), {})
     row = SchemaRow(1, "PROTOBUF", known.text, (), known.digest, known.descriptor)
     references = (Reference("google/protobuf/timestamp.proto", "known", 1),)
     text = 'syntax = "proto3"; import "google/protobuf/timestamp.proto"; message M { google.protobuf.Timestamp t = 1; }'
-    assert understand(SubmittedSchema("PROTOBUF", text, references), {("known", 1): row}).descriptor
+    assert parse_schema(SubmittedSchema("PROTOBUF", text, references), {("known", 1): row}).descriptor
 
 
 def test_imports_are_references_and_may_be_changed_only_as_messages_may() -> None:
@@ -137,9 +140,9 @@ def test_imports_are_references_and_may_be_changed_only_as_messages_may() -> Non
     references = (Reference("line.proto", "line", 1),)
     text = 'syntax = "proto3"; import "line.proto"; import "google/type/money.proto"; message O { Line l = 1; }'
 
-    def importing(of: Parsed) -> Parsed:
+    def importing(of: ParsedSchema) -> ParsedSchema:
         row = SchemaRow(1, "PROTOBUF", of.text, (), of.digest, of.descriptor)
-        return understand(SubmittedSchema("PROTOBUF", text, references), {("line", 1): row})
+        return parse_schema(SubmittedSchema("PROTOBUF", text, references), {("line", 1): row})
 
     assert why(importing(line), importing(line)) == []
     assert importing(line).deep != importing(other).deep

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from google.protobuf import descriptor_pb2
 
-from tidemill.registry.protobuf.parse import serialized
-from tidemill.registry.protobuf.text import text_of
-from tidemill.registry.schema_types import SubmittedSchema, understand
+from tidemill.registry.protobuf.parse import encode_descriptor
+from tidemill.registry.protobuf.text import proto_text
+from tidemill.registry.schema_types import SubmittedSchema, parse_schema
 
 TEXTS = {
     "proto3": r"""
@@ -69,16 +69,16 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.processes
 def test_the_text_of_a_descriptor_is_the_schema_that_it_is(name: str) -> None:
-    first = understand(SubmittedSchema("PROTOBUF", TEXTS[name]), {})
-    given = understand(SubmittedSchema("PROTOBUF", serialized(first.descriptor)), {})
+    first = parse_schema(SubmittedSchema("PROTOBUF", TEXTS[name]), {})
+    given = parse_schema(SubmittedSchema("PROTOBUF", encode_descriptor(first.descriptor)), {})
     assert given.digest == first.digest and given.text.startswith(("syntax", "edition"))
-    again = understand(SubmittedSchema("PROTOBUF", given.text), {})
+    again = parse_schema(SubmittedSchema("PROTOBUF", given.text), {})
     assert again.digest == first.digest, given.text
 
 
 def test_what_a_text_could_not_say_stays_a_descriptor() -> None:
     file = descriptor_pb2.FileDescriptorProto(name="m.proto", syntax="proto3")
     file.message_type.add(name="M").options.MergeFromString(b"\xc2\x3e\x01x")  # an extension that nobody here knows
-    assert text_of(file) is None
-    parsed = understand(SubmittedSchema("PROTOBUF", serialized(file.SerializeToString())), {})
+    assert proto_text(file) is None
+    parsed = parse_schema(SubmittedSchema("PROTOBUF", encode_descriptor(file.SerializeToString())), {})
     assert parsed.text == "" and parsed.descriptor

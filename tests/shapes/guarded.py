@@ -13,16 +13,16 @@ from starlette.types import ASGIApp
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.factory import metastore_on
-from tidemill.node.http.auth import Guard, Parties
+from tidemill.metastore.factory import create_metastore
+from tidemill.node.http.auth import AuthDependencies, AuthMiddleware
 from tidemill.objects.memory import MemoryObjects
 from tidemill.security.acl_cache import AclCache
-from tidemill.security.acls import Operation, Resource, Rule
-from tidemill.security.oauth_tokens import Tokens, TokenSettings
+from tidemill.security.acls import AclRule, Operation, Resource
+from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
 from tidemill.security.sasl import Authenticator
 from tidemill.security.users import Users
-from tidemill.shapes.definition.planner import split_table
-from tidemill.shapes.http.authorization import Grants
+from tidemill.shapes.definition.planner import parse_table_name
+from tidemill.shapes.http.authorization import ShapeAuthorizer
 
 SECRET = "a secret of thirty-two bytes or more"
 
@@ -32,28 +32,28 @@ def bearer(user: str, lives_s: float = 600.0, **claims: Any) -> str:
     return f"Bearer {jwt.encode({'alg': 'HS256'}, said, OctKey.import_key(SECRET))}"
 
 
-def may(user: str, name: str, operation: Operation = Operation.READ) -> Rule:
-    return Rule(int(Resource.TOPIC), 3, name, f"User:{user}", "*", int(operation), 3)
+def may(user: str, name: str, operation: Operation = Operation.READ) -> AclRule:
+    return AclRule(int(Resource.TOPIC), 3, name, f"User:{user}", "*", int(operation), 3)
 
 
 class Guarded:
     """`async with Guarded(grants, rules) as guarded`; `guarded.front` is for a ShapeWorld."""
 
-    def __init__(self, grants: Grants, rules: Sequence[Rule]) -> None:
+    def __init__(self, grants: ShapeAuthorizer, rules: Sequence[AclRule]) -> None:
         self._grants = grants
         self._rules = rules
         self.clock = SystemClock()
-        self.guards: list[Guard] = []
+        self.guards: list[AuthMiddleware] = []
 
     async def __aenter__(self) -> Self:
         rand = Rand()
         self._consensus = MemoryConsensus(self.clock)
-        self._metastore = metastore_on(self._consensus, MemoryObjects(self.clock), self.clock, rand)
+        self._metastore = create_metastore(self._consensus, MemoryObjects(self.clock), self.clock, rand)
         self.rulebook = AclCache(self._metastore, self.clock, ["User:root"])
         await self.rulebook.add(list(self._rules))
         # No leeway: tokens of these tests end when they say.
-        tokens = Tokens(TokenSettings(secret=SECRET, leeway_s=0), self.clock)
-        self._parties = Parties(
+        tokens = TokenVerifier(TokenSettings(secret=SECRET, leeway_s=0), self.clock)
+        self._parties = AuthDependencies(
             Authenticator(Users(self._metastore, self.clock), rand, tokens), self.rulebook, self._topics_of
         )
         return self
@@ -65,13 +65,13 @@ class Guarded:
     async def _topics_of(self, table: str) -> list[str]:
         """As of a database main with one table."""
         try:
-            name = split_table(table)
+            name = parse_table_name(table)
         except InvalidError:
             return [table]
         return ["main.public.item"] if name == ("public", "item") else [table]
 
     def front(self, app: ASGIApp) -> ASGIApp:
-        guard = Guard(app, self.clock, within_tls=True, grants=self._grants)
+        guard = AuthMiddleware(app, self.clock, within_tls=True, grants=self._grants)
         guard.parties = self._parties
         self.guards.append(guard)
         return guard

@@ -15,7 +15,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, shape_routes
@@ -36,7 +36,7 @@ class RealWorld(ShapeWorld):
     async def __aenter__(self) -> Self:
         clock, rand = SystemClock(), Rand()
         self.consensus, self.objects = MemoryConsensus(clock), MemoryObjects(clock)
-        self.metastore = metastore_on(self.consensus, self.objects, clock, rand)
+        self.metastore = create_metastore(self.consensus, self.objects, clock, rand)
         catalogue = self.catalogue = Catalogue(self.metastore, clock, rand)
         self.db = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
         await self.db.execute(self._ddl)
@@ -47,7 +47,7 @@ class RealWorld(ShapeWorld):
             table_poll_s=self.table_poll_s, copy_again=self.copy_again, copy_again_pause_s=self.copy_again_pause_s,
             **self.more,
         )  # fmt: skip
-        remap = LogRemap(self.consensus, config.remap, clock, rand)
+        remap = LogRemap(self.consensus, config.remap_name, clock, rand)
         self.capture = Capture(
             config, topics=self.topics, catalogue=catalogue, remap=remap, clock=clock, rand=rand, tracker=self.tracker
         )

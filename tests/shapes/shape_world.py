@@ -26,11 +26,11 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Column, Fragment, Relation
 from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
-from tidemill.capture.postgres.pgoutput import decode
-from tidemill.node.http.app import application
+from tidemill.capture.postgres.pgoutput import decode_message
+from tidemill.node.http.app import build_application
 from tidemill.node.http.server import HttpServer
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
-from tidemill.shapes.http.authorization import Grants
+from tidemill.shapes.http.authorization import ShapeAuthorizer
 from tidemill.shapes.tables.initial_snapshot import SESSION_SETTINGS
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class ShapeWorld:
         settings: ShapeSettings | None = None,
         fragment_changes: int = 500,
         shards: Any = None,
-        grants: Grants | None = None,
+        grants: ShapeAuthorizer | None = None,
         front: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
         """`front`: what stands before the routes."""
@@ -125,7 +125,7 @@ class ShapeWorld:
         self.sink = self.service.add_database("main", self.dsn, lambda: self.relations.values())
         if self._shards is not None:
             self.service.add_shards(self._shards)
-        app = application(shape_routes(self.service, self._grants))
+        app = build_application(shape_routes(self.service, self._grants))
         self.server = HttpServer(self._front(app), on_failure=lambda *_: None)
         await self.server.start()
         self._flowing.set()
@@ -161,14 +161,14 @@ class ShapeWorld:
                 await self._flowing.wait()
                 cursor = await connection.execute(sql, (self.slot, self.slot), binary=True)
                 for (data,) in await cursor.fetchall():
-                    out = converter.feed(decode(bytes(data)), len(data))
+                    out = converter.feed_message(decode_message(bytes(data)), len(data))
                     if isinstance(out, RelationSeen) and out.changed:
                         self.learn()
-                        converter.learn(self.relations[out.message.oid])
+                        converter.set_relation(self.relations[out.message.oid])
                     elif isinstance(out, Fragment):
                         await self._flowing.wait()
                         self.delivered.append(out)
-                        self.sink.take(out)
+                        self.sink.process_fragment(out)
                 await asyncio.sleep(0.005)
         finally:
             await connection.close()

@@ -22,11 +22,11 @@ from tidemill.shapes.log.log import MemoryLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.tables.capture_tap import ROUTED_AT_ONCE, BacklogLimits, ShapeTap
+from tidemill.shapes.tables.capture_tap import ROUTED_PER_TAKE, BacklogLimits, ShapeTap
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, compile_where
 
-STREAM = SimpleNamespace(flushed=lambda *_: None)
+STREAM = SimpleNamespace(report_flushed=lambda *_: None)
 WAL_END = 1_000
 HOUSE_S = 1.0
 
@@ -67,7 +67,7 @@ class Backlog:
         self.clock = ManualClock()
         self.sink = ShapeTap(self.clock, LoopShare(self.clock), limits)
         self.sink.restoring = restoring
-        self.sink.carried([TABLE.oid, OTHER.oid])
+        self.sink.set_carried_relations([TABLE.oid, OTHER.oid])
         self.of_table, self.of_other = self._consumer(TABLE, where), self._consumer(OTHER)
         self._lsn = 0
 
@@ -79,9 +79,9 @@ class Backlog:
         writer = RowWriter("public", relation.table, [c.name for c in COLUMNS], ["id"], ["open"])
         consumer = TableConsumer(shape, relation, compiled, writer)
         self.sink.add(consumer)
-        consumer.open(PgSnapshot(1, 1, frozenset()))
-        consumer.follow()
-        shape.ready()
+        consumer.set_snapshot(PgSnapshot(1, 1, frozenset()))
+        consumer.follow_immediately()
+        shape.mark_ready()
         return consumer
 
     def commit(self, *changed: Relation, cut: int = 0, first_id: int = -1) -> int:
@@ -97,56 +97,56 @@ class Backlog:
         for n, part in enumerate(parts):
             last = part[-1].position if part else ChangePosition(self._lsn, 0)
             fragment = Fragment(self._lsn, self._lsn, 0, n == 0, n == len(parts) - 1, tuple(part), last, (), 100)
-            self.sink.take(fragment)
+            self.sink.process_fragment(fragment)
         return self._lsn
 
     def look_for(self, seconds: float) -> None:
         for _ in range(int(seconds / HOUSE_S)):
             self.clock.advance(int(HOUSE_S * 1000))
-            self.sink.end_the_late()
+            self.sink.end_late_shapes()
 
     def route(self) -> None:
-        self.sink.step(Turn(self.clock, 0.0))
+        self.sink.run_slice(Turn(self.clock, 0.0))
 
 
 def test_catching_up_with_what_was_written_before_the_session_counts_as_no_age() -> None:
     world = Backlog(BacklogLimits(age_s=10.0))
-    world.sink.begin(STREAM, 0, WAL_END)  # type: ignore[arg-type]
+    world.sink.begin_stream(STREAM, 0, WAL_END)  # type: ignore[arg-type]
     world.commit(TABLE, TABLE)
     world.route()
     for _ in range(20):
         world.look_for(5)
         world.commit(TABLE, TABLE)
-    assert not world.of_table.shape.gone, "it is behind by what the stream brings at once"
+    assert not world.of_table.shape.has_ended, "it is behind by what the stream brings at once"
     world.look_for(9)
-    assert not world.of_table.shape.gone, "the last of it came nine seconds ago"
+    assert not world.of_table.shape.has_ended, "the last of it came nine seconds ago"
     world.look_for(3)
-    assert world.of_table.shape.gone and "age_s=10" in world.of_table.shape.end_reason
-    assert not world.of_other.shape.gone
+    assert world.of_table.shape.has_ended and "age_s=10" in world.of_table.shape.end_reason
+    assert not world.of_other.shape.has_ended
 
 
 def test_age_counts_while_the_stream_is_live_whatever_comes_meanwhile() -> None:
     world = Backlog(BacklogLimits(age_s=10.0))
-    world.sink.begin(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]
     world.commit(TABLE, TABLE)
     world.route()
     for _ in range(3):
         world.look_for(4)
         world.commit(OTHER)
-    assert world.of_table.shape.gone
+    assert world.of_table.shape.has_ended
 
 
 def test_the_time_that_restoring_takes_counts_as_no_age() -> None:
     world = Backlog(BacklogLimits(age_s=10.0), restoring=True)
-    world.sink.begin(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]
     world.commit(TABLE, TABLE)
     world.look_for(30)
-    world.sink.restored()
+    world.sink.finish_restore()
     world.route()
     world.look_for(9)
-    assert not world.of_table.shape.gone
+    assert not world.of_table.shape.has_ended
     world.look_for(3)
-    assert world.of_table.shape.gone
+    assert world.of_table.shape.has_ended
 
 
 def test_a_pause_of_the_process_counts_as_no_age() -> None:
@@ -155,45 +155,47 @@ def test_a_pause_of_the_process_counts_as_no_age() -> None:
     world.route()
     world.look_for(2)
     world.clock.advance(60_000)
-    world.sink.end_the_late()
-    assert not world.of_table.shape.gone, "it had no turn either"
+    world.sink.end_late_shapes()
+    assert not world.of_table.shape.has_ended, "it had no turn either"
     world.look_for(12)
-    assert world.of_table.shape.gone
+    assert world.of_table.shape.has_ended
 
 
 def test_a_backlog_that_outgrows_its_bytes_while_logs_are_restored_ends_those_of_its_tables_alone() -> None:
     world = Backlog(BacklogLimits(size_bytes=20_000), restoring=True)
-    world.sink.begin(STREAM, 0, WAL_END)  # type: ignore[arg-type]
+    world.sink.begin_stream(STREAM, 0, WAL_END)  # type: ignore[arg-type]
     mixed = world.commit(OTHER, TABLE, cut=1)
     for _ in range(40):
         world.commit(TABLE)
-    assert world.of_table.shape.gone and not world.of_other.shape.gone
+    assert world.of_table.shape.has_ended and not world.of_other.shape.has_ended
     assert world.sink.resumable == {OTHER.oid}
-    world.sink.restored()
-    while world.sink.step(ENDLESS):
+    world.sink.finish_restore()
+    while world.sink.run_slice(ENDLESS):
         pass
     chunk = world.of_other.shape.log.read(BASE_END)  # type: ignore[attr-defined]
     assert [item.count(b'"last":true') for item in chunk.items] == [1], "its transaction is whole"
-    assert world.sink.evaluated() == world.sink.taken > mixed, "nothing that was left out holds the confirmation up"
+    assert world.sink.evaluated_position() == world.sink.taken > mixed, (
+        "nothing that was left out holds the confirmation up"
+    )
     assert world.sink.held_bytes == 0
 
 
 def test_a_backlog_that_outgrows_its_bytes_ends_the_shape_that_holds_most_and_not_one_that_waits_for_its_turn() -> None:
     """Found by the oracle's worlds, seed 4010: the older change of a shape was in the way of 200,000 others."""
     world = Backlog(BacklogLimits(size_bytes=20_000))
-    world.sink.begin(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]
     world.commit(OTHER, OTHER)
     world.route()
     assert world.of_other.inbox, "it has had a turn too short for both of its changes"
     for _ in range(40):
         world.commit(TABLE)
         assert world.sink.held_bytes <= 20_000
-    assert world.of_table.shape.gone and not world.of_other.shape.gone
-    while world.sink.step(ENDLESS):
+    assert world.of_table.shape.has_ended and not world.of_other.shape.has_ended
+    while world.sink.run_slice(ENDLESS):
         pass
     chunk = world.of_other.shape.log.read(BASE_END)  # type: ignore[attr-defined]
     assert len(chunk.items) == 2
-    assert world.sink.evaluated() == world.sink.taken
+    assert world.sink.evaluated_position() == world.sink.taken
     assert world.sink.held_bytes == 0
 
 
@@ -201,40 +203,40 @@ def test_changes_that_match_no_shape_take_nothing_of_the_backlog_once_they_are_r
     """Found by the oracle's worlds, seed 5026: a shape of one value of a column held whole fragments of a large
     transaction and counted for its own changes alone, so shapes of other tables that waited for a turn were ended."""
     world = Backlog(BacklogLimits(size_bytes=60_000), where="id = 7")
-    world.sink.begin(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]
     world.commit(*[OTHER] * 10)
     world.route()
     assert world.of_other.inbox, "it has had a turn too short for all of its changes"
     for _ in range(40):
         world.commit(*[TABLE] * 50, first_id=0)
     assert world.of_table.inbox and len(world.of_table.inbox[-1].changes) == 1
-    assert not world.of_table.shape.gone and not world.of_other.shape.gone
-    while world.sink.step(ENDLESS):
+    assert not world.of_table.shape.has_ended and not world.of_other.shape.has_ended
+    while world.sink.run_slice(ENDLESS):
         pass
     assert world.sink.held_bytes == 0
 
 
 def test_a_large_transaction_on_a_table_without_shapes_ends_none_while_logs_are_restored() -> None:
     world = Backlog(BacklogLimits(size_bytes=60_000), restoring=True)
-    world.sink.remove(world.of_table)
+    world.sink.remove_consumer(world.of_table)
     world.sink.resumable = frozenset({OTHER.oid})
-    world.sink.begin(STREAM, 0, WAL_END)  # type: ignore[arg-type]
+    world.sink.begin_stream(STREAM, 0, WAL_END)  # type: ignore[arg-type]
     mixed = 0
     for _ in range(40):
         mixed = world.commit(OTHER, *[TABLE] * 50)
-    assert world.sink.resumable == {OTHER.oid} and not world.of_other.shape.gone
+    assert world.sink.resumable == {OTHER.oid} and not world.of_other.shape.has_ended
     assert world.sink.held_bytes <= 60_000
-    world.sink.restored()
-    while world.sink.step(ENDLESS):
+    world.sink.finish_restore()
+    while world.sink.run_slice(ENDLESS):
         pass
     chunk = world.of_other.shape.log.read(BASE_END)  # type: ignore[attr-defined]
     assert len(chunk.items) == 40
-    assert world.sink.evaluated() == world.sink.taken == mixed and world.sink.held_bytes == 0
+    assert world.sink.evaluated_position() == world.sink.taken == mixed and world.sink.held_bytes == 0
 
 
 def test_no_fragment_that_comes_has_more_than_a_few_others_routed_in_the_turn_of_the_capture() -> None:
     world = Backlog(BacklogLimits(size_bytes=200_000))
-    world.sink.begin(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]
     routed = [0]
     route = world.sink.router.route
 
@@ -243,8 +245,8 @@ def test_no_fragment_that_comes_has_more_than_a_few_others_routed_in_the_turn_of
         return route(changes)
 
     world.sink.router.route = counted  # type: ignore[method-assign]
-    while not world.of_table.shape.gone:
+    while not world.of_table.shape.has_ended:
         routed.append(0)
         world.commit(TABLE)
-    assert len(routed) > 100 and max(routed) <= ROUTED_AT_ONCE
+    assert len(routed) > 100 and max(routed) <= ROUTED_PER_TAKE
     assert sum(routed) == len(routed) - 1, "all of it was routed before the shape ended"

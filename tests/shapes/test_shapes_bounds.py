@@ -11,7 +11,7 @@ from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shapes import LogLimits, ShapeSettings
-from tidemill.shapes.definition.rejection_cache import REFUSED_S, Refusals
+from tidemill.shapes.definition.rejection_cache import INVALID_S, RejectionCache
 from tidemill.shapes.shape_sizes import SHAPE_BYTES
 from tidemill.shapes.tables.capture_tap import BacklogLimits
 from tidemill.shapes.tables.table_consumer import TableConsumer
@@ -256,7 +256,7 @@ def test_f105_shapes_together_stay_within_their_memory_and_give_all_of_it_back(p
             await small.follow_until(lambda: all(len(row["name"]) == 200 for row in small.rows.values()))
             assert small.refetches == 0
             for shape in list(world.service.shapes()):
-                found = world.service.by_handle(str(shape["handle"]))
+                found = world.service.find_by_handle(str(shape["handle"]))
                 assert found is not None
                 world.service.delete(found)
             assert budget.used_bytes == 0
@@ -268,7 +268,7 @@ def test_f106_a_shape_that_falls_behind_ends_and_the_stream_and_other_shapes_go_
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each change costs the dear one 20 ms: it has half a loop, and the rest is everybody's."""
-    real = TableConsumer._convert
+    real = TableConsumer._convert_change
 
     def dear(self: TableConsumer, *arguments: Any) -> None:
         if "dear" in self.shape.definition.where:
@@ -286,7 +286,7 @@ def test_f106_a_shape_that_falls_behind_ends_and_the_stream_and_other_shapes_go_
             world_clock.append(world.service.clock)
             healthy = await world.sync(table="item")
             poll = asyncio.ensure_future(world.get(**await follow(world, where="name <> 'dear'")))
-            monkeypatch.setattr(TableConsumer, "_convert", dear)
+            monkeypatch.setattr(TableConsumer, "_convert_change", dear)
             await world.db.execute("INSERT INTO item SELECT n, 1, 'n', 1 FROM generate_series(1001, 1500) n")
             await healthy.follow_until(lambda: len(healthy.rows) == 600)
             assert healthy.refetches == 0
@@ -319,7 +319,7 @@ def test_a_transaction_larger_than_the_log_may_be_ends_the_shape_before_it_is_wh
                 await world.db.execute("INSERT INTO item SELECT n, 1, 'n', 1 FROM generate_series(1001, 2000) n")
             answer = await world.get(**client.params, offset=client.offset, handle=client.handle, live="true")
             assert answer.status == 409
-            shape = world.service.by_handle(answer.handle)
+            shape = world.service.find_by_handle(answer.handle)
             assert shape is not None
             await eventually(lambda: world.service.budget.used_bytes < 2 * SHAPE_BYTES)
 
@@ -392,7 +392,7 @@ def test_f107_shapes_of_a_table_that_is_not_captured_any_more_leave_memory_and_m
             await eventually(lambda: [s["source"] for s in world.service.shapes()] == ["public.other"])
             await world.db.execute("INSERT INTO other VALUES (1)")
             await keeps.follow_until(lambda: len(keeps.rows) == 1)
-            shape = world.service.by_handle(keeps.handle)
+            shape = world.service.find_by_handle(keeps.handle)
             assert shape is not None
             world.service.delete(shape)
             await eventually(lambda: not world.tracker.report("p", 0).marks)
@@ -419,12 +419,12 @@ def test_marks_do_not_grow_with_the_number_of_shapes(postgres_dsn: str) -> None:
 def test_refusals_end_and_are_bounded() -> None:
     from tidemill.shapes.definition.definition import ShapeDefinition, Source
 
-    refusals = Refusals()
+    refusals = RejectionCache()
     definitions = [ShapeDefinition(Source("table", "m", "s", "t"), f"id = {n}") for n in range(3_000)]
     for definition in definitions:
         refusals.add(definition, InvalidError("no"), 100.0)
-    refusals.check(definitions[0], 100.0)
+    refusals.raise_if_rejected(definitions[0], 100.0)
     with pytest.raises(InvalidError):
-        refusals.check(definitions[-1], 100.0)
-    refusals.check(definitions[-1], 100.0 + REFUSED_S)
-    refusals.check(definitions[-1], 100.0)
+        refusals.raise_if_rejected(definitions[-1], 100.0)
+    refusals.raise_if_rejected(definitions[-1], 100.0 + INVALID_S)
+    refusals.raise_if_rejected(definitions[-1], 100.0)

@@ -75,7 +75,7 @@ def test_f425_shapes_start_over_when_their_tap_breaks_and_capture_does_not_notic
         async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
             await eventually(lambda: world.capture.streaming)
             client = await world.sync(table="stock", where="w = 1")
-            session, real, breaks = world.capture._session, ShapeTap.take, 3
+            session, real, breaks = world.capture._session, ShapeTap.process_fragment, 3
 
             def take(self: ShapeTap, fragment: Fragment) -> Collection[str]:
                 nonlocal breaks
@@ -85,7 +85,7 @@ def test_f425_shapes_start_over_when_their_tap_breaks_and_capture_does_not_notic
                     raise NobodyListed("in the middle")
                 return owing
 
-            monkeypatch.setattr(ShapeTap, "take", take)
+            monkeypatch.setattr(ShapeTap, "process_fragment", take)
             for quantity in range(5):
                 await world.db.execute("UPDATE stock SET qty = %s WHERE i < 20", (quantity,))
             await equal_in_the_end(world, client, "w = 1")

@@ -63,22 +63,22 @@ class Bench:
         self._lsn = 1000
 
     def open(self, snapshot: PgSnapshot) -> None:
-        self.consumer.open(snapshot)
-        while self.consumer.settle(ENDLESS):
+        self.consumer.set_snapshot(snapshot)
+        while self.consumer.publish_waiting(ENDLESS):
             pass
-        self.shape.ready()
+        self.shape.mark_ready()
 
     def take(self, fragment: Fragment) -> None:
-        self.sink.take(fragment)
-        while self.sink.step(ENDLESS):
+        self.sink.process_fragment(fragment)
+        while self.sink.run_slice(ENDLESS):
             pass
 
     def answer(self, *verdicts: bool) -> None:
         """What PostgreSQL says of the rows that are asked about."""
         assert self.consumer.question is not None
-        self.consumer.answered(verdicts)
-        self.sink.resume(self.consumer)
-        while self.sink.step(ENDLESS):
+        self.consumer.resume_with_verdicts(verdicts)
+        self.sink.resume_consumer(self.consumer)
+        while self.sink.run_slice(ENDLESS):
             pass
 
     def fragments(self, xid: int, *changes: tuple[Any, ...], size: int = 100, lsn: int = 0) -> list[Fragment]:
@@ -233,7 +233,7 @@ def test_c12_a_truncate_ends_the_shape_at_its_commit() -> None:
     bench = Bench()
     first, second = bench.fragments(5, ("truncate", None, None), ("insert", None, row(1)), size=1)
     bench.take(first)
-    assert not bench.shape.gone
+    assert not bench.shape.has_ended
     bench.take(second)
     assert bench.shape.end_reason == "the table was truncated"
 
@@ -242,7 +242,7 @@ def test_a_truncate_that_the_snapshot_has_seen_is_skipped() -> None:
     bench = Bench(open_now=False)
     bench.commit(5, ("truncate", None, None))
     bench.open(PgSnapshot(6, 6, frozenset(), lsn=1 << 40))
-    assert not bench.shape.gone
+    assert not bench.shape.has_ended
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_er4_a_removed_shape_gets_nothing_more() -> None:
     bench = Bench()
     first, second = bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
     bench.take(first)
-    bench.sink.remove(bench.consumer)
+    bench.sink.remove_consumer(bench.consumer)
     bench.shape.drop("gone")
     bench.take(second)
     assert bench.sink.router.consumers() == []
@@ -307,20 +307,20 @@ def test_what_committed_while_the_snapshot_ran_is_settled_in_slices_whatever_com
         bench.commit(xid, *[("insert", None, row(10 * xid + n)) for n in range(5)])
     broken = bench.fragments(14, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
     bench.take(broken[0])
-    bench.consumer.open(PgSnapshot(11, 11, frozenset(), lsn=1 << 40))
+    bench.consumer.set_snapshot(PgSnapshot(11, 11, frozenset(), lsn=1 << 40))
     nothing = Turn(CLOCK, 0.0)
-    assert bench.consumer.settle(nothing)
+    assert bench.consumer.publish_waiting(nothing)
     again = bench.fragments(14, ("insert", None, row(1)), ("insert", None, row(2)), size=1, lsn=broken[0].commit_lsn)
     bench.take(again[0])
     slices = 0
-    while bench.consumer.settle(nothing):
+    while bench.consumer.publish_waiting(nothing):
         slices += 1
         shown = len(bench.items)
         assert shown % 5 == 0, "whole transactions only"
         if slices == 7:
             bench.commit(15, ("insert", None, row(7)))
     assert slices > 10
-    bench.shape.ready()
+    bench.shape.mark_ready()
     expected = [f"insert {10 * xid + n}" for xid in (11, 12, 13) for n in range(5)]
     assert bench.operations[:15] == expected
     assert bench.operations[15:] == ["insert 7"]
@@ -328,7 +328,7 @@ def test_what_committed_while_the_snapshot_ran_is_settled_in_slices_whatever_com
     assert bench.operations[15:] == ["insert 7", "insert 8"]
     assert bench.consumer.pending_bytes == 0
     bench.shape.drop("over")
-    bench.sink.remove(bench.consumer)
+    bench.sink.remove_consumer(bench.consumer)
     assert bench.shape.log.budget.used_bytes == 0
 
 
@@ -345,9 +345,9 @@ def test_a_shape_that_needs_old_rows_ends_at_the_first_that_is_not_whole(
         return  # no such change
     bench = Bench(where, replica)
     bench.commit(5, ("insert", None, row(1), AS_IS), ("update", row(1), row(1, is_open=False), AS_IS))
-    assert len(bench.items) == 2 and not bench.shape.gone
+    assert len(bench.items) == 2 and not bench.shape.has_ended
     bench.commit(6, ("insert", None, row(2), AS_IS), (op, old, row(1) if op == "update" else None, AS_IS))
-    assert bench.shape.gone
+    assert bench.shape.has_ended
 
 
 def test_a_verdict_on_a_row_that_the_snapshot_had_seen_is_not_taken_for_the_next_row() -> None:
@@ -357,7 +357,7 @@ def test_a_verdict_on_a_row_that_the_snapshot_had_seen_is_not_taken_for_the_next
     bench.answer(True)
     assert bench.operations == []
     bench.commit(7, ("insert", None, row(1)))
-    assert not bench.shape.gone, bench.shape.end_reason
+    assert not bench.shape.has_ended, bench.shape.end_reason
     bench.answer(True)
     assert bench.operations == ["insert 1"]
 

@@ -16,7 +16,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError
 from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL
-from tidemill.shapes.log.sqlite_file import Flush, Item, ShapeFile
+from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, StoredItem
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
 
@@ -31,7 +31,7 @@ def filled(path: Path) -> None:
         one = written(key)
         assert one.saved is not None
         rows = [(0, b'{"value":{"n":"%d"}}' % key)]
-        items = [Item(700, 2, b'{"later":{"n":"%d"}}' % key)]
+        items = [StoredItem(700, 2, b'{"later":{"n":"%d"}}' % key)]
         shapes.append(replace(one, base=rows, items=items, saved=replace(one.saved, end=(700, 2), log_bytes=30)))
     file.flush(Flush("owner", False, shapes, ()))
     file.release()
@@ -58,19 +58,19 @@ def test_f131_what_is_damaged_in_a_shapes_file_ends_that_shape_alone(tmp_path: P
         service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
         sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
         service._tables._databases["main"].infos[TABLE] = INFO
-        sink.claim(["owner"])
-        sink.carried([TABLE.oid])
-        sink.begin(SimpleNamespace(flushed=lambda *_: None), 0)  # type: ignore[arg-type]
+        sink.begin_session(["owner"])
+        sink.set_carried_relations([TABLE.oid])
+        sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
         await eventually(lambda: not sink.restoring)
-        assert service.by_handle(f"h{RECORD}") is None, "its definition may be another: it is not restored"
-        base, item, whole = (service.by_handle(f"h{key}") for key in (BASE, ITEM, WHOLE))
+        assert service.find_by_handle(f"h{RECORD}") is None, "its definition may be another: it is not restored"
+        base, item, whole = (service.find_by_handle(f"h{key}") for key in (BASE, ITEM, WHOLE))
         assert base is not None and item is not None and whole is not None
-        assert (await base.fetch(BEFORE_ALL)).items == () and base.gone and "damaged" in base.end_reason
-        assert list((await item.fetch(BEFORE_ALL)).items) == [b'{"value":{"n":"2"}}'] and not item.gone
-        assert (await item.fetch(BASE_END)).items == () and item.gone and "tx=700 op=2" in item.end_reason
+        assert (await base.fetch(BEFORE_ALL)).items == () and base.has_ended and "damaged" in base.end_reason
+        assert list((await item.fetch(BEFORE_ALL)).items) == [b'{"value":{"n":"2"}}'] and not item.has_ended
+        assert (await item.fetch(BASE_END)).items == () and item.has_ended and "tx=700 op=2" in item.end_reason
         assert list((await whole.fetch(BEFORE_ALL)).items) == [b'{"value":{"n":"4"}}']
         (later,) = (await whole.fetch(BASE_END)).items
-        assert b'"n":"4"' in later and not whole.gone
+        assert b'"n":"4"' in later and not whole.has_ended
         await service.aclose()
 
     run(main())

@@ -195,13 +195,13 @@ def _count_looks(world: RealWorld) -> Callable[[], int]:
     assert session is not None
     joining = session.joining
     assert joining is not None
-    whole, found = joining._pending, []
+    whole, found = joining._find_tables_to_add, []
 
     async def counted(tables: Any) -> Any:
         found.append(1)
         return await whole(tables)
 
-    joining._pending = counted  # type: ignore[method-assign]
+    joining._find_tables_to_add = counted  # type: ignore[method-assign]
     return lambda: len(found)
 
 

@@ -103,7 +103,7 @@ def test_h1_every_end_of_a_log_is_409_to_its_handle_for_ever_and_no_handle_comes
                     await world.db.execute("TRUNCATE item; INSERT INTO item VALUES (3, 'x')")
                     handles = list(now.values())
                     for handle in handles:
-                        while world.service.by_handle(handle) is not None:
+                        while world.service.find_by_handle(handle) is not None:
                             await world.get(table="item", offset="now")
                     for other in list(now):
                         await end(other)

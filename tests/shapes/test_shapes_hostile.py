@@ -65,7 +65,7 @@ class SliceWatch:
 
     def __init__(self, share: LoopShare) -> None:
         self.longest_s = 0.0
-        work = share.work
+        work = share.run_step
 
         async def watched(step: Step) -> None:
             def measured(turn: Turn) -> bool:
@@ -77,7 +77,7 @@ class SliceWatch:
 
             await work(measured)
 
-        share.work = watched  # type: ignore[method-assign]
+        share.run_step = watched  # type: ignore[method-assign]
 
 
 class Prebuilt(FakeShard):
@@ -181,7 +181,7 @@ def test_f110_no_request_keeps_the_loop_for_longer_than_a_moment(postgres_dsn: s
                 await eventually(lambda: world.delivered and world.sink.taken == world.delivered[-1].commit_lsn)
                 await eventually(lambda: world.sink.held_bytes == 0)
                 (followed,) = [s for s in world.service.shapes() if s["source"] == "shard:s"]
-                await eventually(lambda: world.service.by_handle(str(followed["handle"])).last_seen == 1_999)  # type: ignore[union-attr]
+                await eventually(lambda: world.service.find_by_handle(str(followed["handle"])).last_seen == 1_999)  # type: ignore[union-attr]
                 seen["10,000 updates for all of these, and 15,000 rows of a shard"] = slices.longest_s
             assert not failures
             limit_s = stall_s()

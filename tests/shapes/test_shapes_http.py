@@ -417,7 +417,7 @@ def test_an_offset_beyond_a_log_of_an_earlier_life_is_asked_for_again_until_the_
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.4)) as world:
             params = await start(world)
-            shape = world.service.by_handle(params["handle"])
+            shape = world.service.find_by_handle(params["handle"])
             assert shape is not None
             shape.restored = True
             ahead = {**params, "offset": f"{world.service.last_seen(shape) + (1 << 40)}_0"}
@@ -614,22 +614,22 @@ def test_all_who_follow_one_shape_are_told_everything_once_and_in_order(postgres
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(keep_alive_s=0.2)) as world:
             params = await start(world)
-            (shape,) = [world.service.by_handle(str(found["handle"])) for found in world.service.shapes()]
+            (shape,) = [world.service.find_by_handle(str(found["handle"])) for found in world.service.shapes()]
             assert shape is not None
             shared: list[int] = []
-            tell = shape.tell
+            tell = shape.share_frames
 
             def telling(after: LogOffset, end: LogOffset, frames: bytes) -> None:
                 shared.append(end.tx)
                 tell(after, end, frames)
 
-            shape.tell = telling  # type: ignore[method-assign]
+            shape.share_frames = telling  # type: ignore[method-assign]
 
             def follow() -> asyncio.Task[tuple[str, bool]]:
                 return asyncio.create_task(read_events(world, params, lambda text: f'"id":"{999 + count}"' in text, 30))
 
             readers = [follow() for _ in range(10)]
-            await eventually(lambda: shape.waiting == 10)
+            await eventually(lambda: shape.waiting_count == 10)
             for n in range(count):
                 await world.db.execute(f"INSERT INTO item (id) VALUES ({1000 + n})")
                 if n % 10 == 5:
@@ -703,11 +703,11 @@ def test_snapshot_sessions_print_values_as_capture_does() -> None:
 
 
 def test_only_pages_of_allowed_origins_may_read_answers(postgres_dsn: str) -> None:
-    from tidemill.shapes.http.cors import Origins
+    from tidemill.shapes.http.cors import AllowedOrigins
 
-    chosen = Origins(["https://shop.example", "http://localhost:*"])
-    assert chosen.allows("https://shop.example") and chosen.allows("http://LOCALHOST:8600")
-    assert chosen.allows("http://localhost")
+    chosen = AllowedOrigins(["https://shop.example", "http://localhost:*"])
+    assert chosen.is_allowed("https://shop.example") and chosen.is_allowed("http://LOCALHOST:8600")
+    assert chosen.is_allowed("http://localhost")
     strange = (
         "https://shop.example.evil",
         "http://shop.example",
@@ -716,8 +716,8 @@ def test_only_pages_of_allowed_origins_may_read_answers(postgres_dsn: str) -> No
         "http://localhost:x",
     )
     for origin in strange:
-        assert not chosen.allows(origin)
-    assert Origins(["*"]).headers("https://any.where") == {"access-control-allow-origin": "*"}
+        assert not chosen.is_allowed(origin)
+    assert AllowedOrigins(["*"]).headers("https://any.where") == {"access-control-allow-origin": "*"}
 
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL) as world:
@@ -811,7 +811,7 @@ def test_a_request_whose_handling_raises_anything_is_500_and_the_next_one_is_ser
             def broken(*_: Any) -> None:
                 raise RecursionError
 
-            monkeypatch.setattr(world.service, "open", broken)
+            monkeypatch.setattr(world.service, "open_shape", broken)
             assert (await world.get(table="item", offset="-1")).status == 500
             monkeypatch.undo()
             assert (await world.get(table="item", offset="-1")).status == 200

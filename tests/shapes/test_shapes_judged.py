@@ -13,7 +13,7 @@ from tidemill.base.errors import UnavailableError
 from tidemill.capture.changes import Relation
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.tables import remote_evaluation
-from tidemill.shapes.tables.initial_snapshot import LOOKUPS_AT_ONCE, TableReplacedError
+from tidemill.shapes.tables.initial_snapshot import MAX_LOOKUPS, TableReplacedError
 
 pytestmark = pytest.mark.postgres
 
@@ -65,14 +65,16 @@ def test_enums_are_ordered_by_their_labels_also_by_one_that_came_later(postgres_
 def test_a_shape_starts_over_with_the_labels_that_an_enum_has_got_and_asks_no_more(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[remote_evaluation.Question] = []
+    asked: list[remote_evaluation.EvaluationRequest] = []
 
-    async def counted(connection: Any, question: remote_evaluation.Question) -> list[remote_evaluation.Verdict]:
+    async def counted(
+        connection: Any, question: remote_evaluation.EvaluationRequest
+    ) -> list[remote_evaluation.Verdict]:
         asked.append(question)
         return await judge(connection, question)
 
-    judge = remote_evaluation.judge
-    monkeypatch.setattr(remote_evaluation, "judge", counted)
+    judge = remote_evaluation.evaluate_rows
+    monkeypatch.setattr(remote_evaluation, "evaluate_rows", counted)
 
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
@@ -170,23 +172,23 @@ def test_a_question_that_the_database_does_not_answer_holds_up_no_other(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor do look-ups of the catalogue."""
-    judge, blocked, answered = remote_evaluation.judge, list[str](), list[str]()
+    judge, blocked, answered = remote_evaluation.evaluate_rows, list[str](), list[str]()
 
-    async def picky(connection: Any, question: remote_evaluation.Question) -> list[remote_evaluation.Verdict]:
+    async def picky(connection: Any, question: remote_evaluation.EvaluationRequest) -> list[remote_evaluation.Verdict]:
         if question.where.sql in (blocked or [question.where.sql]):
             blocked.append(question.where.sql)
             raise UnavailableError("it takes too long.")
         answered.append(question.where.sql)
         return await judge(connection, question)
 
-    monkeypatch.setattr(remote_evaluation, "judge", picky)
+    monkeypatch.setattr(remote_evaluation, "evaluate_rows", picky)
 
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
             for most in (100, 200, 300):
                 await world.sync(table="item", where=f"item.weight * 1e9000 > 10 AND id < {most}")
             lookups = world.service._tables._databases["main"].source._lookups
-            for _ in range(LOOKUPS_AT_ONCE):
+            for _ in range(MAX_LOOKUPS):
                 await lookups.acquire()
             await world.db.execute("INSERT INTO item VALUES (2, 1e9000)")
             await eventually(lambda: len(answered) == 2)
@@ -209,10 +211,10 @@ def test_refusals_that_come_at_once_share_a_look_that_began_after_them(postgres_
                 return found
 
             database.source.columns = slow  # type: ignore[method-assign]
-            first = asyncio.ensure_future(database.check_described(relation, 0.0))
+            first = asyncio.ensure_future(database.check_definition_current(relation, 0.0))
             await eventually(lambda: looks == [4])
             await world.db.execute("ALTER TABLE item ADD COLUMN later int")
-            checks = [asyncio.ensure_future(database.check_described(relation, 0.0)) for _ in range(40)]
+            checks = [asyncio.ensure_future(database.check_definition_current(relation, 0.0)) for _ in range(40)]
             await asyncio.sleep(0)
             going.set()
             await first

@@ -35,9 +35,9 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Change, Column, Fragment, Relation
 from tidemill.capture.delivery.flush_tracker import FlushTracker
-from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.delivery.taps import TapRegistry
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.capture.postgres.standby_status import Status
+from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log import sqlite_file as file_module
@@ -90,7 +90,7 @@ class Process:
             Budget(1 << 30), Budget(1 << 30),
         )  # fmt: skip
         self.sink = machine.sink_kind(clock, LoopShare(clock), limits, store=self.store)
-        self.taps = Taps(clock)
+        self.taps = TapRegistry(clock)
         self.taps.add(self.sink)
         self.shapes: dict[str, tuple[LiveShape, TableConsumer]] = {}
         self.flush: asyncio.Task[None] | None = None
@@ -101,20 +101,20 @@ class Session:
 
     def __init__(self, confirmed: int) -> None:
         self.tracker = FlushTracker()
-        self.status = Status(confirmed)
+        self.status = ReplicationStatus(confirmed)
         self.notices: deque[tuple[str, ChangePosition]] = deque()
         self.at = confirmed
 
-    def flushed(self, consumer: str, position: ChangePosition) -> None:
+    def report_flushed(self, consumer: str, position: ChangePosition) -> None:
         self.notices.append((consumer, position))
 
-    async def name_taps(self) -> None:
+    async def store_tap_names(self) -> None:
         raise AssertionError("no disk fails for long here")
 
     def confirm(self, lsn: int | None) -> None:
         if lsn is not None:
-            self.status.flush_notice(lsn)
-        self.tracker.check()
+            self.status.record_flush_notice(lsn)
+        self.tracker.check_invariants()
 
 
 class KeptMachine(RuleBasedStateMachine):
@@ -154,11 +154,11 @@ class KeptMachine(RuleBasedStateMachine):
     def connect(self) -> None:
         """A session begins: it goes on from what was confirmed, and what is restored follows it."""
         process = self.alive
-        process.taps.claim(self.row)
-        process.taps.carried({table.oid for table in TABLES})
+        process.taps.begin_session(self.row)
+        process.taps.set_carried_relations({table.oid for table in TABLES})
         self.row = process.taps.names
         self.session = Session(self.confirmed)
-        process.taps.begin(self.session, self.confirmed)
+        process.taps.begin_stream(self.session, self.confirmed)
         self.delivered = 0
         """Fragments of the transaction at hand."""
         if process.sink.restoring:
@@ -166,23 +166,23 @@ class KeptMachine(RuleBasedStateMachine):
 
     async def restore(self) -> None:
         process = self.alive
-        for saved in await process.store.saved():
+        for saved in await process.store.read_saved():
             assert saved.handle not in process.shapes
             table = next(t for t in TABLES if t.oid == int(saved.record))
-            log = process.store.old_log(saved)
+            log = process.store.restore_log(saved)
             self.take_in(saved.handle, table, log, self.snapshot_of(saved.snapshot), has_lsn=log.end.tx)
-        process.sink.restored()
+        process.sink.finish_restore()
 
     def take_in(self, handle: str, table: Relation, log: DiskLog, snapshot: PgSnapshot, *, has_lsn: int = 0) -> None:
         definition = ShapeDefinition(Source("table", "db", "public", table.table))
         shape = LiveShape(handle, definition, b"", log)
         writer = RowWriter("public", table.table, ("id", "v"), ("id",))
         consumer = self.consumer_kind(shape, table, None, writer, has_lsn=has_lsn)
-        consumer.open(snapshot)
-        consumer.follow()
+        consumer.set_snapshot(snapshot)
+        consumer.follow_immediately()
         self.alive.sink.add(consumer)
         self.alive.shapes[handle] = shape, consumer
-        shape.ready()
+        shape.mark_ready()
 
     @property
     def alive(self) -> Process:
@@ -277,12 +277,12 @@ class KeptMachine(RuleBasedStateMachine):
         transaction = self.next_one
         assert transaction is not None
         fragment = transaction[self.delivered]
-        owing = self.alive.taps.take(fragment)
+        owing = self.alive.taps.dispatch_fragment(fragment)
         self.owing = owing if self.delivered == 0 else self.owing | owing
         self.delivered += 1
         if fragment.commits:
             self.session.confirm(self.session.tracker.commit(fragment, self.owing, 0))
-            self.session.status.commit_handled(fragment.commit_lsn)
+            self.session.status.record_commit(fragment.commit_lsn)
             self.session.at, self.delivered = fragment.commit_lsn, 0
         self.tell()
 
@@ -297,14 +297,14 @@ class KeptMachine(RuleBasedStateMachine):
     @rule()
     def evaluate(self) -> None:
         turn = Turn(self.clock, self.clock.monotonic_s() + 1.0)
-        while self.alive.sink.step(turn):
+        while self.alive.sink.run_slice(turn):
             pass
 
     @rule(count=st.integers(1, 3))
     def handle(self, count: int) -> None:
         for _ in range(min(count, len(self.session.notices))):
             consumer, position = self.session.notices.popleft()
-            self.session.confirm(self.session.tracker.flushed(consumer, position, 0))
+            self.session.confirm(self.session.tracker.record_flush(consumer, position, 0))
         self.tell()
 
     def tell(self) -> None:
@@ -320,15 +320,15 @@ class KeptMachine(RuleBasedStateMachine):
         self.evaluate()
         seen = max(self.session.at, self.alive.sink.taken)
         self.shape_count += 1
-        handle, log = f"h{self.shape_count}", self.alive.store.new_log()
+        handle, log = f"h{self.shape_count}", self.alive.store.create_log()
         writer = RowWriter("public", table.table, ("id", "v"), ("id",))
         for key, text in self.at(table.oid, seen).items():
-            log.add_base([writer.base_row({"id": key, "v": text})])
+            log.add_base([writer.render_base_row({"id": key, "v": text})])
         log.seal_base()
         next_xid = seen + 1  # a transaction's xid is its LSN here
         snapshot = PgSnapshot(next_xid, next_xid, frozenset(), lsn=seen + 1)
         self.take_in(handle, table, log, snapshot)
-        self.alive.store.record(log, handle, str(table.oid).encode(), str(snapshot))
+        self.alive.store.save_record(log, handle, str(table.oid).encode(), str(snapshot))
 
     @precondition(lambda self: self.process is not None and self.process.shapes)
     @rule()
@@ -336,7 +336,7 @@ class KeptMachine(RuleBasedStateMachine):
         handle = self.random.choice(sorted(self.alive.shapes))
         shape, consumer = self.alive.shapes.pop(handle)
         shape.drop("nobody reads it")
-        self.alive.sink.remove(consumer)
+        self.alive.sink.remove_consumer(consumer)
 
     # -- the disk ----------------------------------------------------------------------------------------------
 
@@ -416,8 +416,8 @@ class KeptMachine(RuleBasedStateMachine):
                     file, Inline(), Inline(), self.clock, Rand(1), StatusTracker(), "disk", LogLimits(), Budget(1 <<
                     30), Budget(1 << 30),
                 )  # fmt: skip
-                for saved in file.saved():
-                    log = store.old_log(saved)
+                for saved in file.read_shapes():
+                    log = store.restore_log(saved)
                     seen = PgSnapshot.parse(saved.snapshot).xmax - 1
                     due = self.at(int(saved.record), max(self.confirmed, seen, log.end.tx))
                     assert self.folded(log) == due, f"confirmed and not kept: confirmed={self.confirmed} {saved}"
@@ -427,7 +427,7 @@ class KeptMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_confirmed_inside_a_transaction(self) -> None:
         if self.process is not None:
-            self.session.tracker.check()
+            self.session.tracker.check_invariants()
             assert self.confirmed <= self.lsn
 
     def quiet(self) -> None:
@@ -441,10 +441,10 @@ class KeptMachine(RuleBasedStateMachine):
             self.begin_flush()
             self.end_flush(True, True)
         self.handle(1_000)
-        assert not self.session.tracker.pending, "it sticks"
+        assert not self.session.tracker.pending_positions, "it sticks"
         assert self.confirmed == self.lsn
         for shape, consumer in self.alive.shapes.values():
-            assert not shape.gone, shape.end_reason
+            assert not shape.has_ended, shape.end_reason
             assert self.folded(shape.log) == self.at(consumer.oid, self.lsn)  # type: ignore[arg-type]
 
     @rule()
@@ -484,17 +484,17 @@ class HastyStore(ShapeStore):
 class UnsettledSink(ShapeTap):
     """A flush that brings no news tells nobody of what came meanwhile."""
 
-    def _durable(self, position: int) -> None:
-        self._hold(position)
+    def _on_durable(self, position: int) -> None:
+        self._report_durable(position)
 
 
 class DeafSink(ShapeTap):
     """Owes nothing for a commit that comes while nothing of it is to be written yet."""
 
     @property
-    def _holds(self) -> bool:
+    def _must_hold_commit(self) -> bool:
         assert self.store is not None
-        return super()._holds and not self.store.clean
+        return super()._must_hold_commit and not self.store.clean
 
 
 class Untrimmed(TableConsumer):
@@ -528,10 +528,10 @@ def test_what_is_given_up_while_logs_are_restored_is_confirmed_with_their_ends_a
     machine.alive.file.release()
     process = Process(machine, Path(machine.directory.name) / "a.db", 9, BacklogLimits(size_bytes=3_000))
     machine.process = process
-    process.taps.claim(machine.row)
-    process.taps.carried({table.oid for table in TABLES})
+    process.taps.begin_session(machine.row)
+    process.taps.set_carried_relations({table.oid for table in TABLES})
     machine.session = Session(confirmed)
-    process.taps.begin(machine.session, confirmed)
+    process.taps.begin_stream(machine.session, confirmed)
     for _ in range(20):
         machine.write(3, 1)
     while machine.next_one is not None:
@@ -541,9 +541,9 @@ def test_what_is_given_up_while_logs_are_restored_is_confirmed_with_their_ends_a
     machine.flush_all()
     machine.handle(1_000)
     assert (machine.session.notices, machine.confirmed) == (deque(), confirmed)
-    for saved in machine.loop.run_until_complete(process.store.saved()):
-        process.store.forget(saved)
-    process.sink.restored()
+    for saved in machine.loop.run_until_complete(process.store.read_saved()):
+        process.store.delete_saved(saved)
+    process.sink.finish_restore()
     machine.flush_all()
     machine.handle(1_000)
     assert machine.confirmed == machine.lsn

@@ -12,7 +12,7 @@ from shape_world import run
 
 from tidemill.base.errors import UnavailableError
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
-from tidemill.shapes.log.stale_files import take_away
+from tidemill.shapes.log.stale_files import remove_stale_files
 
 
 def made(path: Path, owner: str) -> ShapeFile:
@@ -41,7 +41,7 @@ def test_a_file_goes_when_the_row_names_another_owner_or_is_gone_and_only_then(t
             asked.append(capture)
             return rows.get(capture, ())
 
-        await take_away(tmp_path, names)
+        await remove_stale_files(tmp_path, names)
         left = {path.name for path in tmp_path.iterdir() if not path.name.endswith((".lock", "-wal", "-shm"))}
         assert left == {"open.db", "stays.db"}
         served.release()
@@ -50,7 +50,7 @@ def test_a_file_goes_when_the_row_names_another_owner_or_is_gone_and_only_then(t
         assert file.open() == "a"
         file.release()
         new = ShapeFile(tmp_path / "moved.db")
-        assert new.open() == "" and new.saved() == []
+        assert new.open() == "" and new.read_shapes() == []
         new.release()
 
     run(main())
@@ -78,9 +78,9 @@ def test_a_file_whose_log_was_not_folded_in_when_its_process_died_is_known_by_it
         async def oldest(_: str) -> Collection[str]:
             return ("old",)
 
-        await take_away(tmp_path, newest)
+        await remove_stale_files(tmp_path, newest)
         assert path.exists()
-        await take_away(tmp_path, oldest)
+        await remove_stale_files(tmp_path, oldest)
         assert [each.name for each in tmp_path.iterdir()] == ["db.lock"]
 
     run(main())
@@ -94,7 +94,7 @@ def test_nothing_goes_while_the_row_cannot_be_read(tmp_path: Path) -> None:
             raise UnavailableError("no store answers.")
 
         with pytest.raises(UnavailableError):
-            await take_away(tmp_path, names)
+            await remove_stale_files(tmp_path, names)
         assert (tmp_path / "db.db").exists()
 
     asyncio.run(main())

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
-from tidemill.shapes.log.items import KeyWriter, LogItem, marked_last, render, up_to_date
+from tidemill.shapes.log.items import KeyWriter, LogItem, mark_last, render_item, up_to_date_item
 from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, FIRST_OP, LogOffset
-from tidemill.shapes.log.log_offset import number as read_number
+from tidemill.shapes.log.log_offset import parse_number as read_number
 from tidemill.shapes.memory_budget import Budget
 
 
@@ -168,8 +168,8 @@ def test_different_keys_are_written_differently(one: tuple[str, str], other: tup
 
 
 def test_marking_the_last_item_adds_one_header_and_changes_nothing_else() -> None:
-    plain = render("k", {"a": "}}"}, {"operation": "update"}, {"a": "b"})
-    marked = orjson.loads(marked_last(plain))
+    plain = render_item("k", {"a": "}}"}, {"operation": "update"}, {"a": "b"})
+    marked = orjson.loads(mark_last(plain))
     assert marked.pop("headers") == {"operation": "update", "last": True}
     original = orjson.loads(plain)
     del original["headers"]
@@ -177,7 +177,7 @@ def test_marking_the_last_item_adds_one_header_and_changes_nothing_else() -> Non
 
 
 def test_the_up_to_date_item_carries_a_decimal_position() -> None:
-    control = orjson.loads(up_to_date(26800584))
+    control = orjson.loads(up_to_date_item(26800584))
     assert control == {"headers": {"control": "up-to-date", "global_last_seen_lsn": "26800584"}}
 
 

@@ -17,9 +17,9 @@ from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.arrays import read_array
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.definition.permissions import AccessDeniedError
-from tidemill.shapes.definition.server_defined import FromClaim, FromClient, NamedShape, claim_text
-from tidemill.shapes.http.authorization import Grants
-from tidemill.shapes.where import Type, both, compile_where
+from tidemill.shapes.definition.server_defined import FromClaim, FromClient, ServerDefinedShape, claim_text
+from tidemill.shapes.http.authorization import ShapeAuthorizer
+from tidemill.shapes.where import Type, combine, compile_where
 from tidemill.shards.api import Column, ShardSchema
 
 DDL = """
@@ -30,18 +30,18 @@ FROM generate_series(1, 12) n;
 TENANT = "a'; --"
 SHOWN = ("id", "tenant", "kind", "Odd, Name")
 NAMED = (
-    NamedShape("mine", "item", "tenant = $1", (TENANT,), SHOWN, "full"),
-    NamedShape("kinds", "public.item", "tenant = $1 AND kind = $2", (TENANT, FromClient(1))),
-    NamedShape("numbered", "item", "tenant = $1 AND id > $2", (TENANT, FromClient(1))),
-    NamedShape("narrow", "item", "tenant = $1", (TENANT,), SHOWN, narrow=True),
-    NamedShape("broken", "item", "gone = $1", ("secret value",)),
-    NamedShape("away", "absent"),
-    NamedShape("failing", "item", "CAST(secret AS int) > $1", ("5",), SHOWN, narrow=True),
+    ServerDefinedShape("mine", "item", "tenant = $1", (TENANT,), SHOWN, "full"),
+    ServerDefinedShape("kinds", "public.item", "tenant = $1 AND kind = $2", (TENANT, FromClient(1))),
+    ServerDefinedShape("numbered", "item", "tenant = $1 AND id > $2", (TENANT, FromClient(1))),
+    ServerDefinedShape("narrow", "item", "tenant = $1", (TENANT,), SHOWN, narrow=True),
+    ServerDefinedShape("broken", "item", "gone = $1", ("secret value",)),
+    ServerDefinedShape("away", "absent"),
+    ServerDefinedShape("failing", "item", "CAST(secret AS int) > $1", ("5",), SHOWN, narrow=True),
 )
 
 
-def grants() -> Grants:
-    return Grants(SystemClock(), NAMED)
+def grants() -> ShapeAuthorizer:
+    return ShapeAuthorizer(SystemClock(), NAMED)
 
 
 def ids(items: list[dict[str, object]]) -> set[str]:
@@ -192,8 +192,8 @@ def test_a_shape_of_a_shard_is_narrowed_as_one_of_a_table_is(postgres_dsn: str) 
         def row(key: int, tenant: str) -> dict[str, object]:
             return {"id": key, "tenant": tenant, "secret": f"s{key}"}
 
-        named = [NamedShape("sums", "shard.totals", "tenant = $1", ("a",), ("id", "tenant"), narrow=True)]
-        given = Grants(SystemClock(), named)
+        named = [ServerDefinedShape("sums", "shard.totals", "tenant = $1", ("a",), ("id", "tenant"), narrow=True)]
+        given = ShapeAuthorizer(SystemClock(), named)
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1), shards=opener, grants=given) as world:
             await shard.append(1000, *[(10, 1, row(n, "ab"[n % 2])) for n in range(8)])
             client = await world.sync(shape="sums", where="10 / (id - 3) > -100 OR true")
@@ -222,7 +222,7 @@ def test_both_clauses_hold_and_the_inner_one_is_asked_only_where_the_outer_does(
     types = {"t": Type("text"), "n": Type("int4")}
     first = compile_where(outer, ["a"] if "$1" in outer else [], types)
     second = compile_where(inner, ["a"] if "$1" in inner else [], types, first_param=len(first.params) + 1)
-    joined = both(first, second)
+    joined = combine(first, second)
     assert joined.params == (*first.params, *second.params)
     assert ("CASE WHEN" in joined.sql) == second.may_fail, "PostgreSQL asks the clauses of an AND in any order"
     for t, n in rows:
@@ -240,34 +240,36 @@ def test_a_list_of_a_token_is_an_array_of_exactly_its_values(values: list[str]) 
 
 
 def test_a_claim_that_is_no_value_denies() -> None:
-    shape = NamedShape("mine", "item", "tenant = $1", (FromClaim("tenant"),))
+    shape = ServerDefinedShape("mine", "item", "tenant = $1", (FromClaim("tenant"),))
     for value in (None, {}, {"a": 1}, float("nan"), "zero\0byte", [None], [[1]], [{"a": 1}]):
         with pytest.raises(AccessDeniedError) as denied:
-            shape.bind({"tenant": value}, ())
+            shape.bind_params({"tenant": value}, ())
         assert denied.value.status == 403
     for claims, status in ((None, 401), ({}, 403)):
         with pytest.raises(AccessDeniedError) as denied:
-            shape.bind(claims, ())
+            shape.bind_params(claims, ())
         assert denied.value.status == status
     for value, text in (("", ""), (7, "7"), (True, "true"), (1.5, "1.5"), ([], "{}"), (["a", 1], '{"a","1"}')):
-        assert shape.bind({"tenant": value}, ()) == (text,)
+        assert shape.bind_params({"tenant": value}, ()) == (text,)
 
 
 @pytest.mark.parametrize(
     ("shape", "named"),
     [
-        (NamedShape("a", "item", "tenant = "), "shape.a.where"),
-        (NamedShape("a", "item", "tenant = $1"), "shape.a.params"),
-        (NamedShape("a", "item", "tenant = $1", ("x", "y")), "shape.a.params"),
-        (NamedShape("a", "item", "tenant = '$1'", ("x",)), "shape.a.params"),
-        (NamedShape("a", "item", "", ("x",)), "shape.a.params"),
-        (NamedShape("a", "a.b.c"), "shape.a.table"),
-        (NamedShape("a", "item", "true) OR (true"), "shape.a.where"),
+        (ServerDefinedShape("a", "item", "tenant = "), "shape.a.where"),
+        (ServerDefinedShape("a", "item", "tenant = $1"), "shape.a.params"),
+        (ServerDefinedShape("a", "item", "tenant = $1", ("x", "y")), "shape.a.params"),
+        (ServerDefinedShape("a", "item", "tenant = '$1'", ("x",)), "shape.a.params"),
+        (ServerDefinedShape("a", "item", "", ("x",)), "shape.a.params"),
+        (ServerDefinedShape("a", "a.b.c"), "shape.a.table"),
+        (ServerDefinedShape("a", "item", "true) OR (true"), "shape.a.where"),
     ],
 )
-def test_a_definition_that_could_never_be_served_is_refused_when_the_node_starts(shape: NamedShape, named: str) -> None:
+def test_a_definition_that_could_never_be_served_is_refused_when_the_node_starts(
+    shape: ServerDefinedShape, named: str
+) -> None:
     with pytest.raises(InvalidError, match=named):
-        Grants(SystemClock(), [shape])
+        ShapeAuthorizer(SystemClock(), [shape])
 
 
 def test_the_whole_query_is_looked_at_once() -> None:
@@ -278,5 +280,5 @@ def test_the_whole_query_is_looked_at_once() -> None:
 
     for query in ("shape=narrow&where=true&where=tenant='b'", "shape=narrow&params[1]=a&params[1]=b&where=id=$1"):
         with pytest.raises(BadRequestError):
-            grants().right(QueryParams(query), None)
-    assert grants().table_of(QueryParams(urlencode({"shape": "kinds", "table": "other"}))) == "public.item"
+            grants().authorize(QueryParams(query), None)
+    assert grants().requested_table(QueryParams(urlencode({"shape": "kinds", "table": "other"}))) == "public.item"

@@ -112,7 +112,7 @@ def test_f121_a_request_whose_shape_ends_while_it_loads_is_sent_to_the_table_mad
             await loading.wait()
             await world.db.execute("DROP TABLE t; CREATE TABLE t (id int PRIMARY KEY, v text)")
             await world.db.execute("INSERT INTO t VALUES (2, 'new')")
-            world.capture.look()
+            world.capture.check_tables_soon()
             answer = await young
             go_on.set()
             assert answer.status == 409 and answer.json == [{"headers": {"control": "must-refetch"}}]
@@ -133,7 +133,7 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
 
             async def copied() -> bool:
                 (row,) = await world.catalogue.all_tables()
-                return row.flows and len(row.partitions or ()) == 2 and row.again_last_ms > 0
+                return row.is_streaming and len(row.partitions or ()) == 2 and row.again_last_ms > 0
 
             await eventually(copied)
             await eventually(lambda: world.capture.relations())
@@ -150,8 +150,8 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
             for params in ({"offset": "-1"}, {"offset": "now"}, {"offset": "-1", "handle": told.handle}):
                 assert_heals(await world.get(table="p", **params), *words)
             assert_heals(await world.get(table="p", offset="now", subset__where="true"), *words)
-            await recopy_requests.ask(world.catalogue, world.capture.config.name, "public.p")
-            world.capture.look()
+            await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, "public.p")
+            world.capture.check_tables_soon()
 
             async def served() -> bool:
                 return (await world.get(table="p", offset="-1")).status == 200
@@ -182,12 +182,14 @@ def test_f123_a_table_parked_for_good_has_its_clients_start_over_once_and_wait(p
                 await eventually(lambda: parks(world, "public.t"))
                 assert (await holder(world, client)).status == 409
                 assert_heals(await world.get(table="t", offset="-1"), "until an operator has it copied", "public.t")
-                assert await world.capture.sought("public", "t", 5.0), "it is there, and no request is told otherwise"
+                assert await world.capture.wait_for_table("public", "t", 5.0), (
+                    "it is there, and no request is told otherwise"
+                )
                 assert (await world.get(table="none", offset="-1")).status == 400
                 assert (await world.request("/v1/health", {})).json == {"status": "active"}
 
-                await recopy_requests.ask(world.catalogue, world.capture.config.name, "public.t")
-                world.capture.look()
+                await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, "public.t")
+                world.capture.check_tables_soon()
                 await eventually(lambda: node.last["upToDate"] and len(node.last["rows"]) == 2)
                 rows = {(str(row["id"]), row["w"]) for row in node.last["rows"].values()}
                 assert rows == await world.select("t")
@@ -200,7 +202,7 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shapes end, and wake their clients, before the catalogue says that it is parked."""
-    parking, go_on, change = asyncio.Event(), asyncio.Event(), TableStates.change
+    parking, go_on, change = asyncio.Event(), asyncio.Event(), TableStates.update_row
     broken: list[bool] = []
 
     async def slowly(desk: TableStates, name: str, changed: Any) -> Any:
@@ -209,7 +211,7 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
             await go_on.wait()
         return await change(desk, name, changed)
 
-    monkeypatch.setattr(TableStates, "change", slowly)
+    monkeypatch.setattr(TableStates, "update_row", slowly)
 
     async def main() -> None:
         ddl = f"{DDL}; CREATE TABLE other (id int PRIMARY KEY)"

@@ -76,7 +76,7 @@ async def follows(world: RealWorld, client: Client, where: str = "true") -> None
 
 async def flows(world: RealWorld, name: str) -> bool:
     rows = {row.table: row for row in await world.catalogue.all_tables()}
-    return rows[f"public.{name}"].flows
+    return rows[f"public.{name}"].is_streaming
 
 
 async def parks(world: RealWorld, name: str) -> bool:
@@ -145,8 +145,8 @@ def test_f126_a_shape_without_the_changed_column_goes_on_while_its_table_is_park
                     await follows(world, client, where)
 
             for name in COPIED_BY_AN_OPERATOR:
-                await recopy_requests.ask(world.catalogue, world.capture.config.name, f"public.{name}")
-            world.capture.look()
+                await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, f"public.{name}")
+            world.capture.check_tables_soon()
             for number, name in enumerate([*CHANGES, *CHANGES], 7):
                 await write(world, name, number % 30)
             for name in CHANGES:
@@ -271,8 +271,8 @@ def test_a_shape_beside_generated_columns_continues_while_these_and_other_column
                 await write(world, name, 3)
                 await follows(world, client, "b > 30")
             for name in ("g_beside", "g_dropped", "g_other"):
-                await recopy_requests.ask(world.catalogue, world.capture.config.name, f"public.{name}")
-            world.capture.look()
+                await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, f"public.{name}")
+            world.capture.check_tables_soon()
             for name, client in clients.items():
                 await eventually(lambda name=name: flows(world, name))
                 await write(world, name, 4)
@@ -300,8 +300,8 @@ def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_s
             await eventually(lambda: parks(world, "dropped"))
             await write(world, "dropped", 2)
             await follows(world, client, where)
-            await recopy_requests.ask(world.catalogue, world.capture.config.name, "public.dropped")
-            world.capture.look()
+            await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, "public.dropped")
+            world.capture.check_tables_soon()
 
             async def set_aside() -> bool:
                 """Rows change all the while."""
@@ -345,7 +345,7 @@ def test_what_nobody_follows_of_a_parked_table_is_not_published_any_more(postgre
                 return bool(await cursor.fetchall())
 
             assert await published()
-            shape = world.service.by_handle(client.handle)
+            shape = world.service.find_by_handle(client.handle)
             assert shape is not None
             world.service.delete(shape)
             await eventually(lambda: _not(published))

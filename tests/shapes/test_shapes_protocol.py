@@ -23,8 +23,8 @@ def test_the_offset_behind_the_only_chunk_of_initial_rows_is_answered_with_what_
         directory = tmp_path if kept == "disk" else None
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1.0, directory=directory)) as world:
             if directory is not None:
-                world.sink.claim([])
-                world.sink.begin(_Deaf(), 0)
+                world.sink.begin_session([])
+                world.sink.begin_stream(_Deaf(), 0)
             client = await world.sync(table="item")
             before = await world.get(table="item", handle=client.handle, offset="0_0")
             assert (before.items, before.controls) == ([], ["up-to-date"])
@@ -40,9 +40,9 @@ def test_the_offset_behind_the_only_chunk_of_initial_rows_is_answered_with_what_
 
 
 class _Deaf:
-    def flushed(self, *_: object) -> None: ...
+    def report_flushed(self, *_: object) -> None: ...
 
-    async def name_taps(self) -> None: ...
+    async def store_tap_names(self) -> None: ...
 
 
 def test_the_snapshot_that_a_shape_follows_is_named_also_without_its_rows(postgres_dsn: str) -> None:

@@ -18,9 +18,9 @@ from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
 from tidemill.shapes.log.log_offset import BASE_END
-from tidemill.shapes.log.saved_shape import SavedDefinition
-from tidemill.shapes.log.sqlite_file import Flush, Saved, ShapeFile, Written
-from tidemill.shapes.reporting import LARGEST, LOOKED_AT, Largest
+from tidemill.shapes.log.saved_shape import SavedTableShape
+from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredShape
+from tidemill.shapes.reporting import CHECKED_PER_REPORT, LARGEST_COUNT, LargestShapes
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
 
@@ -38,14 +38,14 @@ WITHOUT_LSN = {40: "", 41: "1:1:"}
 """Snapshots as earlier releases stored them, without an LSN."""
 
 
-def written(key: int) -> Written:
+def written(key: int) -> ShapeWrite:
     where = "nope = 1" if key == UNCOMPILABLE else f"id = {key}"
     schema = b"{}" if key == OTHERWISE else INFO.schema_json(())
     definition = ShapeDefinition(Source("table", "main", "public", "t"), where)
-    kept = SavedDefinition(ShapeRequest("t", where), definition, schema, TABLE, 1).encode()
+    kept = SavedTableShape(ShapeRequest("t", where), definition, schema, TABLE, 1).encode()
     record = b"\xc1" if key == UNREADABLE else kept
     snapshot = WITHOUT_LSN.get(key, "1:1:@1")
-    return Written(key, [(0, b"{}")], [], 0, Saved(key, f"h{key}", record, snapshot, 1, (0, 0), 2, 0))
+    return ShapeWrite(key, [(0, b"{}")], [], 0, StoredShape(key, f"h{key}", record, snapshot, 1, (0, 0), 2, 0))
 
 
 def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(tmp_path: Path) -> None:
@@ -58,9 +58,9 @@ def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(
         service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
         sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
         service._tables._databases["main"].infos[TABLE] = INFO
-        sink.claim(["owner"])
-        sink.carried([TABLE.oid])
-        sink.begin(SimpleNamespace(flushed=lambda *_: None), 0)  # type: ignore[arg-type]
+        sink.begin_session(["owner"])
+        sink.set_carried_relations([TABLE.oid])
+        sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
         await eventually(lambda: not sink.restoring)
         over = {UNREADABLE, UNCOMPILABLE, OTHERWISE, *WITHOUT_LSN}
         lives = {f"h{key}" for key in range(1, COUNT + 1) if key not in over}
@@ -68,17 +68,19 @@ def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(
         changes = tuple(
             Change(TABLE, "insert", ChangePosition(900, 2 * key), row(key), None) for key in range(1, COUNT + 1)
         )
-        sink.take(Fragment(5, 900, 0, True, True, changes, changes[-1].position, (), 100))
-        await eventually(lambda: sink.evaluated() == 900)
+        sink.process_fragment(Fragment(5, 900, 0, True, True, changes, changes[-1].position, (), 100))
+        await eventually(lambda: sink.evaluated_position() == 900)
         for handle in lives:
-            shape = service.by_handle(handle)
+            shape = service.find_by_handle(handle)
             assert shape is not None
             (item,) = (await shape.log.fetch(BASE_END)).items
             assert b'"id":"%s"' % handle[1:].encode() in item
         await service.aclose()
         again = ShapeFile(tmp_path / "main.db")
         again.open()
-        assert {saved.handle for saved in again.saved()} == lives, "who is over is not there after the next restart"
+        assert {saved.handle for saved in again.read_shapes()} == lives, (
+            "who is over is not there after the next restart"
+        )
         again.release()
 
     run(main())
@@ -98,17 +100,17 @@ def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_
         sink = service.add_database("main", "host=/nowhere", lambda: list(captured))
         tables = service._tables
         tables._databases["main"].infos[TABLE] = INFO
-        compile_all = tables._compiler.many
+        compile_all = tables._compiler.compile_many
 
         async def grown(asked: Any) -> Any:
             captured[0] = replace(TABLE, columns=(*TABLE.columns, replace(TABLE.columns[1], name="late")))
-            assert not tables.redefined(), "nobody is there yet"
+            assert not tables.redefined_consumers(), "nobody is there yet"
             return await compile_all(asked)
 
-        tables._compiler.many = grown  # type: ignore[method-assign]
-        sink.claim(["owner"])
-        sink.carried([TABLE.oid])
-        sink.begin(SimpleNamespace(flushed=lambda *_: None), 0)  # type: ignore[arg-type]
+        tables._compiler.compile_many = grown  # type: ignore[method-assign]
+        sink.begin_session(["owner"])
+        sink.set_carried_relations([TABLE.oid])
+        sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
         await eventually(lambda: not sink.restoring)
         assert captured != [TABLE] and not service._by_handle and not sink.router
         await service.aclose()
@@ -118,16 +120,16 @@ def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_
 
 def test_the_largest_shapes_are_found_a_part_at_a_time() -> None:
     def shape(handle: str, size: int) -> Any:
-        return SimpleNamespace(handle=handle, gone=False, log=SimpleNamespace(base_bytes=size, log_bytes=0))
+        return SimpleNamespace(handle=handle, has_ended=False, log=SimpleNamespace(base_bytes=size, log_bytes=0))
 
     shapes = {f"h{n}": shape(f"h{n}", n * 7919 % 4001) for n in range(4_000)}
-    greatest = sorted(shapes.values(), key=lambda each: -each.log.base_bytes)[:LARGEST]
-    largest = Largest()
-    for _ in range(len(shapes) // LOOKED_AT):
-        found = largest.look(shapes)
+    greatest = sorted(shapes.values(), key=lambda each: -each.log.base_bytes)[:LARGEST_COUNT]
+    largest = LargestShapes()
+    for _ in range(len(shapes) // CHECKED_PER_REPORT):
+        found = largest.find(shapes)
     assert found == greatest
-    greatest[0].gone = True
+    greatest[0].has_ended = True
     shapes.pop(greatest[0].handle)
-    for _ in range(len(shapes) // LOOKED_AT + 1):
-        found = largest.look(shapes)
+    for _ in range(len(shapes) // CHECKED_PER_REPORT + 1):
+        found = largest.find(shapes)
     assert greatest[0] not in found and found[:4] == greatest[1:]

@@ -20,9 +20,9 @@ from tidemill.base.clock import SystemClock
 from tidemill.security.acls import Operation
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.definition.planner import ShapeRequest
-from tidemill.shapes.definition.server_defined import FromClaim, NamedShape
-from tidemill.shapes.definition.signed_urls import Signing
-from tidemill.shapes.http.authorization import Grants
+from tidemill.shapes.definition.server_defined import FromClaim, ServerDefinedShape
+from tidemill.shapes.definition.signed_urls import SigningKeys
+from tidemill.shapes.http.authorization import ShapeAuthorizer
 
 pytestmark = [pytest.mark.postgres]
 
@@ -32,9 +32,9 @@ INSERT INTO item SELECT i, 't' || i % 3, i, 's' || i FROM generate_series(1, 30)
 """
 SHOWN = ("id", "tenant", "n")
 NAMED = (
-    NamedShape("mine", "item", "tenant = $1", (FromClaim("tenant"),), SHOWN),
-    NamedShape("some", "item", "tenant = ANY($1)", (FromClaim("tenants"),), SHOWN, narrow=True),
-    NamedShape("all", "item"),
+    ServerDefinedShape("mine", "item", "tenant = $1", (FromClaim("tenant"),), SHOWN),
+    ServerDefinedShape("some", "item", "tenant = ANY($1)", (FromClaim("tenants"),), SHOWN, narrow=True),
+    ServerDefinedShape("all", "item"),
 )
 RULES = [
     may("ann", "shape.mine"), may("ann", "shape.mine", Operation.DELETE), may("bob", "shape.mine"),
@@ -46,7 +46,7 @@ def scenario(
     dsn: str, work: Callable[[ShapeWorld, Guarded], Coroutine[Any, Any, None]], *, long_poll_s: float = 5.0
 ) -> None:
     async def main() -> None:
-        grants = Grants(SystemClock(), NAMED, Signing(KEYS, leeway_s=0))
+        grants = ShapeAuthorizer(SystemClock(), NAMED, SigningKeys(KEYS, leeway_s=0))
         settings = ShapeSettings(long_poll_s=long_poll_s, allow_delete=True)
         async with (
             Guarded(grants, RULES) as guarded,
@@ -108,7 +108,7 @@ def test_f116_a_token_sees_its_shapes_and_its_rows_and_a_handle_is_no_right(post
             assert (await world.ask("/v1/shape?shape=mine&offset=-1", authorization=proof)).status == status
         mine = await world.ask(f"/v1/shape?shape=mine&handle={ann.handle}", "DELETE", authorization=of_ann())
         assert mine.status == 202
-        assert world.service.by_handle(bob.handle) is not None
+        assert world.service.find_by_handle(bob.handle) is not None
 
     scenario(postgres_dsn, work)
 
@@ -169,11 +169,11 @@ def test_f117_a_token_that_ends_and_a_rule_that_goes_end_what_waits(postgres_dsn
             assert answer.status == status
         for n, more in ((77, ""), (78, "&live_sse=true")):
             current = await world.ask("/v1/shape?shape=mine&offset=-1", authorization=of_ann())
-            shape = world.service.by_handle(current.handle)
+            shape = world.service.find_by_handle(current.handle)
             assert shape is not None
             live = f"/v1/shape?shape=mine&offset={current.offset}&handle={current.handle}&live=true{more}"
             waiting = asyncio.ensure_future(world.ask(live, authorization=of_ann()))
-            await eventually(lambda: shape.waiting)  # noqa: B023
+            await eventually(lambda: shape.waiting_count)  # noqa: B023
             await guarded.rulebook.delete([RULES[0]])
             await world.db.execute(f"INSERT INTO item SELECT max(id) + 1, 't1', {n}, '' FROM item")  # type: ignore[arg-type]
             answer = await waiting

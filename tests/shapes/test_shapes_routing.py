@@ -46,18 +46,18 @@ class Crowd:
             writer = RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"])
             consumer = TableConsumer(shape, TABLE, compile_where(where, (), TYPES) if where else None, writer)
             self.sink.add(consumer)
-            consumer.open(NOTHING_SEEN)
-            assert not consumer.settle(ENDLESS)
-            shape.ready()
+            consumer.set_snapshot(NOTHING_SEEN)
+            assert not consumer.publish_waiting(ENDLESS)
+            shape.mark_ready()
             self.shapes.append(shape)
             self.consumers.append(consumer)
 
     def take(self, fragments: list[Fragment]) -> None:
         for fragment in fragments:
-            self.sink.take(fragment)
+            self.sink.process_fragment(fragment)
 
     def finish(self) -> None:
-        while self.sink.step(ENDLESS):
+        while self.sink.run_slice(ENDLESS):
             pass
 
     def outcome(self) -> list[Any]:
@@ -129,8 +129,8 @@ def test_removed_shapes_leave_nothing_in_the_index() -> None:
     order = list(crowd.consumers)
     rand.shuffle(order)
     for consumer in order:
-        crowd.sink.remove(consumer)
-        crowd.sink.remove(consumer)
+        crowd.sink.remove_consumer(consumer)
+        crowd.sink.remove_consumer(consumer)
         crowd.take(transactions(rand, 0))
     assert not crowd.sink.router
     assert crowd.sink.router._tables == {}
@@ -154,12 +154,12 @@ def test_whole_transactions_are_shown_and_seen_never_goes_back_wherever_slices_e
         more = True
         while pending or more:
             if pending and rand.random() < 0.4:
-                crowd.sink.take(pending.pop(0))
-            more = crowd.sink.step(Turn(CLOCK, 0.0))
+                crowd.sink.process_fragment(pending.pop(0))
+            more = crowd.sink.run_slice(Turn(CLOCK, 0.0))
             for number, (shape, consumer) in enumerate(zip(crowd.shapes, crowd.consumers, strict=True)):
                 shown = len(shape.log.read(BASE_END).items)
                 assert shown in ends[number], "a part of a transaction was visible"
-                now = crowd.sink.seen(consumer)
+                now = crowd.sink.last_seen_by(consumer)
                 assert now >= seen[number]
                 seen[number] = now
                 hidden = [item for item in whole.shapes[number].log._offsets[shown:] if item.tx <= now]
@@ -177,7 +177,7 @@ def test_a_fault_of_routing_itself_ends_all_shapes_and_the_stream_goes_on(monkey
         def broken(*_: Any) -> None:
             raise RuntimeError("defect")
 
-        monkeypatch.setattr(router_module.Router, "route", broken)
+        monkeypatch.setattr(router_module.FilterIndex, "route", broken)
         crowd.take(transactions(random.Random(1), 3))
         with pytest.raises(RuntimeError):
             await crowd.sink.run()
@@ -194,8 +194,8 @@ def test_where_the_database_went_back_shapes_end_and_later_ones_get_changes_belo
     before.take(transactions(random.Random(1), 20))
     before.finish()
     assert before.sink.taken == 1000 + 8 * 19
-    before.sink.went_back()
-    assert before.shapes[0].gone and "earlier state" in str(before.shapes[0].end_reason)
+    before.sink.reset_history()
+    assert before.shapes[0].has_ended and "earlier state" in str(before.shapes[0].end_reason)
     assert not before.sink.recent, "transaction ids are given once more"
     after = Crowd([""], sink=before.sink)
     at = ChangePosition(1000, 0)

@@ -14,9 +14,9 @@ from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.sinks import FlushNotices
-from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.delivery.taps import TapRegistry
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.capture.postgres.standby_status import Status
+from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.items import LogItem
@@ -33,7 +33,7 @@ class Durable:
 
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
         if fragment.commits:
-            notices.flushed("c", fragment.last)
+            notices.report_flushed("c", fragment.last)
         return ["c"]
 
     async def aclose(self) -> None: ...
@@ -60,7 +60,7 @@ def test_er2_a_commit_without_changes_of_a_shape_reaches_those_that_were_touched
         untouched.take(fragment)
     assert bench.operations == ["insert 1"]
     assert bench.items[0]["headers"]["last"] is True
-    assert bench.shape.last_seen == untouched.sink.seen(untouched.consumer) == fragments[-1].commit_lsn
+    assert bench.shape.last_seen == untouched.sink.last_seen_by(untouched.consumer) == fragments[-1].commit_lsn
     assert (untouched.items, untouched.shape.last_seen) == ([], 0)
 
 
@@ -72,10 +72,10 @@ def test_er3_a_shape_added_in_the_middle_of_a_transaction_has_it_from_its_snapsh
     must_see = bench.sink.recent
     assert must_see == {5}, "its snapshot is taken once this transaction is visible"
     bench.take(second)
-    late.open(PgSnapshot(6, 6, frozenset(), lsn=1 << 40))
-    while late.settle(ENDLESS):
+    late.set_snapshot(PgSnapshot(6, 6, frozenset(), lsn=1 << 40))
+    while late.publish_waiting(ENDLESS):
         pass
-    late.shape.ready()
+    late.shape.mark_ready()
     bench.commit(6, ("insert", None, row(3)))
     assert [bytes(i).count(b'"id":"3"') for i in late.shape.log.read(BASE_END).items] == [1]
     assert bench.operations == ["insert 1", "insert 2", "insert 3"]
@@ -88,8 +88,8 @@ def test_c11_a_replay_past_a_collector_that_knows_nothing_adds_nothing_to_a_shap
     second = bench.fragments(6, ("update", row(1), row(1, "later")))
     third = bench.fragments(7, ("insert", None, row(3)))
 
-    async def session(taps: Taps, fragments: list[Fragment]) -> int:
-        collector = Collector([Durable()], Status(0), ManualClock(), taps=taps)
+    async def session(taps: TapRegistry, fragments: list[Fragment]) -> int:
+        collector = Collector([Durable()], ReplicationStatus(0), ManualClock(), taps=taps)
         task = asyncio.ensure_future(collector.run())
         for fragment in fragments:
             await collector.put(fragment)
@@ -98,12 +98,12 @@ def test_c11_a_replay_past_a_collector_that_knows_nothing_adds_nothing_to_a_shap
             assert not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        while bench.sink.step(ENDLESS):
+        while bench.sink.run_slice(ENDLESS):
             pass
         return collector.status.flushed
 
     async def main() -> None:
-        taps = Taps(ManualClock())
+        taps = TapRegistry(ManualClock())
         taps.add(bench.sink)
         await session(taps, [*first, *second])
         assert await session(taps, [*first, *second, *third]) == third[-1].commit_lsn, "acknowledged all the same"
@@ -119,21 +119,21 @@ def late_and_young() -> tuple[ManualClock, ShapeTap, TableConsumer, TableConsume
     wedged = consumer_of(sink, "wedged")
     bench = Bench()
     nothing = Turn(clock, 0.0)
-    sink.take(bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(3)))[0])
-    sink.step(nothing)
+    sink.process_fragment(bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(3)))[0])
+    sink.run_slice(nothing)
     sink._ready.clear()  # whoever hangs never has its turn again
     clock.advance(2_000)
     working = consumer_of(sink, "working")
-    sink.take(bench.fragments(6, ("insert", None, row(2)), ("insert", None, row(4)))[0])
-    sink.step(nothing)
+    sink.process_fragment(bench.fragments(6, ("insert", None, row(2)), ("insert", None, row(4)))[0])
+    sink.run_slice(nothing)
     clock.advance(9_000)
     return clock, sink, wedged, working
 
 
 def test_slc8_a_shape_that_hangs_ends_when_its_oldest_change_is_too_old_and_holds_nothing_any_more() -> None:
     _, sink, wedged, _ = late_and_young()
-    sink.end_the_late()
-    assert wedged.shape.gone and "it fell behind: age_s=10" in wedged.shape.end_reason
+    sink.end_late_shapes()
+    assert wedged.shape.has_ended and "it fell behind: age_s=10" in wedged.shape.end_reason
     assert wedged not in sink.router.consumers()
     assert sink.fell_behind == 1
 
@@ -141,16 +141,16 @@ def test_slc8_a_shape_that_hangs_ends_when_its_oldest_change_is_too_old_and_hold
 def test_slc9_a_shape_that_works_or_waits_for_its_snapshot_is_kept_however_long_that_takes() -> None:
     clock, sink, _, working = late_and_young()
     for _ in range(3):  # a few of those that are late end at a time
-        sink.end_the_late()
-    assert not working.shape.gone
-    while sink.step(ENDLESS):
+        sink.end_late_shapes()
+    assert not working.shape.has_ended
+    while sink.run_slice(ENDLESS):
         pass
     assert not working.inbox and working.pending_bytes > 0, "evaluated, and kept until its snapshot is known"
     clock.advance(3_600_000)
-    sink.end_the_late()
-    assert not working.shape.gone
-    working.open(PgSnapshot(1, 1, frozenset(), lsn=1 << 40))
-    while working.settle(ENDLESS):
+    sink.end_late_shapes()
+    assert not working.shape.has_ended
+    working.set_snapshot(PgSnapshot(1, 1, frozenset(), lsn=1 << 40))
+    while working.publish_waiting(ENDLESS):
         pass
     assert [b'"id":"2"' in i for i in working.shape.log.read(BASE_END).items] == [True, False], "both rows"
 

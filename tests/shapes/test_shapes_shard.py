@@ -21,17 +21,24 @@ from tidemill.base.errors import MissingError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
-from tidemill.shapes.definition.planner import ShapeRequest, shard_name
+from tidemill.shapes.definition.planner import ShapeRequest, parse_shard_name
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.log import MemoryLog, split_chunk
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL
 from tidemill.shapes.loop_share import LoopShare
-from tidemill.shapes.shards.feed import ShardFeed, shard_schema_json, shard_types
-from tidemill.shapes.shards.pg_text import clock_text, date_text, float4_text, float8_text, text_columns, timestamp_text
+from tidemill.shapes.shards.feed import ShardFeed, shard_schema_json, shard_where_types
+from tidemill.shapes.shards.pg_text import (
+    date_text,
+    float4_text,
+    float8_text,
+    text_columns,
+    timestamp_ntz_text,
+    timestamp_text,
+)
 from tidemill.shapes.where import compile_where
 from tidemill.shards.api import Column, Shard, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.registry import open_shard
 
 SCHEMA = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))
@@ -42,7 +49,7 @@ class Bench:
     def __init__(self, schema: ShardSchema = SCHEMA, where: str = "") -> None:
         self.shard = FakeShard("s", schema)
         self.shape = LiveShape("h", ShapeDefinition(Source("shard", "", "shard", "s"), where), b"{}", MemoryLog())
-        compiled = compile_where(where, (), shard_types(schema)) if where else None
+        compiled = compile_where(where, (), shard_where_types(schema)) if where else None
         self.feed = ShardFeed(self.shard, compiled, (), "default", "full", LoopShare(SystemClock()))
 
     def apply(self, upper: int, *updates: tuple[int, int, int, str]) -> None:
@@ -98,7 +105,11 @@ def test_a_retraction_and_an_insertion_of_one_key_at_one_time_are_one_update() -
 def test_times_are_applied_in_order_even_when_rows_are_not() -> None:
     bench = loaded(Bench())
     bench.apply(100, (30, 1, 1, "c"), (10, 1, 1, "a"), (30, -1, 1, "b"), (20, -1, 1, "a"), (20, 1, 1, "b"))
-    assert [(op, lsn) for op, _, lsn in bench.operations] == [("insert", "10"), ("update", "20"), ("update", "30")]
+    assert [(op, lsn) for op, _, lsn in bench.operations] == [
+        ("insert", "10"),
+        ("update", "20"),
+        ("update", "30"),
+    ]
 
 
 def test_progress_alone_moves_last_seen_and_adds_nothing() -> None:
@@ -161,11 +172,11 @@ def test_base_and_log_together_are_the_shard_wherever_the_base_ends(
 
 
 def test_table_parameters_that_name_shards() -> None:
-    assert shard_name("shard.orders") == "orders"
-    assert shard_name("shard:shop/orders by day") == "shop/orders by day"
-    assert shard_name('shard."Odd ""Name"""') == 'Odd "Name"'
-    assert shard_name("public.shard") is None
-    assert shard_name("shards") is None
+    assert parse_shard_name("shard.orders") == "orders"
+    assert parse_shard_name("shard:shop/orders by day") == "shop/orders by day"
+    assert parse_shard_name('shard."Odd ""Name"""') == 'Odd "Name"'
+    assert parse_shard_name("public.shard") is None
+    assert parse_shard_name("shards") is None
 
 
 @pytest.mark.postgres
@@ -189,7 +200,7 @@ def test_a_shard_is_followed_over_http_and_its_feed_ends_with_the_shape(postgres
             await client.follow_until(lambda: client.rows['"shard"."s"/"1"']["v"] is None)
             unknown = await world.get(table="shard.nope", offset="-1")
             assert (unknown.status, unknown.json["errors"]) == (400, {"table": ["no such shard: shard=nope."]})
-            shape = world.service.by_handle(client.handle)
+            shape = world.service.find_by_handle(client.handle)
             assert shape is not None
             world.service.delete(shape)
             await shard.append(3000, (2500, 1, {"id": 2, "v": "b"}))
@@ -223,9 +234,9 @@ def test_a_shape_that_history_overtakes_starts_over_and_its_clients_refetch(post
                 await append(1000, 2000, (1500, -1, "a"), (1500, 1, "b"))
                 await append(2000, 3000, (2100, -1, "b"), (2100, 1, "c"), (2200, -1, "c"), (2200, 1, "d"))
                 assert await shard.downgrade_since("keeper", 1, 2900) == 2900
-                shape = world.service.by_handle(early)
-                assert shape is not None and not shape.gone
-            await eventually(lambda: world.service.by_handle(early) is None)
+                shape = world.service.find_by_handle(early)
+                assert shape is not None and not shape.has_ended
+            await eventually(lambda: world.service.find_by_handle(early) is None)
             refused = await world.get(table="shard.s", offset=client.offset, handle=early, live="true")
             assert (refused.status, refused.controls) == (409, ["must-refetch"])
             assert refused.handle != early
@@ -258,7 +269,7 @@ def test_a_shape_over_a_shard_that_gets_a_column_starts_over_with_it(postgres_ds
         async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
             await append(shard, 0, (10, 1, {"id": 1, "v": "a"}))
             client = await world.sync(table="shard.s")
-            await shard.evolve(Changes((Column("n", "int16", "7"),)))
+            await shard.evolve(SchemaChanges((Column("n", "int16", "7"),)))
             later = await open_shard(consensus, objects, clock, rand, "s")
             await append(later, 1000, (1500, 1, {"id": 2, "v": "b", "n": 8}))
             await client.follow_until(lambda: client.refetches == 1 and len(client.rows) == 2)
@@ -333,8 +344,8 @@ def test_values_are_printed_as_postgres_prints_them(postgres_dsn: str) -> None:
         )
         assert [timestamp_text(m) for m in micros] == ask(moment, [str(m) for m in micros])
         clock = moment.replace("+00'::timestamptz", "'::timestamp")
-        assert [clock_text(m) for m in micros] == ask(clock, [str(m) for m in micros])
-        for text in (timestamp_text, clock_text):
+        assert [timestamp_ntz_text(m) for m in micros] == ask(clock, [str(m) for m in micros])
+        for text in (timestamp_text, timestamp_ntz_text):
             assert [text(2**63 - 1), text(1 - 2**63)] == ["infinity", "-infinity"]
 
 

@@ -24,10 +24,10 @@ from tidemill.cli.main import app as cli
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.definition.permissions import AccessDeniedError
 from tidemill.shapes.definition.planner import ShapeRequest
-from tidemill.shapes.definition.signed_urls import Signing, canonical, parameters
-from tidemill.shapes.http.authorization import Grants
+from tidemill.shapes.definition.signed_urls import SigningKeys, canonical_request, signed_url_params
+from tidemill.shapes.http.authorization import ShapeAuthorizer
 from tidemill.shapes.http.params import BadRequestError
-from tidemill.shapes.http.responses import fresh_until
+from tidemill.shapes.http.responses import limit_cache_control
 
 KEYS = {"old": "the former key, of thirty-two bytes or more", "new": "the key in use, of thirty-two bytes or more"}
 DDL = """
@@ -40,11 +40,11 @@ REQUEST = ShapeRequest("item", "tenant = $1", ("a",), ("id", "tenant"), "full")
 
 
 def query_of(request: ShapeRequest, expires_s: int, key: str = "new") -> list[tuple[str, str]]:
-    return parameters(canonical(request), expires_s, key, KEYS[key])
+    return signed_url_params(canonical_request(request), expires_s, key, KEYS[key])
 
 
-def grants(clock: ManualClock | SystemClock, keys: tuple[str, ...] = ("old", "new"), **more: int) -> Grants:
-    return Grants(clock, signing=Signing({name: KEYS[name] for name in keys}, **more))
+def grants(clock: ManualClock | SystemClock, keys: tuple[str, ...] = ("old", "new"), **more: int) -> ShapeAuthorizer:
+    return ShapeAuthorizer(clock, signing=SigningKeys({name: KEYS[name] for name in keys}, **more))
 
 
 def refused(act: Callable[[], object], status: int = 401) -> str:
@@ -57,41 +57,43 @@ def refused(act: Callable[[], object], status: int = 401) -> str:
 def test_it_counts_until_it_expires_and_says_so_then() -> None:
     clock = ManualClock(NOW_S * 1000)
     query = QueryParams(query_of(REQUEST, NOW_S + 60))
-    right = grants(clock).right(query, None)
-    assert right.request == canonical(REQUEST) and right.signed
+    right = grants(clock).authorize(query, None)
+    assert right.request == canonical_request(REQUEST) and right.signed
     assert (right.fresh_ms, right.ends_ms) == ((NOW_S + 60) * 1000, (NOW_S + 90) * 1000)
     clock.advance(89_999)
-    assert grants(clock).right(query, None)
+    assert grants(clock).authorize(query, None)
     clock.advance(1)
-    assert "expired at 2023-11-14T22:14:20Z" in refused(lambda: grants(clock).right(query, None))
-    assert "has expired" in refused(lambda: right.check(clock.now_ms()))
+    assert "expired at 2023-11-14T22:14:20Z" in refused(lambda: grants(clock).authorize(query, None))
+    assert "has expired" in refused(lambda: right.check_valid(clock.now_ms()))
     clock.jump(-600_000)
-    assert grants(clock).right(query, None), "a clock that is behind"
+    assert grants(clock).authorize(query, None), "a clock that is behind"
 
 
 def test_a_url_for_longer_than_may_be_never_counts() -> None:
     clock = ManualClock(NOW_S * 1000)
     signing = grants(clock, max_s=100, leeway_s=10)
-    assert signing.right(QueryParams(query_of(REQUEST, NOW_S + 110)), None)
-    assert "too far in the future" in refused(lambda: signing.right(QueryParams(query_of(REQUEST, NOW_S + 111)), None))
+    assert signing.authorize(QueryParams(query_of(REQUEST, NOW_S + 110)), None)
+    assert "too far in the future" in refused(
+        lambda: signing.authorize(QueryParams(query_of(REQUEST, NOW_S + 111)), None)
+    )
     far = QueryParams(query_of(REQUEST, 10**19))
-    assert "too far in the future" in refused(lambda: signing.right(far, None))
+    assert "too far in the future" in refused(lambda: signing.authorize(far, None))
 
 
 def test_a_key_counts_for_as_long_as_it_is_there_and_no_key_is_shown() -> None:
     clock = ManualClock(NOW_S * 1000)
     query = QueryParams(query_of(REQUEST, NOW_S + 60, "old"))
-    assert grants(clock).right(query, None)
+    assert grants(clock).authorize(query, None)
     with capture_logs() as lines:
         for keys in (("new",), ()):
-            refused(lambda: grants(clock, keys).right(query, None))  # noqa: B023
+            refused(lambda: grants(clock, keys).authorize(query, None))  # noqa: B023
         forged = [(name, "new" if name == "key" else value) for name, value in query.multi_items()]
-        refused(lambda: grants(clock).right(QueryParams(forged), None))
+        refused(lambda: grants(clock).authorize(QueryParams(forged), None))
     assert [(line["event"], line["audit"], line["key"]) for line in lines] == [
         ("shape.signature_refused", True, "old"), ("shape.signature_refused", True, "old"),
         ("shape.signature_refused", True, "new"),
     ]  # fmt: skip
-    told = json.dumps(lines) + repr(Signing(KEYS))
+    told = json.dumps(lines) + repr(SigningKeys(KEYS))
     assert not any(key in told for key in KEYS.values()) and query["signature"] not in told
 
 
@@ -116,20 +118,26 @@ REQUESTS = st.builds(
 def test_whatever_the_order_and_spelling_what_is_served_is_what_was_signed(request: ShapeRequest, rand: object) -> None:
     signing = grants(ManualClock(NOW_S * 1000))
     items = query_of(request, NOW_S + 60)
-    assert signing.right(QueryParams(items), None).request == canonical(request) == canonical(canonical(request))
+    assert (
+        signing.authorize(QueryParams(items), None).request
+        == canonical_request(request)
+        == canonical_request(canonical_request(request))
+    )
     rand.shuffle(items)  # type: ignore[attr-defined]
     values = {name[7:-1]: value for name, value in items if name.startswith("params[")}
     other = [(name, value) for name, value in items if not name.startswith("params[")]
     if values:
         other.append(("params", json.dumps(values)))
     escaped = "&".join("=".join("".join(f"%{byte:02x}" for byte in part.encode()) for part in item) for item in other)
-    assert signing.right(QueryParams(escaped.encode()), None).request == canonical(request)
-    assert signing.right(QueryParams([*items, ("offset", "-1"), ("live", "true")]), None).request == canonical(request)
+    assert signing.authorize(QueryParams(escaped.encode()), None).request == canonical_request(request)
+    assert signing.authorize(
+        QueryParams([*items, ("offset", "-1"), ("live", "true")]), None
+    ).request == canonical_request(request)
 
 
 @given(REQUESTS)
 def test_another_program_signs_as_the_documentation_says(request: ShapeRequest) -> None:
-    said = canonical(request)
+    said = canonical_request(request)
     array = [said.table, said.where, said.params, said.columns, said.queryable, said.replica, said.log_mode, 7, "new"]
     text = "tidemill shape url 1\n" + json.dumps(array, ensure_ascii=False, separators=(",", ":"))
     wanted = hmac.new(KEYS["new"].encode(), text.encode(), "sha256").hexdigest()
@@ -138,12 +146,12 @@ def test_another_program_signs_as_the_documentation_says(request: ShapeRequest) 
 
 @given(REQUESTS, REQUESTS)
 def test_no_signature_fits_two_definitions(one: ShapeRequest, other: ShapeRequest) -> None:
-    if canonical(one) == canonical(other):
+    if canonical_request(one) == canonical_request(other):
         return
     signing = grants(ManualClock(NOW_S * 1000))
     signature = dict(query_of(one, NOW_S + 60))["signature"]
     forged = [(name, signature if name == "signature" else value) for name, value in query_of(other, NOW_S + 60)]
-    refused(lambda: signing.right(QueryParams(forged), None))
+    refused(lambda: signing.authorize(QueryParams(forged), None))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +168,7 @@ def test_no_signature_fits_two_definitions(one: ShapeRequest, other: ShapeReques
 def test_nothing_that_is_signed_can_be_changed(name: str, value: str) -> None:
     signing = grants(ManualClock(NOW_S * 1000))
     items = dict(query_of(REQUEST, NOW_S + 60))
-    refused(lambda: signing.right(QueryParams([*({**items, name: value}).items()]), None))
+    refused(lambda: signing.authorize(QueryParams([*({**items, name: value}).items()]), None))
 
 
 def test_what_no_reader_of_a_signed_url_may_add_is_400_and_every_parameter_stands_once() -> None:
@@ -168,11 +176,11 @@ def test_what_no_reader_of_a_signed_url_may_add_is_400_and_every_parameter_stand
     items = query_of(REQUEST, NOW_S + 60)
     for more in (("Table", "x"), ("shape", "mine"), ("x", "1"), ("where", "true"), ("offset", "0_0"), ("ｗhere", "x")):
         with pytest.raises(BadRequestError):
-            signing.right(QueryParams([*items, ("offset", "-1"), more]), None)
+            signing.authorize(QueryParams([*items, ("offset", "-1"), more]), None)
     for broken in ("table", "params[1]", "replica"):
         wrong = [(name, "a.b.c.d" if name == broken == "table" else "%" if name == broken else v) for name, v in items]
         with pytest.raises(InvalidError):
-            signing.right(QueryParams(wrong), None)
+            signing.authorize(QueryParams(wrong), None)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +195,7 @@ def test_what_no_reader_of_a_signed_url_may_add_is_400_and_every_parameter_stand
     ],
 )
 def test_no_cache_shows_an_answer_when_the_right_to_it_is_over(header: str, left_s: float, wanted: str) -> None:
-    assert fresh_until(header, left_s) == wanted
+    assert limit_cache_control(header, left_s) == wanted
 
 
 @pytest.mark.postgres
@@ -255,7 +263,7 @@ def test_the_command_signs_what_the_server_accepts(tmp_path: Path) -> None:
     assert code == 0
     said = json.loads(text.splitlines()[-1])
     assert said["key"] == "new" and said["url"].startswith("http://127.0.0.1:8600/v1/shape?")
-    right = grants(SystemClock()).right(QueryParams(urlsplit(said["url"]).query), None)
+    right = grants(SystemClock()).authorize(QueryParams(urlsplit(said["url"]).query), None)
     assert right.request == ShapeRequest(
         '"public"."item"', "tenant = $1 AND kind = $2", ("a'\"é", ""), ("Odd, Name", "id"), "full", "full",
         ("Odd, Name", "id"),
@@ -282,4 +290,4 @@ def test_urlencode_of_the_command_and_of_a_browser_mean_the_same() -> None:
     signing = grants(ManualClock(NOW_S * 1000))
     plus, percent = urlencode(items), urlencode(items, quote_via=quote)
     assert plus != percent
-    assert signing.right(QueryParams(plus), None) == signing.right(QueryParams(percent), None)
+    assert signing.authorize(QueryParams(plus), None) == signing.authorize(QueryParams(percent), None)

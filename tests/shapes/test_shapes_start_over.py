@@ -97,7 +97,7 @@ def test_what_was_written_while_no_session_ran_is_what_the_next_one_catches_up_w
             written = (await cursor.fetchone())[0]  # type: ignore[index]
             resumed(world)
             await client.follow_until(lambda: len(client.rows) == 300)
-            (sink,) = world.service._tables.sinks().values()
+            (sink,) = world.service._tables.taps().values()
             assert sink._catch_up_lsn >= written > 0 and client.refetches == 0
 
     run(main())

@@ -1,5 +1,5 @@
-"""Rows ST2, ST4, ST8 and ST9 of docs/internals/capture-scenarios.md: what a shape's disk holds at every step of a flush, over any
-number of restarts, and what a client sees of a row that goes and comes again."""
+"""Rows ST2, ST4, ST8 and ST9 of docs/internals/capture-scenarios.md: what a shape's disk holds at every step of a
+flush, over any number of restarts, and what a client sees of a row that goes and comes again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log import LogLimits, split_chunk
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
-from tidemill.shapes.log.sqlite_file import Saved
+from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.tables.capture_tap import ShapeTap
@@ -62,11 +62,11 @@ def commit(log: DiskLog, tx: int, count: int) -> list[bytes]:
     return made
 
 
-async def restored(path: Path, owner: str) -> tuple[ShapeStore, list[tuple[Saved, DiskLog]]]:
+async def restored(path: Path, owner: str) -> tuple[ShapeStore, list[tuple[StoredShape, DiskLog]]]:
     """What a process that comes now finds, if the capture's row names `owner`."""
     store, _ = store_of(path, ManualClock(), seed=9)
     store.claim([owner])
-    return store, [(saved, store.old_log(saved)) for saved in await store.saved()]
+    return store, [(saved, store.restore_log(saved)) for saved in await store.read_saved()]
 
 
 def test_st2_nothing_of_a_transaction_is_on_disk_before_its_commit_and_its_flush_moves_the_end_to_it(
@@ -150,7 +150,7 @@ def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_chain_an
         store, file = store_of(path, ManualClock())
         store.claim(())
         wal, deaths = Path(f"{path}-wal"), 0
-        first, second = store.new_log(), store.new_log()
+        first, second = store.create_log(), store.create_log()
         shown: dict[str, list[bytes]] = {"first": [], "second": []}
         durable: dict[str, list[list[bytes]]] = {"first": [[]], "second": [[]]}
         """What a restart may show: as of the flush before, or as of this one."""
@@ -184,9 +184,9 @@ def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_chain_an
             await again.flush()
             for name, log in names.items():
                 await check_chain(log, shown[name])
-            fresh = again.new_log()
+            fresh = again.create_log()
             assert fresh.key > max((log.key for log in names.values()), default=0)
-            assert fresh.key not in again.file.leftovers()
+            assert fresh.key not in again.file.find_leftovers()
             again.file.release()
 
         async def bring_again(log: DiskLog, name: str, items: list[bytes]) -> None:
@@ -213,7 +213,7 @@ def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_chain_an
         base(second, "second", 0, 4)
         for log, name in ((first, "first"), (second, "second")):
             log.seal_base()
-            store.record(log, name, b"record", "1:2:")
+            store.save_record(log, name, b"record", "1:2:")
             recorded_logs.add(log)
         await flush_and_die_in_it()
         transaction(first, "first", 10, 9)  # one chunk, all but one item
@@ -324,16 +324,16 @@ def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_it_aga
         *[f for xid in range(8, 28) for f in bench.fragments(xid, ("insert", None, row(xid)))],
     ]
 
-    def consumer_of(saved: Saved, log: DiskLog) -> TableConsumer:
+    def consumer_of(saved: StoredShape, log: DiskLog) -> TableConsumer:
         where = "id = 1" if saved.handle == "h1" else "id > 1"
         definition = ShapeDefinition(Source("table", "main", "public", "t"), where)
         shape = LiveShape(saved.handle, definition, b"{}", log)
         writer = RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"])
         compiled = compile_where(where, (), {"id": Type("int4"), "name": Type("text"), "open": Type("bool")})
         consumer = TableConsumer(shape, TABLE, compiled, writer, has_lsn=log.end.tx)
-        consumer.open(PgSnapshot(1, 1, frozenset()))
-        consumer.follow()
-        shape.ready()
+        consumer.set_snapshot(PgSnapshot(1, 1, frozenset()))
+        consumer.follow_immediately()
+        shape.mark_ready()
         return consumer
 
     async def life(number: int, *owner: str) -> tuple[str, list[list[bytes]], dict[str, list[tuple[Any, ...]]]]:
@@ -346,18 +346,18 @@ def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_it_aga
             await store.flush()
         sink = ShapeTap(clock, LoopShare(clock))
         logs = []
-        for saved in await store.saved():
-            logs.append(store.old_log(saved) if number else store._known[saved.id])
+        for saved in await store.read_saved():
+            logs.append(store.restore_log(saved) if number else store._known[saved.id])
             sink.add(consumer_of(saved, logs[-1]))
         for fragment in fragments:
-            sink.take(fragment)
-            while sink.step(ENDLESS):
+            sink.process_fragment(fragment)
+            while sink.run_slice(ENDLESS):
                 pass
             await store.flush()
-        await store._clear_away()
-        found = [await whole(log) for log in logs if log.key in store.logs]
+        await store._clear_leftovers()
+        found = [await whole(log) for log in logs if log.key in store.live_log_ids]
         if number:
-            assert not file.clear(2), "nothing is left of the one that ended"
+            assert not file.clear_leftovers(2), "nothing is left of the one that ended"
         file.release()
         return store.owner, found, dump(path)
 

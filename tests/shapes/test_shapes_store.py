@@ -23,11 +23,11 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.log import store as store_module
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.items import LogItem, marked_last
+from tidemill.shapes.log.items import LogItem, mark_last
 from tidemill.shapes.log.log import LogLimits, split_chunk
 from tidemill.shapes.log.log_offset import BEFORE_ALL, FIRST_OP, LogOffset
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
-from tidemill.shapes.log.store import PATIENCE_S, ShapeStore
+from tidemill.shapes.log.store import ABANDON_AFTER_S, ShapeStore
 from tidemill.shapes.memory_budget import Budget
 
 LIMITS = LogLimits(chunk_bytes=40)
@@ -98,7 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(store_module, "FLUSH_LOGS", 2)
-        self.patched.setattr(store_module, "ORDERED_LOGS", 3)
+        self.patched.setattr(store_module, "SORTED_LOGS", 3)
         self.loop = asyncio.new_event_loop()
         self.directory = tempfile.TemporaryDirectory()
         self.clock, self.rand = ManualClock(), random.Random(3)
@@ -135,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(rows=st.lists(st.integers(1, 30), max_size=8), record=st.booleans())
     def add(self, rows: list[int], record: bool) -> None:
-        log = self.store.new_log()
+        log = self.store.create_log()
         model = self.shapes[log] = Model(f"h{self.lives}-{log.key}")
         model.base = [b"%d" % n + b"b" * n for n in rows]
         for row in model.base:
@@ -151,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def record(self, log: DiskLog) -> None:
         self.shapes[log].recorded = True
-        self.store.record(log, self.shapes[log].handle, b"record", "1:2:")
+        self.store.save_record(log, self.shapes[log].handle, b"record", "1:2:")
 
     @rule(sizes=st.lists(st.integers(1, 40), max_size=4), back=st.booleans())
     def transaction(self, sizes: list[int], back: bool) -> None:
@@ -169,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
             elif items:
                 assert log.publish(mark=True)
                 shown = [(item.offset, item.json) for item in items]
-                model.items += [*shown[:-1], (shown[-1][0], marked_last(shown[-1][1]))]
+                model.items += [*shown[:-1], (shown[-1][0], mark_last(shown[-1][1]))]
 
     @precondition(lambda self: self.shapes)
     @rule()
@@ -194,7 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.go(self.store._clear_away())
+        self.go(self.store._clear_leftovers())
 
     @rule(claimed=st.booleans())
     def die_and_come_back(self, claimed: bool) -> None:
@@ -206,14 +206,14 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.claim(self.row if claimed else ("another",)) is same
         if not same:
             self.row = (self.store.owner,)
-            assert self.go(self.store.saved()) == []
+            assert self.go(self.store.read_saved()) == []
             self.shapes, self.gone, self.confirmed = {}, {}, self.position
             return
         self.shapes = {}
-        for saved in self.go(self.store.saved()):
+        for saved in self.go(self.store.read_saved()):
             assert saved.handle in known, "it was dropped, and something was confirmed since"
             model = known.pop(saved.handle)
-            log = self.store.old_log(saved)
+            log = self.store.restore_log(saved)
             found = self.go(whole(log))
             end = log.end.tx
             assert found == model.base + [json for offset, json in model.items if offset.tx <= end], "whole, in order"
@@ -282,10 +282,10 @@ def test_f119_a_disk_that_fails_for_long_is_given_up_before_anything_is_confirme
         row[:] = [store.owner]
         async with Tasks(print) as tasks:
             tasks.spawn(store.run(), name="store")
-            log = store.new_log()
+            log = store.create_log()
             log.add_base([b"1"])
             log.seal_base()
-            store.record(log, "h", b"record", "1:2:")
+            store.save_record(log, "h", b"record", "1:2:")
             await until(lambda: 1 in confirmed)
             assert saved_under(tmp_path, row) == ["h"]
             file.faults = ["lost", "untold"] * 10_000
@@ -294,7 +294,7 @@ def test_f119_a_disk_that_fails_for_long_is_given_up_before_anything_is_confirme
             log.publish()
             await until(lambda: len(file.faults) < 19_990)
             assert 5 not in confirmed and store.waited_for, "patience"
-            clock.advance(int(PATIENCE_S * 1000))
+            clock.advance(int(ABANDON_AFTER_S * 1000))
             await until(lambda: 5 in confirmed)
             for _ in range(100):
                 await asyncio.sleep(0)
@@ -318,7 +318,7 @@ def test_another_process_may_not_open_the_file_and_one_that_cannot_be_read_is_th
     path = tmp_path / "db.db"
     path.write_bytes(b"no database" * 1000)
     file = ShapeFile(path)
-    assert file.open() == "" and file.saved() == []
+    assert file.open() == "" and file.read_shapes() == []
     with pytest.raises(UnavailableError, match="another process uses this file of shape logs"):
         ShapeFile(path)
     file.release()
@@ -328,10 +328,10 @@ def test_another_process_may_not_open_the_file_and_one_that_cannot_be_read_is_th
 
 
 def recorded(store: ShapeStore, *rows: bytes) -> DiskLog:
-    log = store.new_log()
+    log = store.create_log()
     log.add_base(rows)
     log.seal_base()
-    store.record(log, f"h{log.key}", b"record", "1:2:")
+    store.save_record(log, f"h{log.key}", b"record", "1:2:")
     return log
 
 
@@ -349,8 +349,8 @@ def test_st3_a_transaction_that_was_not_shown_is_not_there_after_a_crash(tmp_pat
         file.release()
         again, file = store_of(tmp_path / "db.db", ManualClock())
         assert again.claim([store.owner])
-        (saved,) = await again.saved()
-        assert await whole(again.old_log(saved)) == [b"1", b"5", b"6"]
+        (saved,) = await again.read_saved()
+        assert await whole(again.restore_log(saved)) == [b"1", b"5", b"6"]
         file.release()
 
     run(main())
@@ -361,17 +361,17 @@ def test_st10_a_base_that_was_cut_off_is_not_restored_and_leaves_the_disk(tmp_pa
         store, file = store_of(tmp_path / "db.db", ManualClock())
         store.claim(())
         recorded(store, b"whole")
-        half = store.new_log()
+        half = store.create_log()
         half.add_base([b"x" * 50 for _ in range(20)])
         await store.flush()
         file.release()
         again, file = store_of(tmp_path / "db.db", ManualClock(), seed=2)
         assert again.claim([store.owner])
-        assert [saved.handle for saved in await again.saved()] == ["h1"]
-        assert file.leftovers() == [half.key]
-        assert again.new_log().key > half.key, "an id is not used again while anything of it is left"
-        await again._clear_away()
-        assert file.leftovers() == []
+        assert [saved.handle for saved in await again.read_saved()] == ["h1"]
+        assert file.find_leftovers() == [half.key]
+        assert again.create_log().key > half.key, "an id is not used again while anything of it is left"
+        await again._clear_leftovers()
+        assert file.find_leftovers() == []
         file.release()
 
     run(main())
@@ -400,7 +400,7 @@ def test_q3_a_shape_that_was_dropped_before_a_flush_is_not_there_after_it_and_wh
         file.release()
         again, file = store_of(tmp_path / "db.db", ManualClock())
         assert again.claim([store.owner])
-        found = [await whole(again.old_log(saved)) for saved in await again.saved()]
+        found = [await whole(again.restore_log(saved)) for saved in await again.read_saved()]
         assert found == [[b"2", b"5", b"6", b"7"], [b"3", b"once"]]
         file.release()
 
@@ -411,7 +411,7 @@ def test_a_flush_writes_logs_in_the_order_of_their_ids_whoever_changed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "FLUSH_LOGS", 2)
-    monkeypatch.setattr(store_module, "ORDERED_LOGS", 4)
+    monkeypatch.setattr(store_module, "SORTED_LOGS", 4)
 
     async def main() -> None:
         store, file = store_of(tmp_path / "db.db", ManualClock())
@@ -426,7 +426,7 @@ def test_a_flush_writes_logs_in_the_order_of_their_ids_whoever_changed_first(
         monkeypatch.setattr(file, "flush", lambda part: (written.append([w.id for w in part.written]), flush(part)))
         await store.flush()
         assert written == [[4, 5], [6, 7], [1, 2], [3]], "of those that are ordered together"
-        assert [saved.end for saved in file.saved()] == [(5, 0)] * 7
+        assert [saved.end for saved in file.read_shapes()] == [(5, 0)] * 7
         await store.aclose()
 
     run(main())
@@ -450,7 +450,7 @@ def test_q3_what_one_part_of_a_flush_wrote_stays_when_a_later_part_of_it_fails(
         file.release()
         again, file = store_of(tmp_path / "db.db", ManualClock())
         assert again.claim([store.owner])
-        assert [saved.handle for saved in await again.saved()] == ["h1", "h2", "h3"]
+        assert [saved.handle for saved in await again.read_saved()] == ["h1", "h2", "h3"]
         file.release()
 
     run(main())

@@ -27,30 +27,30 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Relation
 from tidemill.capture.naming import topic_name
-from tidemill.capture.tables.unavailable_tables import Standing
+from tidemill.capture.tables.unavailable_tables import TableUnavailability
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
 from tidemill.shapes.definition.compiler_thread import CompilerThread
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.definition.planner import ShapeRequest
-from tidemill.shapes.definition.rejection_cache import Refusals
+from tidemill.shapes.definition.rejection_cache import RejectionCache
 from tidemill.shapes.definition.subset import SubsetRequest, SubsetScope, compile_subset
 from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
-from tidemill.shapes.log.saved_shape import SavedDefinition
-from tidemill.shapes.log.sqlite_file import Flush, Item, Saved, ShapeFile, Written
+from tidemill.shapes.log.saved_shape import SavedTableShape
+from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredItem, StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
-from tidemill.shapes.memory_budget import Budget, OverBudgetError, take_of_all
+from tidemill.shapes.memory_budget import Budget, OverBudgetError, reserve_in_all
 from tidemill.shapes.response_memory import ResponseMemory
-from tidemill.shapes.shape_sizes import SHAPE_BYTES, size_of
-from tidemill.shapes.shards.subsets import SubsetRows, _Held
+from tidemill.shapes.shape_sizes import SHAPE_BYTES, fixed_bytes
+from tidemill.shapes.shards.subsets import SubsetRowReader, _HeldBytes
 from tidemill.shapes.tables import table_shapes
 from tidemill.shapes.tables.capture_tap import BacklogLimits
 from tidemill.shapes.tables.table_shapes import NotCapturedError, TableShapes
@@ -68,11 +68,11 @@ def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and
         clock, limits = SystemClock(), LogLimits(chunk_bytes=3_900)
         file = ShapeFile(tmp_path / "s.db")
         store = ShapeStore(file, pool, writer, clock, Rand(1), StatusTracker(), "disk", limits, memory, disk)
-        log = store.new_log()
+        log = store.create_log()
         for n in range(4):
             log.add_base([b"%04d" % n * 999])
         log.seal_base()
-        store.record(log, "h", b"", "1:1:@1")
+        store.save_record(log, "h", b"", "1:1:@1")
         for tx in range(1, 5):
             log.stage(LogItem(LogOffset(tx, 1), b"%04d" % tx * 999))
             log.publish()
@@ -80,13 +80,13 @@ def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and
         log.stage(LogItem(LogOffset(9, 1), b"{}"))
         log.publish()
         await store.flush()
-        held, reads, read_base = memory.used_bytes, list[int](), file.base
+        held, reads, read_base = memory.used_bytes, list[int](), file.read_base
 
         def base(key: int, chunk: int) -> bytes:
             reads.append(chunk)
             return read_base(key, chunk)
 
-        file.base = base  # type: ignore[method-assign]
+        file.read_base = base  # type: ignore[method-assign]
         first, again = await log.fetch(BEFORE_ALL), await log.fetch(BEFORE_ALL)
         assert first.items is again.items and reads == [0], "one copy for all, read once"
         assert memory.used_bytes == held + 3_996
@@ -110,9 +110,9 @@ def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and
 def test_what_is_taken_of_all_or_of_none() -> None:
     wide, narrow = Budget(100), Budget(50)
     with pytest.raises(OverBudgetError):
-        take_of_all(60, wide, narrow)
+        reserve_in_all(60, wide, narrow)
     assert (wide.used_bytes, narrow.used_bytes) == (0, 0)
-    take_of_all(50, wide, narrow)
+    reserve_in_all(50, wide, narrow)
     assert (wide.used_bytes, narrow.used_bytes) == (50, 50)
 
 
@@ -123,16 +123,16 @@ def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_an
     """Of a restored shape, whose rows and changes only the file has. Of the changes one at a time may be held."""
     waits = (asked, changes) == ("events", 1)
     big = b'{"key":"k","value":{"id":"%s"},"headers":{"operation":"insert"}}' % (b"1" * 300_000)
-    kept = SavedDefinition(
+    kept = SavedTableShape(
         ShapeRequest("t", "id = 1"), ShapeDefinition(Source("table", "main", "public", "t"), "id = 1"),
         INFO.schema_json(()), TABLE, 1,
     ).encode()  # fmt: skip
     file = ShapeFile(tmp_path / "main.db")
     file.open()
-    items = [Item(5 + n, 1, big) for n in range(max(1, changes))]
+    items = [StoredItem(5 + n, 1, big) for n in range(max(1, changes))]
     log_bytes = len(items) * len(big)
-    saved = Saved(1, "h1", kept, "1:1:@1", 2, (items[-1].tx, 1), 2 * len(big), log_bytes)
-    file.flush(Flush("owner", False, [Written(1, [(0, big), (1, big)], items, log_bytes, saved)], ()))
+    saved = StoredShape(1, "h1", kept, "1:1:@1", 2, (items[-1].tx, 1), 2 * len(big), log_bytes)
+    file.flush(Flush("owner", False, [ShapeWrite(1, [(0, big), (1, big)], items, log_bytes, saved)], ()))
     file.release()
 
     async def main() -> None:
@@ -141,9 +141,9 @@ def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_an
         service = ShapeService(SystemClock(), Rand(7), StatusTracker(), settings)
         sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
         service._tables._databases["main"].infos[TABLE] = INFO
-        sink.claim(["owner"])
-        sink.carried([TABLE.oid])
-        sink.begin(SimpleNamespace(flushed=lambda *_: None), items[-1].tx)  # type: ignore[arg-type]
+        sink.begin_session(["owner"])
+        sink.set_carried_relations([TABLE.oid])
+        sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), items[-1].tx)  # type: ignore[arg-type]
         await eventually(lambda: not sink.restoring)
         lent, memory = service._stores["main"].lent, service.budget.used_bytes
         app = Starlette(routes=list(shape_routes(service)))
@@ -198,24 +198,24 @@ def test_rows_that_differ_in_the_last_of_many_keys_are_sorted_in_short_steps() -
     for limit in (None, 50):
         scope = SubsetScope("shard", "t", dict.fromkeys(names, Type("int8")), names, 0)
         subset = compile_subset(SubsetRequest(order_by=", ".join(names), limit=limit), scope)
-        reading = SubsetRows((*names, "id"), writer, None, subset)
-        asked, before, steps = 0, reading._before, list[int]()
+        reading = SubsetRowReader((*names, "id"), writer, None, subset)
+        asked, before, steps = 0, reading._compare, list[int]()
 
         def counted(a: Any, b: Any) -> int:
             nonlocal asked
             asked += 1
             return before(a, b)  # noqa: B023
 
-        reading._before = counted  # type: ignore[method-assign]
+        reading._compare = counted  # type: ignore[method-assign]
         budget = Budget(1 << 30)
-        rows, held = ResponseMemory(budget, Budget(1 << 30), 1 << 30), _Held(budget)
-        for _ in reading._ordered(table, rows, held):
+        rows, held = ResponseMemory(budget, Budget(1 << 30), 1 << 30), _HeldBytes(budget)
+        for _ in reading._read_ordered(table, rows, held):
             steps.append(asked)
         found = [int(json.loads(item)["value"]["id"]) for item in split_chunk(rows.pieces)]
         by_text = sorted(range(len(values)), key=lambda n: (values[n], f'"shard"."t"/"{n}"'))
         assert found == by_text[:limit]
         assert max(b - a for a, b in pairwise(steps)) <= 200, "comparisons of up to 32 keys each, between two yields"
-        held.give_all()
+        held.release_all()
         rows.release()
         assert budget.used_bytes == 0
 
@@ -224,7 +224,7 @@ def test_a_refusal_keeps_no_frames_of_what_failed_and_does_not_grow_with_who_ask
     class Rows:
         """Stands for a shard's rows."""
 
-    refusals, definition = Refusals(), ShapeDefinition(Source("table", "m", "s", "t"), "1 / id = 1")
+    refusals, definition = RejectionCache(), ShapeDefinition(Source("table", "m", "s", "t"), "1 / id = 1")
 
     def fails() -> weakref.ref[Rows]:
         rows = Rows()
@@ -240,7 +240,7 @@ def test_a_refusal_keeps_no_frames_of_what_failed_and_does_not_grow_with_who_ask
     lengths = set[int]()
     for _ in range(3):
         with pytest.raises(InvalidError, match="division by zero") as caught:
-            refusals.check(definition, 1.0)
+            refusals.raise_if_rejected(definition, 1.0)
         lengths.add(len(caught.traceback))
     assert len(lengths) == 1
 
@@ -267,10 +267,10 @@ def test_an_offset_that_no_log_can_have_is_refused_as_none(text: str) -> None:
 
 def test_a_large_clause_is_counted_and_other_spellings_of_a_table_keep_no_plan_of_theirs(postgres_dsn: str) -> None:
     where = " OR ".join(f"id + 1 = {n}" for n in range(600))
-    assert size_of(ShapeDefinition(Source("table", "m", "s", "t"), where)) > 1 << 20
-    assert size_of(ShapeDefinition(Source("table", "m", "s", "t"), "id = 5")) == SHAPE_BYTES
+    assert fixed_bytes(ShapeDefinition(Source("table", "m", "s", "t"), where)) > 1 << 20
+    assert fixed_bytes(ShapeDefinition(Source("table", "m", "s", "t"), "id = 5")) == SHAPE_BYTES
     values = "{" + ",".join(map(str, range(100_000, 102_000))) + "}"
-    assert size_of(ShapeDefinition(Source("table", "m", "s", "t"), "id = ANY($1)", (values,))) > 1 << 20
+    assert fixed_bytes(ShapeDefinition(Source("table", "m", "s", "t"), "id = ANY($1)", (values,))) > 1 << 20
 
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL) as world:
@@ -279,7 +279,7 @@ def test_a_large_clause_is_counted_and_other_spellings_of_a_table_keep_no_plan_o
                     for _ in range(2):
                         answer = await world.get(table=table, where=clause, offset="-1")
                         assert answer.status == 200, answer.body
-                kept = [request for request in world.service._plans if request.where == clause]
+                kept = [request for request in world.service._plans._plans if request.where == clause]
                 assert len(kept) == most
 
     run(main(), 60)
@@ -291,18 +291,18 @@ class Told:
     def __init__(self, says: bool | TidemillError | None) -> None:
         self.says = says
 
-    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
+    async def wait_for_table(self, schema: str, table: str, timeout_s: float) -> bool:
         if self.says is None:
             await asyncio.sleep(3_600)
         if isinstance(self.says, TidemillError):
             raise self.says
         return bool(self.says)
 
-    def look(self) -> None: ...
+    def check_tables_soon(self) -> None: ...
 
-    def standing(self, schema: str, table: str) -> None: ...
+    def unavailability(self, schema: str, table: str) -> None: ...
 
-    settled = False
+    knows_tables = False
 
 
 def tables_of(*told: Told) -> TableShapes:
@@ -318,10 +318,12 @@ def tables_of(*told: Told) -> TableShapes:
 def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another_has() -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S):
-            assert await tables_of(Told(None), Told(True))._sought(["c0", "c1"], "public", "t")
-            assert not await tables_of(Told(False), Told(False))._sought(["c0", "c1"], "public", "t")
+            assert await tables_of(Told(None), Told(True))._wait_for_capture(["c0", "c1"], "public", "t")
+            assert not await tables_of(Told(False), Told(False))._wait_for_capture(["c0", "c1"], "public", "t")
             with pytest.raises(UnavailableError, match="held"):
-                await tables_of(Told(UnavailableError("held.")), Told(False))._sought(["c0", "c1"], "public", "t")
+                await tables_of(Told(UnavailableError("held.")), Told(False))._wait_for_capture(
+                    ["c0", "c1"], "public", "t"
+                )
 
     asyncio.run(main())
 
@@ -333,14 +335,14 @@ class Flips(Told):
         super().__init__(True)
         self.left = times
 
-    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
+    async def wait_for_table(self, schema: str, table: str, timeout_s: float) -> bool:
         self.left -= 1
         return True
 
-    def standing(self, schema: str, table: str) -> Standing:
-        return Standing("the table is being taken in.", 1, passing=True)
+    def unavailability(self, schema: str, table: str) -> TableUnavailability:
+        return TableUnavailability("the table is being taken in.", 1, passing=True)
 
-    settled = True
+    knows_tables = True
 
     def relations(self) -> list[Relation]:
         return [] if self.left else [Relation(7, "public", "t", ())]
@@ -352,11 +354,11 @@ def test_a_table_whose_copy_begins_between_the_capture_s_answer_and_the_look_is_
         tables = tables_of()
         tables.add("c", "", flips.relations, None, flips)
         async with asyncio.timeout(DEADLINE_S):
-            assert (await tables._found("t", waits=True))[1].oid == 7
+            assert (await tables._wait_for_relation("t", waits=True))[1].oid == 7
         none = Told(False)
-        none.settled = True
+        none.knows_tables = True
         with pytest.raises(NotCapturedError):
-            await tables_of(none)._found("t", waits=True)
+            await tables_of(none)._wait_for_relation("t", waits=True)
 
     asyncio.run(main())
 
@@ -364,15 +366,18 @@ def test_a_table_whose_copy_begins_between_the_capture_s_answer_and_the_look_is_
 def test_requests_for_unknown_tables_leave_others_their_places_while_a_capture_is_down() -> None:
     async def main() -> None:
         tables = tables_of(Told(None))
-        asking = [asyncio.ensure_future(tables._sought(["c0"], "public", f"t{n}")) for n in range(table_shapes.SEEKING)]
+        asking = [
+            asyncio.ensure_future(tables._wait_for_capture(["c0"], "public", f"t{n}"))
+            for n in range(table_shapes.MAX_TABLE_WAITS)
+        ]
         await asyncio.sleep(0)
         with pytest.raises(UnavailableError, match="too many requests wait for new tables"):
-            await tables._sought(["c0"], "public", "more")
+            await tables._wait_for_capture(["c0"], "public", "more")
         for each in asking:
             each.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         with pytest.raises((NotCapturedError, UnavailableError)):
-            tables.find("t1")
+            tables.find_relation("t1")
         assert tables._seeking == 0
 
     asyncio.run(main())
@@ -384,7 +389,7 @@ def test_a_right_to_a_table_that_is_not_there_yet_is_one_to_each_topic_that_it_m
     async def main() -> None:
         clock = SystemClock()
         consensus = MemoryConsensus(clock)
-        catalogue = Catalogue(metastore_on(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
+        catalogue = Catalogue(create_metastore(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
         await catalogue.put(CaptureRow("main", "1", "s", "p", 1, True, {"public.known": "main.public.known"}))
         await consensus.acquire("capture/main", "a/1", 60_000, b"http://a")
         await consensus.acquire("capture/young", "b/1", 60_000, b"http://b")

@@ -319,7 +319,7 @@ def test_what_the_metadata_calls_visible_is_what_the_rows_show(postgres_dsn: str
             xips = ",".join(metadata["xip_list"])
             snapshot = PgSnapshot.parse(f"{metadata['xmin']}:{metadata['xmax']}:{xips}")
             for row_id, item in found.items():
-                assert snapshot.sees(item["headers"]["txids"][0]) == (row_id == "2")
+                assert snapshot.is_visible(item["headers"]["txids"][0]) == (row_id == "2")
             assert {"1", "3"} <= found.keys()
             assert int(found["3"]["headers"]["lsn"]) >= int(metadata["database_lsn"])
 
@@ -334,7 +334,7 @@ def test_a_handle_that_ended_is_409_at_the_start_and_elsewhere_the_stream_is_lef
             params = {"table": "item", "log": "changes_only"}
             first = await world.get(**params, offset="now", subset__where="id = 1")
             await world.db.execute("UPDATE item SET name = 'x' WHERE id = 9")
-            await eventually(lambda: world.delivered and world.sink.seen)
+            await eventually(lambda: world.delivered and world.sink.last_seen_by)
             world.service.suspend_database("main", "test")
             world.sink = world.service.add_database("main", world.dsn, lambda: world.relations.values())
             ended = {**params, "handle": first.handle}
@@ -395,11 +395,11 @@ def test_subsets_are_bounded_in_bytes_places_and_memory_and_give_all_of_it_back(
                 await writer.rollback()
             assert ids(await held) == [1]
             taken = world.service.budget.limit_bytes - world.service.budget.used_bytes - 500
-            world.service.budget.take(taken)
+            world.service.budget.reserve(taken)
             assert ids(await world.get(**params, subset__where="id = 40")) == [40]
             full = await world.get(**params, subset__where="id <= 3")
             assert (full.status, int(full.headers["retry-after"]) > 0) == (503, True)
-            world.service.budget.give(taken)
+            world.service.budget.release(taken)
             assert world.service.facts()["memory_bytes"] == before
 
     async def waiting(world: ShapeWorld) -> bool:

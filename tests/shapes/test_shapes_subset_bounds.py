@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tidemill.base.errors import InvalidError
-from tidemill.shapes.definition.subset import Subset, subset_sql
-from tidemill.shapes.http.param_values import numbered
+from tidemill.shapes.definition.subset import Subset, build_subset_sql
+from tidemill.shapes.http.param_values import parse_numbered_values
 from tidemill.shapes.http.subset_params import decode_body
 from tidemill.shapes.memory_budget import Budget, OverBudgetError
 from tidemill.shapes.response_memory import ResponseMemory
@@ -24,14 +24,14 @@ COLUMNS = {"f": Type("float8"), "n": Type("numeric"), "i": Type("int4"), "s": Ty
 def test_what_may_fail_on_a_row_is_asked_of_the_shapes_own_rows_only(clause: str) -> None:
     own = compile_where("i = 1", [], COLUMNS)
     asked = Subset(compile_where(clause, [], COLUMNS, first_param=1), None, None, None)
-    query, _ = subset_sql(["i"], "public.t", ["i"], own, asked)
+    query, _ = build_subset_sql(["i"], "public.t", ["i"], own, asked)
     assert "CASE WHEN" in query, query
 
 
 def test_what_cannot_fail_may_use_an_index() -> None:
     own = compile_where("i = 1", [], COLUMNS)
     asked = Subset(compile_where("n = 5 AND f < 2 AND s = 'x'", [], COLUMNS), None, None, None)
-    assert "CASE" not in subset_sql(["i"], "public.t", ["i"], own, asked)[0]
+    assert "CASE" not in build_subset_sql(["i"], "public.t", ["i"], own, asked)[0]
 
 
 def test_a_long_parameter_is_counted_each_time_it_is_used() -> None:
@@ -45,7 +45,7 @@ def test_a_long_parameter_is_counted_each_time_it_is_used() -> None:
 
 def test_a_zero_byte_in_a_parameter_and_a_body_of_brackets_are_told_of_the_parameter() -> None:
     errors: dict[str, list[str]] = {}
-    assert numbered({"1": "a\0b"}, "params", errors) == () and "zero byte" in errors["params"][0]
+    assert parse_numbered_values({"1": "a\0b"}, "params", errors) == () and "zero byte" in errors["params"][0]
     errors = {}
     decode_body(b'{"x":' + b"[" * 100_000, errors)
     assert list(errors) == ["body"]
@@ -60,7 +60,7 @@ def test_all_subsets_together_leave_most_of_the_memory_to_the_shapes() -> None:
     assert (budget.used_bytes, share.used_bytes) == (150, 150)
     with pytest.raises(InvalidError, match="too large"):
         rows[0].add([b"x" * 100])
-    budget.take(800)
+    budget.reserve(800)
     with pytest.raises(OverBudgetError):
         rows[2].add([b"x" * 90])
     assert share.used_bytes == 150

@@ -9,9 +9,9 @@ from shard_world import SCHEMA, World, append, contents_of, run, updates
 
 from tidemill.base.errors import ClosedError, ConflictError, InvalidError, MissingError, UnavailableError
 from tidemill.shards.api import Batch, Column, Part, ShardSchema
-from tidemill.shards.state.apply import Reason, Rejected, apply
+from tidemill.shards.state.apply import RejectedCommand, RejectionReason, apply
 from tidemill.shards.state.commands import Append, Create
-from tidemill.shards.state.state import ShardState, check_whole
+from tidemill.shards.state.state import ShardState, check_invariants
 
 
 def test_append_moves_upper_and_shows_the_batch() -> None:
@@ -153,7 +153,7 @@ def test_empty_appends_publish_progress_and_do_not_grow_the_state() -> None:
             await append(shard, upper - 1, upper, [])
         assert await shard.frontiers() == (0, 39)
         assert len(shard.state.batches) == 2
-        check_whole(shard.state)
+        check_invariants(shard.state)
         await append(shard, 39, 41, [(2, "b", 40, 1)])
         assert [(b.lower, b.upper) for b in shard.state.batches] == [(0, 6), (6, 39), (39, 41)]
 
@@ -237,7 +237,7 @@ def test_four_racing_writers_write_every_interval_exactly_once() -> None:
 
         await asyncio.gather(*(race(i) for i in range(4)))
         assert sorted(won) == [(i, i + 1) for i in range(60)]
-        check_whole(shards[0].state)
+        check_invariants(shards[0].state)
         rows = (await shards[1].snapshot(59)).to_pylist()
         assert len(rows) == 60 + 20
 
@@ -247,11 +247,11 @@ def test_four_racing_writers_write_every_interval_exactly_once() -> None:
 def test_a_rejected_command_is_a_no_op() -> None:
     state = apply(None, Create("t", "id", SCHEMA))
     assert isinstance(state, ShardState)
-    assert apply(None, Append(Batch(0, 1, ()))) == Rejected(Reason.ABSENT)
+    assert apply(None, Append(Batch(0, 1, ()))) == RejectedCommand(RejectionReason.ABSENT)
     rejected = apply(state, Append(Batch(3, 4, ())))
-    assert isinstance(rejected, Rejected) and rejected.reason is Reason.UPPER
+    assert isinstance(rejected, RejectedCommand) and rejected.reason is RejectionReason.UPPER
     exists = apply(state, Create("t", "other", SCHEMA))
-    assert isinstance(exists, Rejected) and exists.reason is Reason.EXISTS
+    assert isinstance(exists, RejectedCommand) and exists.reason is RejectionReason.EXISTS
 
 
 def test_commit_cost_is_flat_in_the_number_of_batches() -> None:

@@ -56,7 +56,7 @@ def test_an_idle_source_of_a_hundred_tables_costs_some_bytes_an_advance_and_its_
         assert await (await opened(world)).latest() == latest
         # One whole binding in 64, and some twenty bytes for each of the others.
         assert (await log_bytes(world) - first) / 1000 < first / 64 + 24
-        assert await remap.forget(990) > 800
+        assert await remap.truncate_before(990) > 800
         assert await log_bytes(world) < 3 * first
 
     run(scenario())
@@ -96,7 +96,7 @@ def test_forgotten_bindings_are_said_to_be_forgotten_by_every_handle() -> None:
             await remap.mint(Binding(n * 10, {"t": (n,)}))
             if n == 5:
                 assert (await idle.latest()).time_ms == 50  # type: ignore[union-attr]
-        assert await remap.forget(2005) > 0
+        assert await remap.truncate_before(2005) > 0
         for handle in (await opened(world), idle):
             for lost in (handle.at(10), handle.after(10)):
                 with pytest.raises(HistoryLostError):
@@ -177,6 +177,6 @@ class BindingModel(RuleBasedStateMachine):
 
 
 def test_bindings_equal_the_list_of_what_was_minted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remap_module, "WHOLE_EVERY", 4)
+    monkeypatch.setattr(remap_module, "WHOLE_RECORD_INTERVAL", 4)
     monkeypatch.setattr(remap_module, "WINDOW_BINDINGS", 6)
     run_state_machine_as_test(BindingModel, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))

@@ -14,7 +14,7 @@ import pytest
 
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import DIFF, TIME, Batch, Column, Part, ShardSchema
-from tidemill.shards.parts.checksums import open_part, sealed, unsealed
+from tidemill.shards.parts.checksums import open_part, seal_bytes, unseal_bytes
 from tidemill.shards.parts.parquet_pages import check_pages
 from tidemill.shards.parts.parts import Codec, decode_part, encode_part
 from tidemill.shards.read.verified_file import VerifiedFile
@@ -56,7 +56,7 @@ def whole(part: Part, data: bytes) -> pa.Table:
 @pytest.mark.parametrize("read", [whole, by_pieces, by_an_engine])
 def test_a_flipped_bit_is_corrupt_or_changes_nothing(read: Any, codec: Codec) -> None:
     encoded = encode_part(SCHEMA, ROWS, codec)
-    part, good = encoded.part(0, "shards/x/y.parquet"), encoded.data.to_pybytes()
+    part, good = encoded.to_part(0, "shards/x/y.parquet"), encoded.data.to_pybytes()
     want = read(part, good)
     assert sorted(want.column("d").to_pylist()) == [Decimal(i) / 4 for i in range(COUNT)]
     refused = 0
@@ -95,12 +95,12 @@ def test_checksums_are_in_the_state_and_parts_without_them_are_written_as_before
 
 def test_what_is_sealed_opens_unless_a_bit_was_flipped() -> None:
     for data in (b"", b"abc", bytes(1000)):
-        box = bytearray(sealed(data))
-        assert bytes(unsealed(box, "box")) == data
+        box = bytearray(seal_bytes(data))
+        assert bytes(unseal_bytes(box, "box")) == data
         for at in range(len(box)):
             box[at] ^= 16
             with pytest.raises(CorruptError, match="box is damaged"):
-                unsealed(box, "box")
+                unseal_bytes(box, "box")
             box[at] ^= 16
     with pytest.raises(CorruptError):
-        unsealed(b"abc", "box")
+        unseal_bytes(b"abc", "box")

@@ -17,7 +17,7 @@ from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import HASH, Column, Part, ShardSchema
 from tidemill.shards.parts import consolidate
 from tidemill.shards.parts.parts import decode_part, encode_part
-from tidemill.shards.parts.schema import arrow_type, canonical_type, checked, part_schema
+from tidemill.shards.parts.schema import arrow_type, canonical_type, check_schema, part_schema
 
 KEYLESS = ShardSchema(SCHEMA.columns, ())
 VALUES = st.sampled_from(["a", "b", "", None])
@@ -68,24 +68,24 @@ def test_keyed_contents_equal_the_model(rows: list[Row], shuffle: Any) -> None:
     table = stored(SCHEMA, rows)
     expected = summed(rows, 99)
     if table.num_rows:
-        assert consolidate.newest(SCHEMA, table) is not None
-    assert contents_of(consolidate.contents(SCHEMA, table)) == expected
+        assert consolidate.newest_contents(SCHEMA, table) is not None
+    assert contents_of(consolidate.sum_contents(SCHEMA, table)) == expected
     order = list(range(table.num_rows))
     shuffle.shuffle(order)
-    assert contents_of(consolidate.contents(SCHEMA, table.take(pa.array(order, pa.int64())))) == expected
-    assert contents_of(consolidate.contents(KEYLESS, table.drop_columns([HASH]))) == expected
+    assert contents_of(consolidate.sum_contents(SCHEMA, table.take(pa.array(order, pa.int64())))) == expected
+    assert contents_of(consolidate.sum_contents(KEYLESS, table.drop_columns([HASH]))) == expected
 
 
 @settings(max_examples=100, deadline=None)
 @given(multiset_histories())
 def test_keyless_contents_equal_the_model(rows: list[Row]) -> None:
-    assert contents_of(consolidate.contents(KEYLESS, stored(KEYLESS, rows))) == summed(rows, 99)
+    assert contents_of(consolidate.sum_contents(KEYLESS, stored(KEYLESS, rows))) == summed(rows, 99)
 
 
 @settings(max_examples=100, deadline=None)
 @given(multiset_histories(), st.integers(0, 6))
 def test_merging_keeps_contents_at_every_time_from_since_on(rows: list[Row], since: int) -> None:
-    merged = tuples(consolidate.merged(KEYLESS, stored(KEYLESS, rows), since))
+    merged = tuples(consolidate.merge_updates(KEYLESS, stored(KEYLESS, rows), since))
     for as_of in range(since, 8):
         assert summed(merged, as_of) == summed(rows, as_of)
     assert all(r[2] >= since for r in merged)
@@ -95,8 +95,8 @@ def test_merging_keeps_contents_at_every_time_from_since_on(rows: list[Row], sin
 def test_a_hash_shared_by_two_keys_takes_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:
     table = updates([(1, "a", 0, 1), (2, "b", 0, 1), (1, "a", 1, -1), (3, "c", 1, 1)])
     table = table.append_column(HASH, pa.array([7, 7, 7, 7], pa.uint64()))
-    assert consolidate.newest(SCHEMA, table) is None
-    assert contents_of(consolidate.contents(SCHEMA, table)) == {(2, "b"): 1, (3, "c"): 1}
+    assert consolidate.newest_contents(SCHEMA, table) is None
+    assert contents_of(consolidate.sum_contents(SCHEMA, table)) == {(2, "b"): 1, (3, "c"): 1}
 
 
 def test_parts_are_sorted_by_hash_time_and_diff_and_carry_their_range() -> None:
@@ -152,9 +152,9 @@ def test_type_strings_have_one_spelling_and_one_arrow_type() -> None:
         with pytest.raises(InvalidError):
             canonical_type(bad)
     with pytest.raises(InvalidError, match="reserved"):
-        checked(ShardSchema((Column("_time", "int64"),), ()))
+        check_schema(ShardSchema((Column("_time", "int64"),), ()))
     with pytest.raises(InvalidError, match="key=z"):
-        checked(ShardSchema((Column("a", "int64"),), ("z",)))
+        check_schema(ShardSchema((Column("a", "int64"),), ("z",)))
 
 
 def test_every_type_survives_a_part() -> None:
@@ -174,5 +174,5 @@ def test_every_type_survives_a_part() -> None:
     table = pa.table({f"c{i}": pa.array(v, arrow_type(t)) for i, (t, v) in enumerate(values.items())})
     table = table.append_column("_time", pa.array([1, 1])).append_column("_diff", pa.array([1, 1]))
     encoded = encode_part(schema, table)
-    back = consolidate.contents(schema, decode_part(schema, encoded.data, Part(2, encoded.data.size)))
+    back = consolidate.sum_contents(schema, decode_part(schema, encoded.data, Part(2, encoded.data.size)))
     assert sorted(map(repr, back.to_pylist())) == sorted(map(repr, table.select(back.column_names).to_pylist()))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.decimals import of_decimals, of_texts, rescaled
+from tidemill.shards.parts.decimals import decimal_texts_to_arrow, decimals_to_arrow, rescale_decimals
 from tidemill.shards.parts.key_hash import key_hashes
 from tidemill.shards.parts.pg_columns import parse_column
-from tidemill.shards.parts.schema import conform
+from tidemill.shards.parts.schema import conform_rows
 from tidemill.shards.parts.schema_evolution import canonical_default
 
 FORMS = ((38, 0), (38, 18), (38, 37), (38, 38), (20, 19), (8, 2), (1, 0))
@@ -40,13 +40,13 @@ def test_texts_by_columns_are_the_decimals_that_another_engine_reads(given: list
             (found,) = parse_column([text], column).to_pylist()
         except InvalidError:
             with pytest.raises(ValueError):
-                of_decimals([Decimal(text)], kind)
+                decimals_to_arrow([Decimal(text)], kind)
             with pytest.raises(pa.ArrowInvalid):
-                of_texts(pa.array([text]), kind)
+                decimal_texts_to_arrow(pa.array([text]), kind)
             continue
         # DuckDB rounds what is not exact, and refuses what is too large.
         (theirs,) = engine.execute(f"SELECT TRY_CAST(? AS DECIMAL({form[0]},{form[1]}))", [text]).fetchall()[0]
-        assert found == theirs == Decimal(text) == of_decimals([Decimal(text)], kind)[0].as_py()
+        assert found == theirs == Decimal(text) == decimals_to_arrow([Decimal(text)], kind)[0].as_py()
 
 
 @pytest.mark.parametrize("text", [*WRAPS, "1e-2000000000", "1e2000000000", "NaN", "-Infinity", "", "1_0", "٣"])
@@ -63,13 +63,13 @@ def test_rows_of_another_scale_fit_exactly_or_are_refused(before: pa.DataType) -
         table, target = pa.table({"v": pa.array([Decimal(digits)], before)}), pa.schema([("v", pa.decimal128(38, 18))])
         if len(digits.lstrip("-")) > 20:
             with pytest.raises(InvalidError, match="column=v"):
-                conform(table, target)
+                conform_rows(table, target)
         else:
-            assert conform(table, target).column("v").to_pylist() == [Decimal(digits)]
+            assert conform_rows(table, target).column("v").to_pylist() == [Decimal(digits)]
     cents = pa.array([Decimal("1.25"), None], pa.decimal128(38, 18))
-    assert rescaled(cents, pa.decimal128(6, 2)).to_pylist() == [Decimal("1.25"), None]
+    assert rescale_decimals(cents, pa.decimal128(6, 2)).to_pylist() == [Decimal("1.25"), None]
     with pytest.raises(pa.ArrowInvalid):
-        rescaled(cents, pa.decimal128(6, 1))
+        rescale_decimals(cents, pa.decimal128(6, 1))
 
 
 def test_a_key_that_no_decimal_holds_is_left_to_the_engine() -> None:

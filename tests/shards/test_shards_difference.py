@@ -14,9 +14,9 @@ from shard_world import SCHEMA, Row, contents_of, summed, updates
 from test_shards_ranges import histories
 
 from tidemill.shards.api import DIFF, HASH, TIME
-from tidemill.shards.parts.consolidate import merged
+from tidemill.shards.parts.consolidate import merge_updates
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.shards.read.keyed_delta import UNTIL, last_states
+from tidemill.shards.read.keyed_delta import UNTIL_COLUMN, last_states
 
 
 def hashed(rows: pa.Table) -> pa.Table:
@@ -31,7 +31,7 @@ def read(parts: list[pa.Table], as_of: int) -> Counter[Any] | None:
     found = last_states(SCHEMA, rest)
     assert found is not None
     gone, live = found
-    until = dict(zip(gone.column("k").to_pylist(), gone.column(UNTIL).to_pylist(), strict=True))
+    until = dict(zip(gone.column("k").to_pylist(), gone.column(UNTIL_COLUMN).to_pylist(), strict=True))
     kept = contents_of(live)
     for part in settled:
         for k, v, time in zip(*(part.column(n).to_pylist() for n in ("k", "v", TIME)), strict=True):
@@ -48,7 +48,7 @@ def test_settled_rows_and_the_difference_are_the_contents_at_every_time(
     run = [row for pieces in history[start:end] for piece in pieces for row in piece]
     # What a merge of some batches made of them: sums at since, or at their last time.
     moved_to = min(since, max((row[2] for row in run), default=0))
-    parts = [merged(SCHEMA, updates(run), moved_to).drop_columns([HASH])]
+    parts = [merge_updates(SCHEMA, updates(run), moved_to).drop_columns([HASH])]
     parts += [updates(piece) for pieces in [*history[:start], *history[max(start, end) :]] for piece in pieces]
     for as_of in range(moved_to, max((row[2] for row in flat), default=0) + 1):
         assert read(parts, as_of) == summed(flat, as_of), as_of
@@ -75,5 +75,8 @@ def test_a_row_that_was_retracted_before_and_inserted_again_elsewhere_stays() ->
     found = last_states(SCHEMA, hashed(updates([(1, "a", 5, -1), (1, "b", 9, -1), (2, "c", 5, 1)])))
     assert found is not None
     gone, live = found
-    assert sorted(zip(gone.column("k").to_pylist(), gone.column(UNTIL).to_pylist(), strict=True)) == [(1, 9), (2, 6)]
+    assert sorted(zip(gone.column("k").to_pylist(), gone.column(UNTIL_COLUMN).to_pylist(), strict=True)) == [
+        (1, 9),
+        (2, 6),
+    ]
     assert live.to_pylist() == [{"k": 2, "v": "c"}]

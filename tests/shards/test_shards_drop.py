@@ -9,7 +9,7 @@ from shard_world import SCHEMA, World, append, contents_of, run
 
 from tidemill.base.errors import MissingError
 from tidemill.maintenance.shards.drop import drop_shard
-from tidemill.shards.registry import created_shards, read_shards
+from tidemill.shards.registry import list_created_shards, read_shards
 
 
 class NoPipelines:
@@ -29,7 +29,7 @@ def test_m4405_every_handle_of_a_dropped_shard_is_refused_and_the_name_gets_a_ne
         world = World()
         writer, reader = await world.open(), await world.open()
         await append(writer, 0, 10, [(1, "a", 5, 1)])
-        await reader.hold("someone", 3, 60_000)
+        await reader.set_hold("someone", 3, 60_000)
         listener = reader.listen(0)
         assert (await anext(listener)).upper == 10
         old = await dropped(world)
@@ -38,13 +38,13 @@ def test_m4405_every_handle_of_a_dropped_shard_is_refused_and_the_name_gets_a_ne
             lambda: append(writer, 10, 20, [(1, "b", 15, 1)]),
             lambda: reader.snapshot(9),
             lambda: reader.frontiers(),
-            lambda: reader.hold("another", 5, 60_000),
+            lambda: reader.set_hold("another", 5, 60_000),
             lambda: anext(listener),
         ):
             with pytest.raises(MissingError):
                 await refused()
         assert await world.consensus().log_head(f"shard/{old}") == log, "what is refused writes nothing"
-        assert await created_shards(world.consensus()) == [] == await read_shards(world.consensus())
+        assert await list_created_shards(world.consensus()) == [] == await read_shards(world.consensus())
         with pytest.raises(MissingError):
             await world.open(schema=None)
         again = await world.open()

@@ -14,13 +14,25 @@ from tidemill.shards.api import Batch, Column, Part, SchemaEvolvedError, ShardSc
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 from tidemill.shards.parts.schema import hash_columns
-from tidemill.shards.parts.schema_evolution import Changes, canonical_default, changes_to, default_value, evolved
+from tidemill.shards.parts.schema_evolution import (
+    SchemaChanges,
+    canonical_default,
+    default_value,
+    evolve_schema,
+    schema_changes,
+)
 from tidemill.shards.state.apply import apply, batch_id
-from tidemill.shards.state.checkpoint import assemble, decode_header, encode_header, header_of, shard_changes
+from tidemill.shards.state.checkpoint import (
+    assemble_state,
+    decode_header,
+    encode_header,
+    shard_row_changes,
+    state_header,
+)
 from tidemill.shards.state.codec import decode_batch
 from tidemill.shards.state.commands import Append, Create, Evolve, Replace
 from tidemill.shards.state.restore import restore_shard
-from tidemill.shards.state.state import SchemaVersion, broken_whole
+from tidemill.shards.state.state import SchemaVersion, broken_invariant
 
 N = Column("n", "int16", "7")
 BASE = ShardSchema(
@@ -34,31 +46,31 @@ BASE = ShardSchema(
 )
 def test_a_type_widens_to_every_one_that_holds_its_values_exactly(name: str, kinds: list[str]) -> None:
     for kind in kinds:
-        found = evolved(BASE, Changes(widen=(Column(name, kind),)))
+        found = evolve_schema(BASE, SchemaChanges(widen=(Column(name, kind),)))
         assert found.version == 2 and {c.name: c.type for c in found.columns}[name] == kind
 
 
 @pytest.mark.parametrize(
     "refused",
     [
-        Changes(widen=(Column("k", "float64"),)), Changes(widen=(Column("k", "decimal(38,0)"),)),
-        Changes(widen=(Column("d", "decimal(9,3)"),)), Changes(widen=(Column("d", "float64"),)),
-        Changes(widen=(Column("s", "json"),)), Changes(widen=(Column("x", "int32"),)),
-        Changes(widen=(Column("s", "binary"),)), Changes(add=(Column("s", "int16"),)),
-        Changes(add=(Column("_time", "int16"),)), Changes(add=(Column("n", "int16", "x"),)),
-        Changes(add=(Column("n", "int16", "70000"),)), Changes(add=(Column("n", "json", "{"),)),
-        Changes(add=(Column("n", "int99"),)), Changes(add=(Column("k", "int16", "1"),)),
+        SchemaChanges(widen=(Column("k", "float64"),)), SchemaChanges(widen=(Column("k", "decimal(38,0)"),)),
+        SchemaChanges(widen=(Column("d", "decimal(9,3)"),)), SchemaChanges(widen=(Column("d", "float64"),)),
+        SchemaChanges(widen=(Column("s", "json"),)), SchemaChanges(widen=(Column("x", "int32"),)),
+        SchemaChanges(widen=(Column("s", "binary"),)), SchemaChanges(add=(Column("s", "int16"),)),
+        SchemaChanges(add=(Column("_time", "int16"),)), SchemaChanges(add=(Column("n", "int16", "x"),)),
+        SchemaChanges(add=(Column("n", "int16", "70000"),)), SchemaChanges(add=(Column("n", "json", "{"),)),
+        SchemaChanges(add=(Column("n", "int99"),)), SchemaChanges(add=(Column("k", "int16", "1"),)),
     ],
 )  # fmt: skip
-def test_what_would_not_leave_every_value_as_it_was_is_refused(refused: Changes) -> None:
+def test_what_would_not_leave_every_value_as_it_was_is_refused(refused: SchemaChanges) -> None:
     with pytest.raises(InvalidError) as error:
-        evolved(BASE, refused)
+        evolve_schema(BASE, refused)
     assert (refused.add + refused.widen)[0].name in error.value.message
 
 
 def test_narrowing_is_no_change_for_whoever_asks_for_less() -> None:
-    wide = evolved(BASE, Changes(widen=(Column("k", "int64"),)))
-    assert evolved(wide, Changes(widen=(Column("k", "int32"),))) == wide
+    wide = evolve_schema(BASE, SchemaChanges(widen=(Column("k", "int64"),)))
+    assert evolve_schema(wide, SchemaChanges(widen=(Column("k", "int32"),))) == wide
 
 
 @pytest.mark.parametrize(
@@ -81,16 +93,16 @@ def test_a_default_is_kept_as_the_text_that_means_the_same_under_every_wider_typ
 def test_the_difference_is_told_when_a_schema_cannot_become_another() -> None:
     want = ShardSchema((Column("k", "int32"), Column("s", "string"), Column("n", "bool")), ("k",), 4)
     with pytest.raises(InvalidError, match=r"-f float32, -d decimal\(5,2\), \+n bool, k int16→int32"):
-        changes_to(BASE, want)
+        schema_changes(BASE, want)
     for other in (ShardSchema(BASE.columns, ("k", "s"), 4), ShardSchema(BASE.columns, ("k",), 8)):
         with pytest.raises(InvalidError, match="difference"):
-            changes_to(BASE, other)
+            schema_changes(BASE, other)
 
 
 def test_columns_may_stand_in_any_order_where_a_schema_is_asked_for() -> None:
     want = ShardSchema((Column("n", "bool"), *reversed(BASE.columns)), ("k",), 4)
-    changes = changes_to(BASE, want)
-    assert changes == Changes((Column("n", "bool"),)) and not changes_to(evolved(BASE, changes), want)
+    changes = schema_changes(BASE, want)
+    assert changes == SchemaChanges((Column("n", "bool"),)) and not schema_changes(evolve_schema(BASE, changes), want)
 
 
 def test_a_row_has_one_hash_and_one_bucket_under_every_version() -> None:
@@ -102,7 +114,7 @@ def test_a_row_has_one_hash_and_one_bucket_under_every_version() -> None:
     wide = rows.cast(pa.schema([("a", pa.int64()), ("f", pa.float64()), ("d", pa.decimal128(30, 2))]))
     before, after = hash_rows(rows, ["a", "f", "d"]), hash_rows(wide, ["a", "f", "d"])
     assert (before == after).all() and (bucket_of(before, 7) == bucket_of(after, 7)).all()
-    assert hash_columns(evolved(keyless, Changes((N,)))) == ("a", "f", "d")
+    assert hash_columns(evolve_schema(keyless, SchemaChanges((N,)))) == ("a", "f", "d")
 
 
 def test_a_shard_evolves_and_times_before_and_after_read_exactly() -> None:
@@ -110,7 +122,7 @@ def test_a_shard_evolves_and_times_before_and_after_read_exactly() -> None:
         world = World()
         old = await world.open()
         await append(old, 0, 5, [(1, "a", 1, 1), (2, "b", 2, 1)])
-        assert (await old.evolve(Changes((N,)))).version == 2
+        assert (await old.evolve(SchemaChanges((N,)))).version == 2
         new = await world.open(schema=None, writer="new")
         assert [c.name for c in new.schema.columns] == ["k", "v", "n"]
         changed = updates([(1, "a", 6, -1), (1, "a", 6, 1)]).append_column("n", pa.array([7, 8], pa.int16()))
@@ -138,7 +150,7 @@ def test_a_merge_by_a_handle_of_before_keeps_the_new_columns(monkeypatch: pytest
     async def main() -> None:
         old = await world.open()
         await append(old, 0, 5, [(1, "a", 1, 1)])
-        await old.evolve(Changes((N,)))
+        await old.evolve(SchemaChanges((N,)))
         new = await world.open(schema=None)
         rows = updates([(2, "b", 6, 1)]).append_column("n", pa.array([9], pa.int16()))
         await new.compare_and_append(5, 7, [await new.write_part(rows)], "")
@@ -160,7 +172,7 @@ def test_a_writer_of_an_older_version_is_fenced_with_rows_and_without() -> None:
         world = World()
         old = await world.open()
         part = await old.write_part(updates([(1, "a", 1, 1)]))
-        await (await world.open()).evolve(Changes((N,)))
+        await (await world.open()).evolve(SchemaChanges((N,)))
         with pytest.raises(SchemaEvolvedError, match="version=2 written=1"):
             await old.compare_and_append(0, 5, [part], "t")
         with pytest.raises(SchemaEvolvedError, match="version=2 written=1"):
@@ -176,7 +188,7 @@ def test_an_append_that_landed_before_the_schema_changed_is_found_again_by_its_t
         old = await world.open()
         part = await old.write_part(updates([(1, "a", 1, 1)]))
         await old.compare_and_append(0, 5, [part], "t")
-        await old.evolve(Changes((N,)))
+        await old.evolve(SchemaChanges((N,)))
         assert await old.compare_and_append(0, 5, [part], "t") == 5
 
     run(main())
@@ -187,8 +199,8 @@ def test_evolvers_that_race_end_in_one_schema() -> None:
         world = World()
         handles = [await world.open(writer=f"w{i}") for i in range(6)]
         asked = [
-            Changes((N,)), Changes((Column("n", "int64", "7"),)), Changes((Column("m", "string"),)),
-            Changes((Column("m", "string"), N)), Changes((Column("n", "int32", "7"),)), Changes((N,)),
+            SchemaChanges((N,)), SchemaChanges((Column("n", "int64", "7"),)), SchemaChanges((Column("m", "string"),)),
+            SchemaChanges((Column("m", "string"), N)), SchemaChanges((Column("n", "int32", "7"),)), SchemaChanges((N,)),
         ]  # fmt: skip
         await asyncio.gather(*(h.evolve(changes) for h, changes in zip(handles, asked, strict=True)))
         found = {(await world.open(schema=None)).schema for _ in handles}
@@ -201,9 +213,9 @@ def test_evolvers_that_race_end_in_one_schema() -> None:
             told = handle.state.versions
             assert [v.version for v in told] == list(range(2, schema.version + 1))
         with pytest.raises(InvalidError, match="another default: column=n default='7' wanted='8'"):
-            await handles[0].evolve(Changes((Column("n", "int16", "8"),)))
+            await handles[0].evolve(SchemaChanges((Column("n", "int16", "8"),)))
         with pytest.raises(InvalidError, match="some values would change: column=v type=string wanted=bool"):
-            await handles[0].evolve(Changes(widen=(Column("v", "bool"),)))
+            await handles[0].evolve(SchemaChanges(widen=(Column("v", "bool"),)))
 
     run(main())
 
@@ -215,13 +227,13 @@ def test_an_evolution_of_unknown_outcome_may_be_asked_for_again() -> None:
         shard = await world.open(consensus=consensus)
         consensus.script = [(True, False)]
         try:
-            await shard.evolve(Changes((N,)))
+            await shard.evolve(SchemaChanges((N,)))
         except UnknownOutcomeError:
-            await shard.evolve(Changes((N,)))
-        assert (await shard.evolve(Changes((N,)))).version == 2
+            await shard.evolve(SchemaChanges((N,)))
+        assert (await shard.evolve(SchemaChanges((N,)))).version == 2
         await shard.close()
         with pytest.raises(ClosedError):
-            await shard.evolve(Changes((Column("z", "bool"),)))
+            await shard.evolve(SchemaChanges((Column("z", "bool"),)))
 
     run(main())
 
@@ -231,13 +243,13 @@ def test_versions_are_in_rollups_in_checkpoint_rows_and_in_a_restored_shard() ->
         world = World()
         shard = await world.open()
         await append(shard, 0, 5, [(1, "a", 1, 1)])
-        await shard.evolve(Changes((N,), (Column("k", "int64"),)))
+        await shard.evolve(SchemaChanges((N,), (Column("k", "int64"),)))
         await shard.rollup()
         again = await world.open(schema=None)
         assert again.state == shard.state
         (version,) = again.state.versions
         assert version == SchemaVersion(2, 5, version.at_ms, ("n",)) and version.at_ms > 0
-        restored = assemble(decode_header(encode_header(again.state)), again.state.batches)
+        restored = assemble_state(decode_header(encode_header(again.state)), again.state.batches)
         assert restored == again.state
         elsewhere = World()
         elsewhere.objects = world.objects
@@ -254,7 +266,7 @@ def test_what_a_version_widened_is_told_with_the_type_it_had() -> None:
         world = World()
         small = ShardSchema((Column("k", "int16"), Column("v", "string")), ("k",))
         shard = await world.open(name="s", schema=small)
-        await shard.evolve(Changes(widen=(Column("k", "int32"),)))
+        await shard.evolve(SchemaChanges(widen=(Column("k", "int32"),)))
         assert shard.state.versions[0].widened == (("k", "int16"),)
         assert SCHEMA.version == shard.schema.version == 1
 
@@ -270,17 +282,17 @@ def test_no_prefix_of_a_checkpoint_has_a_batch_that_is_newer_than_its_schema() -
     state = apply(None, Create("t", "id", ShardSchema((Column("id", "int64"),), ("id",))))
     for n in range(2):
         state = apply(state, Append(Batch(n * 100, n * 100 + 100, (part(b"x%d" % n),), "w", f"a{n}")))
-    before, batches = header_of(state), {batch.lower: batch for batch in state.batches}
-    state = apply(state, Evolve(Changes((Column("n", "int32", "5"),)), 1))
+    before, batches = state_header(state), {batch.lower: batch for batch in state.batches}
+    state = apply(state, Evolve(SchemaChanges((Column("n", "int32", "5"),)), 1))
     merged = Batch(0, 200, (part(b"m"),), "c", "m", -1, state.schema.version)
     state = apply(state, Replace(tuple(batch_id(batch) for batch in state.batches), merged, 0))
     uppers = {batch.lower: batch.upper for batch in batches.values()}
     header = before
-    for group in shard_changes(before, uppers, state, lambda batch: batches.get(batch.lower) == batch):
+    for group in shard_row_changes(before, uppers, state, lambda batch: batches.get(batch.lower) == batch):
         header = group.header or header
         for lower in group.removed:
             batches.pop(lower)
         for row in group.batches:
             batches[row.lower] = decode_batch(row.data)
-        assert not broken_whole(assemble(header, [batches[lower] for lower in sorted(batches)]))
-    assert header == header_of(state)
+        assert not broken_invariant(assemble_state(header, [batches[lower] for lower in sorted(batches)]))
+    assert header == state_header(state)

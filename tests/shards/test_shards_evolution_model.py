@@ -20,14 +20,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tidemill.shards.api import DIFF, TIME, Batch, Column, Part, ShardSchema
 from tidemill.shards.compaction import compaction
-from tidemill.shards.parts.consolidate import contents, merged
-from tidemill.shards.parts.parts import decode_part, encode_part, within
+from tidemill.shards.parts.consolidate import merge_updates, sum_contents
+from tidemill.shards.parts.parts import decode_part, encode_part, rows_within
 from tidemill.shards.parts.schema import contents_schema, update_schema
-from tidemill.shards.parts.schema_evolution import Changes, default_value
-from tidemill.shards.state.apply import Reason, Rejected, apply, batch_id
+from tidemill.shards.parts.schema_evolution import SchemaChanges, default_value
+from tidemill.shards.state.apply import RejectedCommand, RejectionReason, apply, batch_id
 from tidemill.shards.state.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.shards.state.commands import Append, Command, Create, DowngradeSince, Evolve, Replace
-from tidemill.shards.state.state import ShardState, check_whole
+from tidemill.shards.state.state import ShardState, check_invariants
 
 TYPES = ["float32", "int16", "decimal(4,2)", "string", "bool"]
 WIDER = {"int16": "int32", "int32": "int64", "float32": "float64", "decimal(4,2)": "decimal(9,2)"}
@@ -73,12 +73,12 @@ class EvolutionModel(RuleBasedStateMachine):
         self.live: list[dict[str, Any]] = []
         self.decoded: dict[tuple[bytes, int], pa.Table] = {}
 
-    def take(self, command: Command) -> ShardState | Rejected:
+    def take(self, command: Command) -> ShardState | RejectedCommand:
         assert decode_command(encode_command(command)) == command
         found = apply(self.state, command)
         if isinstance(found, ShardState):
             self.state = found
-            check_whole(found)
+            check_invariants(found)
             assert decode_state(encode_state(found)) == found
         return found
 
@@ -149,7 +149,7 @@ class EvolutionModel(RuleBasedStateMachine):
         if parts and schema.version > 1:
             late = Batch(lower, upper, parts, "w", "late", schema_version=schema.version - 1)
             refused = self.take(Append(late))
-            assert isinstance(refused, Rejected) and refused.reason is Reason.EVOLVED
+            assert isinstance(refused, RejectedCommand) and refused.reason is RejectionReason.EVOLVED
         batch = Batch(lower, upper, parts, "w", f"t{lower}", schema_version=schema.version)
         assert isinstance(self.take(Append(batch)), ShardState)
         self.rows += updates
@@ -163,10 +163,10 @@ class EvolutionModel(RuleBasedStateMachine):
             for at, kind in enumerate(kinds)
         )
         can = [Column(c.name, WIDER[c.type]) for c in before.columns if c.type in WIDER]
-        command = Evolve(Changes(add, tuple(can[-1:] if "widen" in asked else ())), 5)
+        command = Evolve(SchemaChanges(add, tuple(can[-1:] if "widen" in asked else ())), 5)
         result = self.take(command)
-        if isinstance(result, Rejected):
-            assert not command.changes or result.reason is Reason.SCHEMA, result
+        if isinstance(result, RejectedCommand):
+            assert not command.changes or result.reason is RejectionReason.SCHEMA, result
             assert self.state.schema == before
             return
         assert self.state.schema.version == before.version + 1
@@ -176,7 +176,7 @@ class EvolutionModel(RuleBasedStateMachine):
             for column in self.state.schema.columns:
                 row.setdefault(column.name, default_value(column).as_py())
         again = self.take(command)
-        assert isinstance(again, Rejected) and again.reason is Reason.COMMITTED
+        assert isinstance(again, RejectedCommand) and again.reason is RejectionReason.COMMITTED
 
     def merge(self, run: tuple[Batch, ...], newest: bool) -> None:
         least = max(batch.schema_version for batch in run)
@@ -186,14 +186,14 @@ class EvolutionModel(RuleBasedStateMachine):
         parts: list[Part] = []
         for low, high in compaction.hash_ranges(8 * compaction.RANGE_BYTES):
             rows = pa.concat_tables([update_schema(schema).empty_table(), *self.of_hashes(schema, run, low, high)])
-            for bucket, split in compaction._split(schema, merged(schema, rows, advance_to)):
+            for bucket, split in compaction._split_parts(schema, merge_updates(schema, rows, advance_to)):
                 parts.append(self.stored(schema, split, bucket))
         whole = Batch(lower, upper, tuple(parts), "c", f"m{self.state.version}", schema_version=schema.version)
         command = Replace(tuple(batch_id(b) for b in run), whole, 7)
         if least > 1:
             older = Batch(lower, upper, tuple(parts), "c", "older", schema_version=least - 1)
             refused = self.take(Replace(command.replaced, older, 7))
-            assert isinstance(refused, Rejected) and refused.reason is Reason.EVOLVED
+            assert isinstance(refused, RejectedCommand) and refused.reason is RejectionReason.EVOLVED
         assert isinstance(self.take(command), ShardState)
         if lower == 0 and advance_to == upper - 1:
             listed = Counter(self.filled(row, schema) for row, t, d in self.rows if t < upper for _ in range(d))
@@ -201,7 +201,7 @@ class EvolutionModel(RuleBasedStateMachine):
             assert sum(p.rows for p in parts) == len(listed), "a retraction missed what it retracts"
 
     def of_hashes(self, schema: ShardSchema, run: tuple[Batch, ...], low: int, high: int) -> list[pa.Table]:
-        found = [compaction._of_hashes(rows, low, high) for batch in run for rows in self.read(schema, batch)]
+        found = [compaction._slice_hashes(rows, low, high) for batch in run for rows in self.read(schema, batch)]
         return [rows.select(update_schema(schema).names) for rows in found]
 
     def read(self, schema: ShardSchema, batch: Batch) -> list[pa.Table]:
@@ -210,14 +210,14 @@ class EvolutionModel(RuleBasedStateMachine):
             key = (part.inline, schema.version)
             if key not in self.decoded:
                 self.decoded[key] = decode_part(schema, part.inline, part)
-            found.append(within(self.decoded[key], batch.lower, batch.upper))
+            found.append(rows_within(self.decoded[key], batch.lower, batch.upper))
         return found
 
     def contents_at(self, schema: ShardSchema, as_of: int, batches: tuple[Batch, ...]) -> Counter[Row]:
-        tables = [within(rows, 0, as_of + 1) for b in batches if b.lower <= as_of for rows in self.read(schema, b)]
+        tables = [rows_within(rows, 0, as_of + 1) for b in batches if b.lower <= as_of for rows in self.read(schema, b)]
         if not tables:
             return Counter()
-        found = contents(schema, pa.concat_tables(tables))
+        found = sum_contents(schema, pa.concat_tables(tables))
         assert found.schema == contents_schema(schema)
         return Counter(tuple(repr(v) for v in row.values()) for row in found.to_pylist())
 

@@ -8,10 +8,10 @@ from shard_world import SCHEMA
 
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Batch, Column, Part, ShardSchema, part_key, written_ms
-from tidemill.shards.state.apply import apply, collectable
+from tidemill.shards.state.apply import apply, collectable_garbage
 from tidemill.shards.state.codec import decode_command, decode_state, encode_command, encode_state
-from tidemill.shards.state.commands import Append, BatchId, Collected, Create, Drop, Replace, SetHold, Sweep
-from tidemill.shards.state.state import Garbage, Hold, ShardState, WriterToken
+from tidemill.shards.state.commands import Append, BatchId, Create, Drop, MarkCollected, Replace, SetHold, Sweep
+from tidemill.shards.state.state import Garbage, ReadHold, ShardState, WriterToken
 
 PART = [3, 100, 0, "shards/id/w-0af3.parquet", b"", 1, 9]
 SCHEMA_OUT = [[["k", "int64"], ["v", "string"]], ["k"], 1]
@@ -45,7 +45,7 @@ def test_a_rollup_of_format_1_opens_and_is_written_as_format_2() -> None:
         [[0, 10, "w", "t", [PART]]],
     ]
     state = decode_state(encode(old))
-    assert (state.since, state.upper, state.version, state.holds) == (4, 10, 7, (Hold("r", 4, 900),))
+    assert (state.since, state.upper, state.version, state.holds) == (4, 10, 7, (ReadHold("r", 4, 900),))
     assert (state.garbage, state.swept_ms, state.dropped, state.batches[0].summed_to) == ((), 0, False, -1)
     assert decode_state(encode_state(state)) == state
     with pytest.raises(CorruptError, match="unknown rollup format"):
@@ -66,7 +66,7 @@ def test_a_shard_whose_schema_never_changed_is_written_as_before_there_were_vers
     part = Part(3, 100, 0, "shards/id/w@5-0af3.parquet", b"", 1, 9)
     schema = ShardSchema((Column("k", "int64"), Column("v", "decimal(4,2)")), ("k",), 4)
     state = ShardState(
-        "t", "id", schema, 4, 10, (Batch(0, 10, (part,), "w", "t", 4),), (Hold("r", 4, 900, 0, 2),),
+        "t", "id", schema, 4, 10, (Batch(0, 10, (part,), "w", "t", 4),), (ReadHold("r", 4, 900, 0, 2),),
         (WriterToken("w", "t", 0, 10),), False, 3, 100, 0, 7, (Garbage(5, 50, 100, ("a", "b")),), 3, False,
     )  # fmt: skip
     create, append = Create("t", "id", schema), Append(Batch(0, 10, (part,), "w", "t"))
@@ -79,12 +79,12 @@ def test_a_shard_whose_schema_never_changed_is_written_as_before_there_were_vers
 
 def test_everything_new_survives_its_bytes() -> None:
     for command in (
-        Replace((BatchId(0, 10, "t"),), Batch(0, 10, (), "c", "m", 9), 77), Drop("id"), Collected(12), Sweep(34),
+        Replace((BatchId(0, 10, "t"),), Batch(0, 10, (), "c", "m", 9), 77), Drop("id"), MarkCollected(12), Sweep(34),
     ):  # fmt: skip
         assert decode_command(encode_command(command)) == command
     garbage = (Garbage(5, 50, 100, ("a", "b")), Garbage(9, 60, 10, ("c",)))
     state = ShardState(
-        "t", "id", SCHEMA, 4, 10, (Batch(0, 10, (), summed_to=4),), (Hold("r", 4, 900, 0, 6),),
+        "t", "id", SCHEMA, 4, 10, (Batch(0, 10, (), summed_to=4),), (ReadHold("r", 4, 900, 0, 6),),
         version=9, garbage=garbage, swept_ms=30, dropped=True,
     )  # fmt: skip
     assert decode_state(encode_state(state)) == state
@@ -93,10 +93,10 @@ def test_everything_new_survives_its_bytes() -> None:
 def test_garbage_goes_oldest_first_and_up_to_the_oldest_hold() -> None:
     garbage = tuple(Garbage(version, version * 10, 1, (f"o{version}",)) for version in (3, 5, 8))
     state = ShardState("t", "id", SCHEMA, 0, 10, (Batch(0, 10, ()),), version=9, garbage=garbage)
-    held = msgspec.structs.replace(state, holds=(Hold("a", 0, 1000, 0, 5), Hold("retention", 0)))
+    held = msgspec.structs.replace(state, holds=(ReadHold("a", 0, 1000, 0, 5), ReadHold("retention", 0)))
 
     def versions(of: ShardState, before_ms: int, now_ms: int) -> list[int]:
-        return [g.version for g in collectable(of, before_ms, now_ms)]
+        return [g.version for g in collectable_garbage(of, before_ms, now_ms)]
 
     assert versions(state, 999, 0) == [3, 5, 8]
     assert versions(state, 60, 0) == [3, 5]

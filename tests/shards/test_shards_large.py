@@ -18,12 +18,12 @@ from shard_world import SCHEMA
 from tidemill.cli.shard import export
 from tidemill.shards.api import DIFF, TIME, Batch, Part, ShardSchema
 from tidemill.shards.parts import consolidate, parts
-from tidemill.shards.parts.arrow_rows import cuts_of, one_chunk, rows_at, rows_equal, sizes_of
-from tidemill.shards.parts.consolidate import contents, merged
+from tidemill.shards.parts.arrow_rows import combine_columns, cut_positions, row_sizes, rows_at, rows_equal
+from tidemill.shards.parts.consolidate import merge_updates, sum_contents
 from tidemill.shards.parts.parts import encode_part
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import part_schema, update_schema
-from tidemill.shards.read.hash_ranges import cut, read_ordered, read_range
+from tidemill.shards.read.hash_ranges import cut_ranges, read_batch_ordered, read_range
 
 MIB = 1 << 20
 VALUES = st.sampled_from([None, "", "a", "bcd", "é" * 9, "x" * 40])
@@ -67,13 +67,13 @@ def test_rows_in_several_chunks_are_those_that_arrow_takes(
     assert found.to_pylist() == table.take(pa.array(at)).to_pylist()
     viewed = len(at) > 0 and np.array_equal(at, np.arange(at[0], at[0] + len(at)))
     for chunk in () if viewed else found.column("s").chunks:
-        sizes = sizes_of(pa.table([chunk], names=["s"])) - 4
+        sizes = row_sizes(pa.table([chunk], names=["s"])) - 4
         assert sizes.sum() <= limit_bytes or len(chunk) == 1
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 40), st.integers(1, 8))
 def test_a_cut_is_as_long_as_both_limits_allow(sizes: list[int], limit_bytes: int, limit_rows: int) -> None:
-    cuts = cuts_of(np.array(sizes, dtype=np.int64), limit_bytes, limit_rows)
+    cuts = cut_positions(np.array(sizes, dtype=np.int64), limit_bytes, limit_rows)
     assert cuts[0] == 0 and cuts[-1] == len(sizes)
     for start, end in pairwise(cuts):
         fits = sum(sizes[start:end]) <= limit_bytes and end - start <= limit_rows
@@ -99,10 +99,10 @@ def test_more_text_than_one_array_holds_is_taken_compared_and_summed() -> None:
         updates.take(pa.array([3, 1, 2303]))  # what was called here: when it no longer fails, ours may go
     with peak() as held:
         assert rows_at(updates, np.array([3, 1, 2303])).column("k").to_pylist() == [3, 1, 2_003]
-        assert one_chunk(updates).num_rows == 2_304
+        assert combine_columns(updates).num_rows == 2_304
         assert rows_equal(updates, np.array([7, 2301, 5]), updates, np.array([5, 2301, 7]), ["v"]).all()
-        assert sorted(contents(SCHEMA, updates).column("k").to_pylist()) == [2_000, 2_001, 2_002, 2_003]
-        found = merged(SCHEMA, updates, 9)
+        assert sorted(sum_contents(SCHEMA, updates).column("k").to_pylist()) == [2_000, 2_001, 2_002, 2_003]
+        found = merge_updates(SCHEMA, updates, 9)
         assert sorted(found.column("k").to_pylist()) == [2_000, 2_001, 2_002, 2_003]
         assert set(found.column(TIME).to_pylist()) == {9} and set(found.column(DIFF).to_pylist()) == {1}
     assert held() < 300 * MIB
@@ -115,7 +115,7 @@ def test_a_text_that_many_rows_have_is_as_many_rows(monkeypatch: pytest.MonkeyPa
                     schema=update_schema(unkeyed))  # fmt: skip
     real = rows_at
     monkeypatch.setattr(consolidate, "rows_at", lambda table, at: real(table, at, 2_500))
-    found = contents(unkeyed, rows)
+    found = sum_contents(unkeyed, rows)
     assert sorted(found.column("k").to_pylist()) == [1] * 5 + [2] * 2
 
 
@@ -125,13 +125,15 @@ def test_rows_that_are_grouped_are_as_many_hashes_at_a_time_as_fit(monkeypatch: 
     text = pa.array([f"text {n % 700}" for n in numbers])
     rows = pa.table([pa.array(numbers % 700), text, pa.array(np.ones(3_000, int)), pa.array(np.ones(3_000, int))],
                     schema=update_schema(unkeyed))  # fmt: skip
-    whole, kept = contents(unkeyed, rows), merged(unkeyed, rows, 5)
+    whole, kept = sum_contents(unkeyed, rows), merge_updates(unkeyed, rows, 5)
     calls = []
-    real = consolidate._summed
-    monkeypatch.setattr(consolidate, "_summed", lambda table, names: calls.append(table.num_rows) or real(table, names))
+    real = consolidate._sum_equal_rows
+    monkeypatch.setattr(
+        consolidate, "_sum_equal_rows", lambda table, names: calls.append(table.num_rows) or real(table, names)
+    )
     monkeypatch.setattr(consolidate, "CHUNK_BYTES", 10_000)
-    assert contents(unkeyed, rows).equals(whole)
-    assert merged(unkeyed, rows, 5).equals(kept)
+    assert sum_contents(unkeyed, rows).equals(whole)
+    assert merge_updates(unkeyed, rows, 5).equals(kept)
     assert len(calls) > 10 and max(calls) < 1_000
 
 
@@ -152,11 +154,14 @@ def test_a_range_of_very_compressible_text_is_read_and_exported_in_little_memory
     assert len(data) < MIB < 40 * MIB < 10_000 * 5_000
     part = Part(encoded.rows, len(data), 0, "", data, encoded.min_hash, encoded.max_hash)
     batches = [Batch(0, 10, (part,))]
-    (chosen,) = cut(batches)
+    (chosen,) = cut_ranges(batches)
     with peak() as held:
         assert sum(table.num_rows for table in read_range(SCHEMA, chosen, 9, lambda part: part.inline)) == 10_000
-        assert sum(table.num_rows for table in read_ordered(SCHEMA, batches[0], 9, lambda part: part.inline)) == 10_000
+        assert (
+            sum(table.num_rows for table in read_batch_ordered(SCHEMA, batches[0], 9, lambda part: part.inline))
+            == 10_000
+        )
     assert held() < 12 * MIB
     with peak() as held:
-        assert export._write(tmp_path / "out.parquet", SCHEMA, chosen, 9, lambda part: part.inline) == 10_000
+        assert export._write_range(tmp_path / "out.parquet", SCHEMA, chosen, 9, lambda part: part.inline) == 10_000
     assert held() < 12 * MIB

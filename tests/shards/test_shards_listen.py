@@ -12,9 +12,9 @@ from shard_world import World, append, contents_of, run, tuples, updates
 from tidemill.base.errors import ClosedError, CorruptError, MissingError, UnavailableError
 from tidemill.shards import handle as handle_module
 from tidemill.shards.api import Batch, Delta, Part
-from tidemill.shards.compaction.compaction import FAN_IN, choose, compact_once
+from tidemill.shards.compaction.compaction import FAN_IN, choose_run, compact_once
 from tidemill.shards.handle import LogShard
-from tidemill.shards.state.state import check_whole
+from tidemill.shards.state.state import check_invariants
 
 
 async def gather(shard: LogShard, lower: int, upper: int) -> list[Delta]:
@@ -108,7 +108,7 @@ def test_compaction_keeps_contents_at_every_readable_time() -> None:
         rows = shard.state.rows
         while (done := await compact_once(shard, world.objects, world.rand)) is not None:
             assert done.shown
-        check_whole(shard.state)
+        check_invariants(shard.state)
         assert len(shard.state.batches) == 1 and shard.state.rows < rows
         fresh = await world.open()
         assert {t: contents_of(await fresh.snapshot(t)) for t in range(25, 40)} == before
@@ -188,9 +188,9 @@ def test_compaction_whose_input_goes_while_it_reads_has_lost_if_it_was_merged_an
 def test_idle_ticks_do_not_unseat_a_merge() -> None:
     busy = Batch(0, 1, (Part(1, 10, inline=b"x"),))
     batches = [Batch(i, i + 1, busy.parts) for i in range(FAN_IN)]
-    assert choose(batches) == (0, FAN_IN)
-    assert choose([*batches, Batch(FAN_IN, FAN_IN + 5, ())]) == (0, FAN_IN)
-    assert choose(batches[1:]) == (0, 0)
+    assert choose_run(batches) == (0, FAN_IN)
+    assert choose_run([*batches, Batch(FAN_IN, FAN_IN + 5, ())]) == (0, FAN_IN)
+    assert choose_run(batches[1:]) == (0, 0)
 
 
 def test_m4404_truncate_rows_outside_registered_bounds_never_show() -> None:

@@ -110,7 +110,7 @@ def by_grouping(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.T
 
 
 def check(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
-    found = consolidate.merged(schema, updates, advance_to)
+    found = consolidate.merge_updates(schema, updates, advance_to)
     assert found.schema == part_schema(schema)
     hashes = found.column(HASH).to_numpy()
     assert (hashes[1:] >= hashes[:-1]).all()
@@ -176,5 +176,5 @@ def test_a_history_as_writers_make_it_is_summed_without_grouping_whole_rows(monk
             rows.append((key, live[key], time, 1))
     updates = table_of(SCHEMA, rows[3:])
     expected = check(SCHEMA, updates, 15)
-    monkeypatch.setattr(consolidate, "_group", lambda *_: pytest.fail("whole rows were grouped"))
-    assert consolidate.merged(SCHEMA, updates, 15).equals(expected)
+    monkeypatch.setattr(consolidate, "_sum_groups", lambda *_: pytest.fail("whole rows were grouped"))
+    assert consolidate.merge_updates(SCHEMA, updates, 15).equals(expected)

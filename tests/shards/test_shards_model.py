@@ -18,17 +18,17 @@ from shard_world import SCHEMA, Row, World, append, contents_of, summed, tuples
 
 from tidemill.base.errors import ConflictError, UnavailableError
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.shards.garbage import collect
-from tidemill.maintenance.shards.orphans import Orphans
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.shards.garbage import collect_garbage
+from tidemill.maintenance.shards.orphans import OrphanCollector
 from tidemill.shards import handle
 from tidemill.shards.api import Batch, HistoryLostError
 from tidemill.shards.compaction import compaction
 from tidemill.shards.handle import LogShard
-from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.read.part_reader import PartReader
 from tidemill.shards.state import state_machine
-from tidemill.shards.state.state import check_whole
+from tidemill.shards.state.state import check_invariants
 
 HANDLES = st.integers(0, 2)
 
@@ -120,7 +120,7 @@ class ShardModel(RuleBasedStateMachine):
         as_of = self.since + int((self.upper - self.since) * share)
         self.holds += 1
         name = f"reader-{self.holds}"
-        self.run(self.shards[who].hold(name, as_of, 10**9))
+        self.run(self.shards[who].set_hold(name, as_of, 10**9))
         self.readers.append((name, as_of, self.run(self.shards[who].batches_until(as_of))))
         self.settle(self.shards[who])
 
@@ -131,15 +131,15 @@ class ShardModel(RuleBasedStateMachine):
         name, as_of, chosen = self.readers[which % len(self.readers)]
         uncached = PartReader(self.world.objects, SCHEMA)
         updates = self.run(uncached.read_batches(chosen, 0, as_of + 1))
-        assert contents_of(contents(SCHEMA, updates)) == summed(self.rows, as_of)
+        assert contents_of(sum_contents(SCHEMA, updates)) == summed(self.rows, as_of)
         if ends:
             self.readers.pop(which % len(self.readers))
-            self.run(self.shards[who].release(name))
+            self.run(self.shards[who].release_hold(name))
             self.settle(self.shards[who])
 
     @rule(who=HANDLES)
     def collects(self, who: int) -> None:
-        self.run(collect(self.shards[who], self.world.objects, self.world.wall, after_ms=-1, persisted=1 << 60))
+        self.run(collect_garbage(self.shards[who], self.world.objects, self.world.wall, after_ms=-1, persisted=1 << 60))
 
     @rule(who=HANDLES)
     def sweeps(self, who: int) -> None:
@@ -148,7 +148,7 @@ class ShardModel(RuleBasedStateMachine):
             self.world.consensus(), self.world.objects, nobody, self.world.wall, self.world.rand,
             Retention(orphans_after_s=0),
         )  # fmt: skip
-        self.run(Orphans(grounds).run(Budget(self.world.wall, 1)))
+        self.run(OrphanCollector(grounds).run(StepBudget(self.world.wall, 1)))
 
     def settle(self, shard: LogShard) -> None:
         assert self.since <= shard.state.since <= self.least_hold(shard.state.since)
@@ -201,7 +201,7 @@ class ShardModel(RuleBasedStateMachine):
         """A listener's lease: one tick behind its frontier, for it must tell frontier - 1 from frontier."""
         listener = self.listeners[which]
         shard = self.shards[listener.who]
-        self.run(shard.hold(f"listener-{which}", max(0, listener.frontier - 1), 10**9))
+        self.run(shard.set_hold(f"listener-{which}", max(0, listener.frontier - 1), 10**9))
         # Since follows the least hold, so a lease that moves on may release it.
         self.settle(shard)
 
@@ -221,7 +221,7 @@ class ShardModel(RuleBasedStateMachine):
             return
         for shard in self.shards[:2]:
             assert self.run(shard.frontiers()) == (self.since, self.upper)
-            check_whole(shard.state)
+            check_invariants(shard.state)
         step = max(1, (self.upper - self.since) // 6)
         for as_of in {*range(self.since, self.upper, step), self.upper - 1}:
             if self.since <= as_of < self.upper:

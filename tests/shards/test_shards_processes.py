@@ -14,7 +14,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 from tidemill.shards.registry import open_shard, read_shards
-from tidemill.shards.state.state import check_whole
+from tidemill.shards.state.state import check_invariants
 
 CHILD = Path(__file__).with_name("shard_writer_child.py")
 
@@ -57,7 +57,7 @@ def test_four_racing_processes_write_every_interval_exactly_once(tmp_path: Path)
         objects = await open_objects(urls(tmp_path)[1], clock, rand)
         shard = await open_shard(consensus, objects, clock, rand, "t")
         assert await shard.frontiers() == (0, count)
-        check_whole(shard.state)
+        check_invariants(shard.state)
         rows = await shard.snapshot(count - 1)
         assert contents_of(rows) == {(k, w): 1 for k, w in won.items()}
         assert [(i.name, i.upper, i.rows) for i in await read_shards(consensus)] == [("t", count, count)]

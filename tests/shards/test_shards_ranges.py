@@ -19,7 +19,7 @@ from tidemill.shards.parts import parts
 from tidemill.shards.parts.parts import encode_part
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.read import hash_ranges
-from tidemill.shards.read.hash_ranges import HASH_MAX, Range, cut, read_range, streamed_parts
+from tidemill.shards.read.hash_ranges import HASH_MAX, HashRange, cut_ranges, read_range, streamed_parts
 
 UNKEYED = ShardSchema(SCHEMA.columns, ())
 
@@ -32,7 +32,7 @@ def part_of(schema: ShardSchema, rows: list[Row]) -> Part:
 
 def read(schema: ShardSchema, batches: list[Batch], as_of: int, wanted: list[int] | None = None) -> Counter[Any]:
     found: Counter[Any] = Counter()
-    for chosen in cut([b for b in batches if b.lower <= as_of], wanted):
+    for chosen in cut_ranges([b for b in batches if b.lower <= as_of], wanted):
         for table in read_range(schema, chosen, as_of, lambda part: part.inline):
             found += contents_of(table)
     return found
@@ -41,7 +41,7 @@ def read(schema: ShardSchema, batches: list[Batch], as_of: int, wanted: list[int
 def values(schema: ShardSchema, batches: list[Batch], as_of: int) -> Counter[Any]:
     """Of one column alone."""
     found: Counter[Any] = Counter()
-    for chosen in cut([b for b in batches if b.lower <= as_of]):
+    for chosen in cut_ranges([b for b in batches if b.lower <= as_of]):
         for table in read_range(schema, chosen, as_of, lambda part: io.BytesIO(part.inline), ["v"]):
             assert table.column_names == ["v"]
             found += Counter(table.column("v").to_pylist())
@@ -118,10 +118,12 @@ def test_keys_that_share_a_hash_are_told_apart_where_one_column_is_wanted(monkey
 
 def test_of_a_shard_with_a_key_only_the_wanted_columns_and_the_key_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
-    real = hash_ranges.under
-    monkeypatch.setattr(hash_ranges, "under", lambda s, rows, t: decoded.extend(rows.column_names) or real(s, rows, t))
+    real = hash_ranges.convert_to_schema
+    monkeypatch.setattr(
+        hash_ranges, "convert_to_schema", lambda s, rows, t: decoded.extend(rows.column_names) or real(s, rows, t)
+    )
     stored = [Batch(0, 10, (part_of(SCHEMA, [(1, "a", 1, 1)]),))]
-    (table,) = read_range(SCHEMA, cut(stored)[0], 9, lambda part: part.inline, ["k"])
+    (table,) = read_range(SCHEMA, cut_ranges(stored)[0], 9, lambda part: part.inline, ["k"])
     assert table.to_pylist() == [{"k": 1}] and "v" not in decoded
 
 
@@ -132,7 +134,7 @@ def test_a_batch_shows_only_what_is_within_its_bounds() -> None:
 
 def test_what_was_stored_before_a_column_was_added_reads_under_the_newer_schema() -> None:
     wider = ShardSchema((*SCHEMA.columns, Column("w", "int64", "3", 2)), SCHEMA.key, version=2)
-    (chosen,) = cut([Batch(0, 10, (part_of(SCHEMA, [(1, "a", 1, 1)]),))])
+    (chosen,) = cut_ranges([Batch(0, 10, (part_of(SCHEMA, [(1, "a", 1, 1)]),))])
     (table,) = read_range(wider, chosen, 9, lambda part: part.inline)
     assert table.to_pylist() == [{"k": 1, "v": "a", "w": 3}]
 
@@ -142,7 +144,7 @@ def test_ranges_begin_where_large_parts_do_and_cover_every_hash() -> None:
     large = [Part(490_000, 1, 0, str(i), b"", a + 5, b - 1) for i, (a, b) in enumerate(pairwise(bounds))]
     recent = Part(10, 1, 0, "recent", b"", 3, HASH_MAX - 3)
     batches = [Batch(0, 10, tuple(large)), Batch(10, 20, (recent,))]
-    found = cut(batches)
+    found = cut_ranges(batches)
     assert len(found) == 4 and found[0].low == 0 and found[-1].high == HASH_MAX
     assert all(a.high + 1 == b.low for a, b in pairwise(found))
     assert all(any(p.object_key == "recent" for b in chosen.batches for p in b.parts) for chosen in found)
@@ -154,11 +156,13 @@ def test_a_reader_for_one_key_decodes_one_row_group(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 100)
     part = part_of(SCHEMA, [(k, "v", 1, 1) for k in range(5_000)])
     decoded = []
-    monkeypatch.setattr(hash_ranges, "under", lambda schema, rows, target: decoded.append(rows.num_rows) or rows)
+    monkeypatch.setattr(
+        hash_ranges, "convert_to_schema", lambda schema, rows, target: decoded.append(rows.num_rows) or rows
+    )
     wanted = hash_rows(updates([(77, "", 0, 1)]), ["k"]).tolist()
     assert read(SCHEMA, [Batch(0, 10, (part,))], 9, wanted) == Counter({(77, "v"): 1})
     assert decoded == [100]
-    assert cut([Batch(0, 10, (part,))], []) == []
+    assert cut_ranges([Batch(0, 10, (part,))], []) == []
 
 
 def test_what_one_reader_holds_does_not_grow_with_what_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,14 +170,14 @@ def test_what_one_reader_holds_does_not_grow_with_what_is_settled(monkeypatch: p
     base = part_of(SCHEMA, [(k, "v", 1, 1) for k in range(20_000)])
     recent = part_of(SCHEMA, [(7, "v", 12, -1), (7, "w", 12, 1)])
     summed_rows = []
-    real = hash_ranges.newest
+    real = hash_ranges.newest_contents
 
     def noted(schema: ShardSchema, rows: pa.Table) -> pa.Table | None:
         summed_rows.append(rows.num_rows)
         return real(schema, rows)
 
-    monkeypatch.setattr(hash_ranges, "newest", noted)
-    chosen = Range(0, HASH_MAX, [Batch(0, 10, (base,)), Batch(10, 20, (recent,))])
+    monkeypatch.setattr(hash_ranges, "newest_contents", noted)
+    chosen = HashRange(0, HASH_MAX, [Batch(0, 10, (base,)), Batch(10, 20, (recent,))])
     tables = list(read_range(SCHEMA, chosen, 19, lambda part: part.inline))
     assert sum(t.num_rows for t in tables) == 20_000 and max(t.num_rows for t in tables) <= 1_000
     assert summed_rows == [3], "one old row and its two updates"

@@ -14,11 +14,11 @@ from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError
 from tidemill.shards.api import Binding, BindingsPage, HistoryLostError
 from tidemill.shards.bindings import remap as remap_module
-from tidemill.shards.bindings.minter import Minter
-from tidemill.shards.bindings.reclock import missing
+from tidemill.shards.bindings.minter import BindingMinter
+from tidemill.shards.bindings.reclock import missing_offsets
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.shards.registry import open_remap
-from tidemill.spark.decode.offset_slices import cut
+from tidemill.spark.decode.offset_slices import cut_slices
 
 
 async def opened(world: World, consensus: object = None) -> LogRemap:
@@ -66,7 +66,7 @@ def test_m4502_a_minter_takes_the_first_free_time_from_now_on(now_ms: int, lates
         remap = await opened(World())
         if latest_ms is not None:
             await remap.mint(at(latest_ms, 1))
-        minter = Minter(remap, clock, interval_ms=1000)
+        minter = BindingMinter(remap, clock, interval_ms=1000)
         await minter.open()
         assert minter.due_in_s() == 0.0, "what was minted by another life is no reason to wait"
         assert await minter.mint_missing({"t": (5,)}, 0)
@@ -89,7 +89,7 @@ def test_m4503_partitions_that_are_bound_one_after_the_other() -> None:
         for upper, resume in ((0, ()), (1000, ()), (1001, (10,)), (2000, (10,)), (2001, (10, 10))):
             base = await remap.at(upper - 1)
             assert (base.offsets["t"] if base else ()) == resume
-            slices = cut(base, await remap.after(upper - 1), "t", "t")
+            slices = cut_slices(base, await remap.after(upper - 1), "t", "t")
             assert {s.partition for s in slices} == {p for p in range(2) if len(resume) <= p}
             for each in slices:
                 times = each.times_of(np.arange(each.start, each.end)).tolist()
@@ -114,18 +114,18 @@ def test_m4504_replay_gives_the_same_times_in_another_process() -> None:
 def test_m4505_what_lies_below_a_forgotten_time_is_an_error_and_the_rest_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remap_module, "WHOLE_EVERY", 1)
+    monkeypatch.setattr(remap_module, "WHOLE_RECORD_INTERVAL", 1)
 
     async def scenario() -> None:
         world = World()
         remap = await opened(world)
         for binding in (at(0, 3), at(1000, 5), at(2000, 6)):
             await remap.mint(binding)
-        before = cut(await remap.at(1000), await remap.after(1000), "t", "t")
-        assert await remap.forget(1000) == 1
+        before = cut_slices(await remap.at(1000), await remap.after(1000), "t", "t")
+        assert await remap.truncate_before(1000) == 1
         for handle in (await opened(world), await opened(world)):
             assert await handle.at(1000) == at(1000, 5), "offsets 3 and 4 are told from what comes later"
-            assert cut(await handle.at(1000), await handle.after(1000), "t", "t") == before
+            assert cut_slices(await handle.at(1000), await handle.after(1000), "t", "t") == before
             for lost in (handle.at(0), handle.after(0)):
                 with pytest.raises(HistoryLostError):
                     await lost
@@ -143,7 +143,7 @@ def test_m4506_two_minters_bind_an_offset_once() -> None:
             await b.mint(at(1000, 5))
         winner = caught.value.current
         assert winner == at(1000, 3)
-        left = missing(winner, {"t": (5,)})
+        left = missing_offsets(winner, {"t": (5,)})
         minted = await b.mint(Binding(11_000, left))
         assert minted == at(11_000, 5)
         bindings = await a.after(-1)
@@ -255,7 +255,7 @@ def test_a_page_is_what_after_at_and_latest_say_for_one_round_trip(monkeypatch: 
         before = consensus.requests
         await remap.page(991)
         assert consensus.requests == before + 1
-        await remap.forget(900)
+        await remap.truncate_before(900)
         with pytest.raises(HistoryLostError):
             await remap.page(100)
 
@@ -297,7 +297,7 @@ def test_an_lsn_goes_back_only_where_a_later_era_begins_and_no_minter_of_an_earl
         world = World()
         remap, other = await opened(world), await opened(world)
         await remap.mint(Binding(1000, {"t": (4,)}, 500))
-        behind = Minter(other, world.wall, interval_ms=0)
+        behind = BindingMinter(other, world.wall, interval_ms=0)
         await behind.open()
         with pytest.raises(ConflictError, match="lsn=300"):
             await remap.mint(Binding(1001, {"t": (4,)}, 300))

@@ -7,8 +7,8 @@ from shard_world import World, append, run, updates
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, SchemaEvolvedError, ShardSchema
-from tidemill.shards.parts.schema_evolution import Changes, changes_to, evolved
-from tidemill.shards.state.checkpoint import assemble, decode_header, encode_header
+from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema, schema_changes
+from tidemill.shards.state.checkpoint import assemble_state, decode_header, encode_header
 from tidemill.shards.state.codec import decode_command, encode_command
 from tidemill.shards.state.commands import Evolve
 from tidemill.shards.state.restore import restore_shard
@@ -21,13 +21,13 @@ RETIRED = ShardSchema((K, Column("v", "string", retired=2)), ("k",), version=2)
 
 def test_a_column_is_retired_once_somebody_has_accepted_it_and_only_that_one() -> None:
     with pytest.raises(InvalidError, match="-v string"):
-        changes_to(HAVE, WANT)
+        schema_changes(HAVE, WANT)
     with pytest.raises(InvalidError, match="-v string"):
-        changes_to(HAVE, WANT, ("w",))
-    changes = changes_to(HAVE, WANT, ("v", "w"))
-    assert changes == Changes(retire=("v",)) and "v is null from then on" in str(changes)
-    assert evolved(HAVE, changes) == RETIRED == evolved(RETIRED, changes)
-    assert not changes_to(RETIRED, WANT), "it lacks nothing any more"
+        schema_changes(HAVE, WANT, ("w",))
+    changes = schema_changes(HAVE, WANT, ("v", "w"))
+    assert changes == SchemaChanges(retire=("v",)) and "v is null from then on" in str(changes)
+    assert evolve_schema(HAVE, changes) == RETIRED == evolve_schema(RETIRED, changes)
+    assert not schema_changes(RETIRED, WANT), "it lacks nothing any more"
 
 
 @pytest.mark.parametrize(
@@ -35,16 +35,16 @@ def test_a_column_is_retired_once_somebody_has_accepted_it_and_only_that_one() -
 )  # fmt: skip
 def test_no_column_of_a_rows_hash_is_retired(schema: ShardSchema, name: str) -> None:
     with pytest.raises(InvalidError, match=name):
-        evolved(schema, Changes(retire=(name,)))
+        evolve_schema(schema, SchemaChanges(retire=(name,)))
 
 
 def test_a_column_comes_back_where_the_rows_without_it_hold_null_and_else_not() -> None:
-    back = changes_to(RETIRED, HAVE)
-    assert back == Changes(add=(V,))
-    assert evolved(RETIRED, back) == ShardSchema((K, V), ("k",), version=3)
+    back = schema_changes(RETIRED, HAVE)
+    assert back == SchemaChanges(add=(V,))
+    assert evolve_schema(RETIRED, back) == ShardSchema((K, V), ("k",), version=3)
     for column, words in ((Column("v", "string", "x"), "rows are null"), (Column("v", "int64"), "int64")):
         with pytest.raises(InvalidError, match=words):
-            changes_to(RETIRED, ShardSchema((K, column), ("k",)))
+            schema_changes(RETIRED, ShardSchema((K, column), ("k",)))
 
 
 def test_times_read_as_they_did_and_an_older_writer_is_fenced() -> None:
@@ -52,7 +52,7 @@ def test_times_read_as_they_did_and_an_older_writer_is_fenced() -> None:
         world = World()
         old = await world.open()
         await append(old, 0, 5, [(1, "a", 1, 1), (2, "b", 2, 1)])
-        await old.evolve(Changes(retire=("v",)))
+        await old.evolve(SchemaChanges(retire=("v",)))
         with pytest.raises(SchemaEvolvedError):
             await append(old, 5, 6, [(3, "c", 5, 1)])
         new = await world.open(schema=None, writer="new")
@@ -63,26 +63,26 @@ def test_times_read_as_they_did_and_an_older_writer_is_fenced() -> None:
         assert sorted((await new.snapshot(4)).column("v").to_pylist()) == ["a", "b"]
         (version,) = new.state.versions
         assert (version.retired, version.added, version.widened) == (("v",), (), ())
-        await new.evolve(Changes(add=(V,)))
+        await new.evolve(SchemaChanges(add=(V,)))
         assert new.state.versions[-1].added == ("v",) and not new.state.schema.columns[1].retired
 
     run(main())
 
 
 def test_it_is_in_the_log_in_rollups_in_checkpoint_rows_and_in_a_restored_shard() -> None:
-    command = Evolve(Changes((Column("n", "int16", "7"),), (K,), ("v",)), 9)
+    command = Evolve(SchemaChanges((Column("n", "int16", "7"),), (K,), ("v",)), 9)
     assert decode_command(encode_command(command)) == command
 
     async def main() -> None:
         world = World()
         shard = await world.open()
         await append(shard, 0, 5, [(1, "a", 1, 1)])
-        await shard.evolve(Changes(retire=("v",)))
+        await shard.evolve(SchemaChanges(retire=("v",)))
         by_log = await world.open(schema=None)
         await shard.rollup()
         again = await world.open(schema=None)
         assert by_log.state.schema == again.state.schema == RETIRED and again.state == shard.state
-        restored = assemble(decode_header(encode_header(again.state)), again.state.batches)
+        restored = assemble_state(decode_header(encode_header(again.state)), again.state.batches)
         assert restored == again.state
         elsewhere = World()
         elsewhere.objects = world.objects

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tidemill.shards.api import Batch, Column, Part, ShardSchema
-from tidemill.shards.state.apply import Rejected, apply, batch_id
-from tidemill.shards.state.checkpoint import assemble, header_of, shard_changes
+from tidemill.shards.state.apply import RejectedCommand, apply, batch_id
+from tidemill.shards.state.checkpoint import assemble_state, shard_row_changes, state_header
 from tidemill.shards.state.codec import decode_batch
 from tidemill.shards.state.commands import Append, Command, Create, DowngradeSince, Replace
-from tidemill.shards.state.state import ShardState, broken_whole
+from tidemill.shards.state.state import ShardState, broken_invariant
 
 SCHEMA = ShardSchema((Column("id", "int64"),), ("id",))
 
@@ -21,7 +21,7 @@ def part(data: bytes) -> tuple[Part, ...]:
 def after(state: ShardState | None, *commands: Command) -> ShardState:
     for command in commands:
         found = apply(state, command)
-        assert not isinstance(found, Rejected), found
+        assert not isinstance(found, RejectedCommand), found
         state = found
     assert state is not None
     return state
@@ -29,17 +29,17 @@ def after(state: ShardState | None, *commands: Command) -> ShardState:
 
 def states_between(old: ShardState, new: ShardState) -> list[ShardState]:
     """What a restore finds after each group, from the rows of `old` on."""
-    batches, header = {batch.lower: batch for batch in old.batches}, header_of(old)
+    batches, header = {batch.lower: batch for batch in old.batches}, state_header(old)
     known, uppers = dict(batches), {batch.lower: batch.upper for batch in old.batches}
     found: list[ShardState] = []
-    for group in shard_changes(header, uppers, new, lambda batch: known.get(batch.lower) == batch):
+    for group in shard_row_changes(header, uppers, new, lambda batch: known.get(batch.lower) == batch):
         for lower in group.removed:
             del batches[lower]
         batches |= {row.lower: decode_batch(row.data) for row in group.batches}
         header = group.header or header
-        found.append(assemble(header, [batches[lower] for lower in sorted(batches)]))
-        assert not broken_whole(found[-1])
-    assert (header, found[-1].batches) == (header_of(new), new.batches)
+        found.append(assemble_state(header, [batches[lower] for lower in sorted(batches)]))
+        assert not broken_invariant(found[-1])
+    assert (header, found[-1].batches) == (state_header(new), new.batches)
     return found
 
 

@@ -7,7 +7,7 @@ from shard_world import SCHEMA, World, append, run
 
 from tidemill.base.errors import FencedError, InvalidError
 from tidemill.shards.api import Batch, HistoryLostError
-from tidemill.shards.state.apply import Rejected, apply
+from tidemill.shards.state.apply import RejectedCommand, apply
 from tidemill.shards.state.commands import Append, Command, Create, DowngradeSince, ReleaseHold, SetHold
 from tidemill.shards.state.state import ShardState
 
@@ -42,7 +42,7 @@ def test_since_never_goes_back_and_never_reaches_upper() -> None:
     assert state.since == 40
     assert after(DowngradeSince("critical", 1, 5000, 1)).since == 99
     refused = apply(state, SetHold("late", 39, 1000, 1))
-    assert isinstance(refused, Rejected)
+    assert isinstance(refused, RejectedCommand)
 
 
 def test_an_expired_lease_no_longer_holds_since() -> None:
@@ -71,15 +71,15 @@ def test_reads_below_since_are_refused_and_a_hold_keeps_them() -> None:
         world = World()
         shard = await world.open()
         await append(shard, 0, 100, [(1, "a", 5, 1), (1, "a", 50, -1)])
-        await shard.hold("reader", 30, 60_000)
+        await shard.set_hold("reader", 30, 60_000)
         assert await shard.downgrade_since("pipeline", 1, 80) == 30
         assert (await shard.snapshot(30)).num_rows == 1
-        await shard.release("reader")
+        await shard.release_hold("reader")
         assert await shard.downgrade_since("pipeline", 1, 80) == 80
         with pytest.raises(InvalidError, match="history is lost"):
             await shard.snapshot(30)
         with pytest.raises(InvalidError, match="history is lost"):
-            await shard.hold("reader", 30, 60_000)
+            await shard.set_hold("reader", 30, 60_000)
         with pytest.raises(InvalidError, match="history is lost"):
             async for _ in shard.listen(80):
                 pass

@@ -12,10 +12,10 @@ from shard_world import World, run
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
-from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, as_held, cast_text, parse_column
+from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, cast_text, parse_column, with_existing_timestamps
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.shards.parts.schema import arrow_type, canonical_type, conform
-from tidemill.shards.parts.schema_evolution import Changes, changes_to, evolved
+from tidemill.shards.parts.schema import arrow_type, canonical_type, conform_rows
+from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema, schema_changes
 
 INSTANT, CLOCK = pa.timestamp("us", "UTC"), pa.timestamp("us")
 ENDS = [-TIMESTAMP_INFINITY, -(2**62), -1, 0, 1, 2**62, TIMESTAMP_INFINITY, None]
@@ -88,28 +88,33 @@ def test_parts_and_sums_give_back_what_was_written() -> None:
 def test_rows_of_the_one_are_no_rows_of_the_other(kind: str, given: pa.DataType) -> None:
     rows = pa.table({"v": pa.array([0], given)})
     with pytest.raises(InvalidError, match=r"column does not fit: column=v .*only one of the two has a zone"):
-        conform(rows, pa.schema([pa.field("v", arrow_type(kind))]))
+        conform_rows(rows, pa.schema([pa.field("v", arrow_type(kind))]))
     same = pa.table({"v": pa.array([5], pa.timestamp("ms", "Europe/Berlin" if kind == "timestamp" else None))})
-    found = conform(same, pa.schema([pa.field("v", arrow_type(kind))]))
+    found = conform_rows(same, pa.schema([pa.field("v", arrow_type(kind))]))
     assert found.column("v").cast(pa.int64()).to_pylist() == [5000]
 
 
 @pytest.mark.parametrize(("old", "new"), [("timestamp", "timestamp_ntz"), ("timestamp_ntz", "timestamp")])
 def test_neither_becomes_the_other(old: str, new: str) -> None:
     have = schema(old)
-    for changes in (Changes(widen=(Column("v", new),)), Changes(add=(Column("v", new),))):
+    for changes in (SchemaChanges(widen=(Column("v", new),)), SchemaChanges(add=(Column("v", new),))):
         with pytest.raises(InvalidError):
-            evolved(have, changes)
+            evolve_schema(have, changes)
     with pytest.raises(InvalidError, match=f"difference=\\[k {old}→{new}, v {old}→{new}\\]"):
-        changes_to(have, schema(new))
+        schema_changes(have, schema(new))
 
 
 def test_an_old_shard_decides_what_a_captured_column_is_and_a_new_column_is_new() -> None:
     source = (*(Column(name, "timestamp_ntz") for name in ("a", "b", "new")), Column("z", "timestamp"))
     shard = ShardSchema((Column("a", "timestamp"), Column("b", "timestamp_ntz"), Column("z", "timestamp")), ("a",))
-    assert [c.type for c in as_held(source, shard)] == ["timestamp", "timestamp_ntz", "timestamp_ntz", "timestamp"]
+    assert [c.type for c in with_existing_timestamps(source, shard)] == [
+        "timestamp",
+        "timestamp_ntz",
+        "timestamp_ntz",
+        "timestamp",
+    ]
     # The reverse is a difference: digits that a clock showed are no instants because the source says so now.
-    assert as_held((Column("b", "timestamp"),), shard) == (Column("b", "timestamp"),)
+    assert with_existing_timestamps((Column("b", "timestamp"),), shard) == (Column("b", "timestamp"),)
 
 
 def test_a_column_that_is_added_has_its_default_in_older_rows() -> None:
@@ -119,7 +124,7 @@ def test_a_column_that_is_added_has_its_default_in_older_rows() -> None:
         rows = {name: pa.array([0], INSTANT) for name in ("k", "v")}
         rows |= {name: pa.array([number], pa.int64()) for name, number in ((TIME, 0), (DIFF, 1))}
         await shard.compare_and_append(0, 1, [await shard.write_part(pa.table(rows))], "a")
-        await shard.evolve(Changes(add=(Column("w", "timestamp_ntz", "2026-01-02 03:04:05"),)))
+        await shard.evolve(SchemaChanges(add=(Column("w", "timestamp_ntz", "2026-01-02 03:04:05"),)))
         newer = await world.open(schema=None, writer="new")
         found: list[Any] = (await newer.snapshot(0)).to_pylist()
         return found

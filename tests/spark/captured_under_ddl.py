@@ -14,7 +14,7 @@ from running import until
 from typer.testing import CliRunner
 
 from tidemill.base.errors import TidemillError
-from tidemill.cli.main import application
+from tidemill.cli.main import build_application
 
 PROGRAM = Path(__file__).parents[1] / "capture" / "capture_process.py"
 
@@ -94,7 +94,7 @@ class Ground:
 
     def command(self, *arguments: str) -> tuple[int, Any]:
         """Exit code, and the JSON of the last line (None where it is none)."""
-        done = CliRunner().invoke(application(), [*arguments, "-c", str(self._directory / "tidemill.toml")])
+        done = CliRunner().invoke(build_application(), [*arguments, "-c", str(self._directory / "tidemill.toml")])
         if isinstance(done.exception, TidemillError):
             return 2, str(done.exception)
         line = (done.stdout.splitlines() or [""])[-1]

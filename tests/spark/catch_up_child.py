@@ -11,28 +11,30 @@ import threading
 from pathlib import Path
 
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.status.histogram import Stages
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
-from tidemill.spark.ingest.dead_letters import DeadLetters
+from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.pipeline.driver import leave
-from tidemill.spark.stores import Urls, open_stores
+from tidemill.spark.pipeline.driver import exit_now
+from tidemill.spark.stores import StoreUrls, open_stores
 
 SCHEMA = stream_schema("click_id string, product_id long, at timestamp, page string", "click_id")
 
 
 def main(objects: str, consensus: str, scratch: Path) -> None:
     portal = BlockingPortal("child")
-    stores = portal.call(open_stores(Urls(objects, consensus)))
+    stores = portal.call(open_stores(StoreUrls(objects, consensus)))
     feed = portal.call(stream_feed_of(stores))
     table = TableWriter(portal, stores, portal.call(stores.shard("clicks", SCHEMA)), scratch / "mirrors/clicks", feed)
     table.hydrate()
-    dead = DeadLetters(portal, lambda: portal.call(stores.shard("p.dead_letters", DEAD_LETTERS)), stores.rand)
+    dead = DeadLetterWriter(portal, lambda: portal.call(stores.shard("p.dead_letters", DEAD_LETTERS)), stores.rand)
     remap = portal.call(stores.remap("topic/clicks"))
-    sink = FeedSink(portal, stores, "topic/clicks", remap, [table], Stages(), dead_letters=dead, scratch=scratch)
+    sink = FeedSink(
+        portal, stores, "topic/clicks", remap, [table], StageHistograms(), dead_letters=dead, scratch=scratch
+    )
     start_kb = peak_memory_kb()
     seen: set[int] = set()
     waiting, ended = threading.Event(), threading.Event()
@@ -53,7 +55,7 @@ def main(objects: str, consensus: str, scratch: Path) -> None:
         "won": table.won, "read": table.progress.read, "to_go": table.progress.to_go, "looks": len(seen),
         "start_mib": start_kb >> 10, "peak_mib": peak_kb >> 10, "upper": table.upper,
     }))  # fmt: skip
-    leave(0)  # as the driver does: threads that read ahead have nothing to lose
+    exit_now(0)  # as the driver does: threads that read ahead have nothing to lose
 
 
 def peak_memory_kb() -> int:

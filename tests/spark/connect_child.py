@@ -22,13 +22,13 @@ from test_spark_read_plan import append, holds, merge, rows  # noqa: E402
 from test_spark_streaming import until  # noqa: E402
 
 from tidemill.base.clock import SystemClock  # noqa: E402
-from tidemill.maintenance.shards.garbage import collect  # noqa: E402
+from tidemill.maintenance.shards.garbage import collect_garbage  # noqa: E402
 from tidemill.shards.compaction.compaction import compact_once  # noqa: E402
 from tidemill.spark import read  # noqa: E402
 from tidemill.spark import table_reader as reading  # noqa: E402
 
 COUNT = 30_000
-reading.WATCH_S, reading.LINGER_S = 0.05, 0.2
+reading.USE_CHECK_S, reading.LINGER_S = 0.05, 0.2
 
 harbour = Harbour(directory)
 append(harbour, "t", 10, rows(range(COUNT), 0, 5, 1))
@@ -48,7 +48,7 @@ async def collected() -> list[str]:
     shard = await harbour.stores.shard("t")
     await shard.downgrade_since("keeper", 1, 19)
     await compact_once(shard, harbour.stores.objects, harbour.stores.rand)
-    await collect(shard, harbour.stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
+    await collect_garbage(shard, harbour.stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
     return [key for key in read_at_first if await harbour.stores.objects.head(key) is None]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from test_spark_sink import dead_letters, writer
 
-from tidemill.base.status.histogram import Stages
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.registry import open_remap
 from tidemill.spark import Pipeline
 from tidemill.spark.definition import StreamTopic
@@ -42,7 +42,7 @@ class Replay:
         table = writer(harbour, name, stream.schema, scratch, call(stream_feed(s.catalogue, name, stream.schema)))
         remap = call(open_remap(s.consensus, s.clock, s.rand, stream.source))
         dead = dead_letters(harbour)
-        return FeedSink(harbour.portal, s, stream.source, remap, [table], Stages(), dead_letters=dead,
+        return FeedSink(harbour.portal, s, stream.source, remap, [table], StageHistograms(), dead_letters=dead,
                         idle_move_s=0.0)  # fmt: skip
 
     def step(self, time_ms: int, records: Mapping[str, Records]) -> None:
@@ -56,7 +56,7 @@ class Replay:
         for one in self.derived.values():
             if one.writer is None:
                 one.open()
-            assert one.round()
+            assert one.recompute()
 
     def rows(self, name: str, time_ms: int) -> list[tuple[Any, ...]]:
         return sorted(map(row_values, self._harbour.contents(name, time_ms)), key=repr)

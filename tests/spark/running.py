@@ -12,19 +12,19 @@ from patience import DEADLINE_S
 from patience import eventually as until  # noqa: F401
 from tidemill.base.clock import Rand
 from tidemill.base.status.status import StageStatus
-from tidemill.consensus.status.board import Board
-from tidemill.spark.pipeline.runner import Runner
+from tidemill.consensus.status.board import StatusBoard
+from tidemill.spark.pipeline.runner import PipelineRunner
 from tidemill.spark.settings import DriverSettings
 
 
 def started(
     harbour: Any, tmp_path: Path, text: str, *, session: bool = False
-) -> tuple[Runner, threading.Event, threading.Thread]:
+) -> tuple[PipelineRunner, threading.Event, threading.Thread]:
     """`session`: the driver opens its Spark session as it would."""
     file = tmp_path / "pipeline.py"
     file.write_text(text)
     stopping = threading.Event()
-    runner = Runner(DriverSettings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
+    runner = PipelineRunner(DriverSettings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
     if not session:
         runner._open_session = lambda: None  # type: ignore[method-assign]  # as if it were still starting
     thread = threading.Thread(target=runner.run)
@@ -33,7 +33,7 @@ def started(
 
 
 @contextmanager
-def pipeline(harbour: Any, directory: Path, text: str) -> Iterator[Runner]:
+def pipeline(harbour: Any, directory: Path, text: str) -> Iterator[PipelineRunner]:
     directory.mkdir(exist_ok=True)
     runner, stopping, thread = started(harbour, directory, text)
     try:
@@ -45,7 +45,7 @@ def pipeline(harbour: Any, directory: Path, text: str) -> Iterator[Runner]:
 
 
 def mark(harbour: Any, name: str) -> StageStatus | None:
-    reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
+    reports = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
     return next((m for r in reports for m in r.marks if m.name == name), None)
 
 

@@ -16,7 +16,7 @@ from patience import eventually
 from tidemill.cli.demo.ports import free_port
 from tidemill.spark.session.java import find_java
 from tidemill.spark.session.session import QUICK_JVM
-from tidemill.spark.session.spark_home import spark_home
+from tidemill.spark.session.spark_home import ensure_spark_home
 
 
 class Cluster:
@@ -90,7 +90,7 @@ class Cluster:
         eventually(looked, said)
 
     def _java(self, name: str, main: str, *arguments: str, before: list[str] | None = None) -> Any:
-        home = spark_home()
+        home = ensure_spark_home()
         environ = {
             "PATH": os.environ["PATH"],
             "HOME": str(self._root),

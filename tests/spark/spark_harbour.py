@@ -18,14 +18,14 @@ from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, TopicRow
 from tidemill.shards.api import Binding
 from tidemill.shards.registry import open_remap, open_shard
-from tidemill.spark.stores import Stores, Urls, open_stores
+from tidemill.spark.stores import Stores, StoreUrls, open_stores
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.local_topics import LocalTopics
 
 
 class Harbour:
-    def __init__(self, root: Path, urls: Urls | None = None) -> None:
-        self.urls = urls or Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
+    def __init__(self, root: Path, urls: StoreUrls | None = None) -> None:
+        self.urls = urls or StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
         self.portal = BlockingPortal("harbour")
         self.stores: Stores = self.portal.call(open_stores(self.urls))
         self.topics: LocalTopics = self.portal.call(self._topics())

@@ -157,7 +157,7 @@ def test_f304_a_record_with_other_columns_stops_its_table_before_its_time_and_re
             harbour.produce(others, [({"id": n}, {"id": n, **row})])
             harbour.mint("capture/shop", n * 1000, orders, others)
         until(lambda: harbour.upper("others") == 5001)
-        until(lambda: "other columns" in error_of(harbour, "shard:orders"))
+        until(lambda: "columns differ" in error_of(harbour, "shard:orders"))
         found = mark(harbour, "shard:orders")
         assert found is not None and found.parked
         assert found.position == harbour.upper("orders") == 4000, "everything before the transaction, nothing of it"

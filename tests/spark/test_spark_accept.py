@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from running import error_of, mark, pipeline, until
 
 from tidemill.base.errors import MissingError
-from tidemill.capture.tables.recopy_requests import becoming
+from tidemill.capture.tables.recopy_requests import predict_shard_effect
 from tidemill.cli.capture import accept
-from tidemill.metastore.catalogue import Accepted
+from tidemill.metastore.catalogue import AcceptedSchemaChange
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.registry import drop_created, registered
+from tidemill.shards.registry import drop_shard, read_registration
 from tidemill.shards.state.state import ShardState
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
@@ -54,12 +54,12 @@ def test_a_column_that_lost_its_zone_is_told_to_stay_an_instant_in_the_shard() -
     def schema(kind: str) -> ShardSchema:
         return ShardSchema((Column("id", "int32"), Column("at", kind)), ("id",))
 
-    found = becoming(ShardState("s", "1", schema("timestamp")), schema("timestamp_ntz"))
+    found = predict_shard_effect(ShardState("s", "1", schema("timestamp")), schema("timestamp_ntz"))
     assert (found.how, found.instants) == ("kept", ("at",))
-    assert "at: a timestamp without time zone in the table, an instant in the shard" in accept._said(found)
-    same = becoming(ShardState("s", "1", schema("timestamp")), schema("timestamp"))
+    assert "at: a timestamp without time zone in the table, an instant in the shard" in accept._format_effect(found)
+    same = predict_shard_effect(ShardState("s", "1", schema("timestamp")), schema("timestamp"))
     assert (same.how, same.instants) == ("kept", ())
-    assert accept._said(same) == "is kept unchanged and continues with the new copy"
+    assert accept._format_effect(same) == "is kept unchanged and continues with the new copy"
 
 
 def test_f468_dropped_and_renamed_columns_are_accepted_and_the_shard_keeps_its_history(
@@ -142,7 +142,7 @@ def test_f468_another_type_and_another_key_are_accepted_and_the_shard_is_made_an
 
         code, said = ground.command("capture", "accept", "t", "--json", "--yes")
         assert code == 0 and not said["copied_again"], "it flows; only the shard has not followed"
-        assert ground.row().accepted == (Accepted(shard_id, anew=True),)
+        assert ground.row().accepted == (AcceptedSchemaChange(shard_id, anew=True),)
         with pipeline(harbour, tmp_path / "one", ground.pipeline("one")):
             # a reader of the former shard, which is dropped meanwhile, is refused
             until(lambda: harbour.upper("one") > 0 and made_anew())
@@ -162,10 +162,10 @@ def test_f469_a_shard_whose_drop_was_cut_off_is_made_anew_and_a_peers_is_left_al
         harbour.produce(old, [({"id": 1}, {"id": 1, "v": 1})])
         harbour.mint("capture/shop", 1000, old)
         until(lambda: harbour.upper("t") == 1001)
-    created = call(registered(s.consensus, "t"))[0]
+    created = call(read_registration(s.consensus, "t"))[0]
     new = harbour.capture_more("shop", {"public.t": [("id", "integer", 0), ("v", "text", -1)]})["public.t"]
     row = call(s.catalogue.table("shop", "public.t"))
-    agreed = (Accepted(created.shard_id, anew=True),)
+    agreed = (AcceptedSchemaChange(created.shard_id, anew=True),)
     call(s.catalogue.change_table("shop", "public.t", lambda _: replace(row, accepted=agreed)))
     shard = harbour.shard("t")
     call(shard.drop())  # and here its process died
@@ -176,7 +176,7 @@ def test_f469_a_shard_whose_drop_was_cut_off_is_made_anew_and_a_peers_is_left_al
         assert harbour.contents("t") == [{"id": 1, "v": "one"}]
     there = harbour.shard("t").shard_id
     assert there != created.shard_id
-    call(drop_created(s.consensus, s.objects, s.clock, s.rand, created))  # a slower peer comes to it
+    call(drop_shard(s.consensus, s.objects, s.clock, s.rand, created))  # a slower peer comes to it
     assert harbour.shard("t").shard_id == there and harbour.contents("t") == [{"id": 1, "v": "one"}]
 
 
@@ -208,7 +208,7 @@ def test_f470_of_a_table_that_is_gone_nobody_is_told_to_accept_it_and_its_pipeli
         reported = harbour.stores.clock.now_ms()
         until(lambda: harbour.stores.clock.now_ms() > reported + 2_500)
         assert mark(harbour, "pipeline:p").since_ms == since  # type: ignore[union-attr]
-    created = call(registered(s.consensus, "t"))[0]
-    call(drop_created(s.consensus, s.objects, s.clock, s.rand, created))  # as it says
+    created = call(read_registration(s.consensus, "t"))[0]
+    call(drop_shard(s.consensus, s.objects, s.clock, s.rand, created))  # as it says
     with pipeline(harbour, tmp_path / "1", text) as runner:
         until(lambda: [c.type for table in runner.tables() for c in table.schema.columns] == ["int32", "string"])

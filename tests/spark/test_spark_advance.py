@@ -23,7 +23,7 @@ class Named(NamedTuple):
     name: str
     state: ShardState = ShardState("", "", ShardSchema((), ()))
 
-    def stamp_ms(self) -> int:
+    def part_time_ms(self) -> int:
         return 0
 
 

@@ -11,7 +11,7 @@ from test_spark_sink import clicks_sink, shop_sink
 
 from tidemill.base.errors import UnavailableError
 from tidemill.spark.ingest import feed_sink, prefetch, step_planner
-from tidemill.spark.ingest.prefetch import Prefetcher, Prepared
+from tidemill.spark.ingest.prefetch import PrefetchedStep, Prefetcher
 
 IDS = range(10, 25)
 
@@ -26,15 +26,15 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """[lower, upper) of every step that was taken as it had been read ahead."""
     found: list[tuple[int, int]] = []
-    take = Prefetcher.take
+    take = Prefetcher.wait_result
 
-    def noting(self: Prefetcher) -> Prepared | None:
+    def noting(self: Prefetcher) -> PrefetchedStep | None:
         prepared = take(self)
         if prepared is not None:
             found.append((prepared.step.lower, prepared.step.upper))
         return prepared
 
-    monkeypatch.setattr(Prefetcher, "take", noting)
+    monkeypatch.setattr(Prefetcher, "wait_result", noting)
     return found
 
 
@@ -60,7 +60,7 @@ def test_every_step_but_the_first_is_read_ahead(harbour: Any, tmp_path: Path, us
     found.process(found.latest())
     assert clicks(harbour) == expected
     assert used == [(n * 1000 + 1, n * 1000 + 2001) for n in range(2, 12, 2)]
-    assert found.seats.tables[0].won == 6 and found.taken_bytes == 0
+    assert found.seats.tables[0].won == 6 and found.in_flight_bytes == 0
 
 
 def test_a_step_read_ahead_is_thrown_away_when_a_peer_moved_the_table(
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_ahead_is_read_in_its_turn(
     def away(*_: Any) -> Any:
         raise UnavailableError("the bucket is away.")
 
-    monkeypatch.setattr(prefetch, "fetch_here", away)
+    monkeypatch.setattr(prefetch, "fetch_table", away)
     found = clicks_sink(harbour, tmp_path / "s")
     found.process(found.latest())
     assert clicks(harbour) == expected and used == []
@@ -142,6 +142,6 @@ def test_a_table_that_must_stop_in_a_step_read_ahead_stops_there(harbour: Any, t
         harbour.mint("capture/shop", n * 10, topic)
     found = shop_sink(harbour, tmp_path / "s", ["t"])
     found.process(found.latest())
-    assert "other columns" in str(found.seats.failed["t"])
+    assert "columns differ" in str(found.seats.failed["t"])
     assert harbour.upper("t") == 40
     assert [row["id"] for row in harbour.contents("t")] == [1, 2, 3]

@@ -12,7 +12,7 @@ from tidemill.shards.parts.arrow_rows import rows_at, rows_equal, values_at
 from tidemill.shards.parts.parts import sort_updates
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.sorted_runs import Run
+from tidemill.spark.upsert.sorted_runs import SortedRun
 
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.integers(0, 2)), max_size=30)
 FLOATS = [0.0, -0.0, 1.5, float("nan"), None]
@@ -51,7 +51,7 @@ def test_keys_are_the_same_bit_by_bit_in_one_step_and_over_several(
     assert sorted(repr(keys[g[0]]) for g in groups) == sorted({repr(k) for k in keys})
     assert all(len({repr(keys[at]) for at in g}) == 1 for g in groups)
     firsts = np.array([g[0] for g in groups], dtype=np.int64)
-    run = Run(rows_at(table, firsts), hashes[firsts], np.ones(len(firsts), dtype=bool))
+    run = SortedRun(rows_at(table, firsts), hashes[firsts], np.ones(len(firsts), dtype=bool))
     asked = pa.table({"f": pa.array(more, pa.float64())})
     found = run.find(asked, hash_rows(asked, ("f",)), ("f",)).tolist()
     assert [repr(keys[firsts[at]]) if at >= 0 else None for at in found] == [

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tidemill.spark.decode import records
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.offset_slices import Descriptor, Slice
+from tidemill.spark.decode.offset_slices import Slice, SliceDescriptor
 from tidemill.spark.ingest import fetch_decode
-from tidemill.spark.ingest.fetch_decode import BESIDE, BESIDE_RECORDS, _beside, decode
+from tidemill.spark.ingest.fetch_decode import BLOCKS_IN_FLIGHT, MIN_PARALLEL_RECORDS, _map_concurrently, decode
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
@@ -42,7 +42,7 @@ def record(number: int, kind: str, captured: bool) -> Record:
 
 def descriptors_of(
     kinds: list[list[list[str]]], torn: int, captured: bool = False
-) -> tuple[list[Descriptor], list[list[bytes]]]:
+) -> tuple[list[SliceDescriptor], list[list[bytes]]]:
     """Partitions of batches of records; batch `torn`, if there is one, cannot be read."""
     descriptors, data, number = [], [], 0
     for partition, batches in enumerate(kinds):
@@ -55,7 +55,7 @@ def descriptors_of(
             offset, number = offset + len(batch), number + 1
         if offset:
             ends, times = ((offset // 2, offset), (5, 6)) if offset > 1 else ((offset,), (6,))
-            descriptors.append(Descriptor(Slice("t", "t", partition, 0, offset, ends, times), tuple(refs)))
+            descriptors.append(SliceDescriptor(Slice("t", "t", partition, 0, offset, ends, times), tuple(refs)))
             data.append(mine)
     return descriptors, data
 
@@ -71,8 +71,8 @@ def descriptors_of(
 def test_what_helpers_read_is_what_one_reads_alone(feed: TopicFeed, kinds: list[list[list[str]]], torn: int) -> None:
     descriptors, data = descriptors_of(kinds, torn, feed.captured)
     with ThreadPoolExecutor(3) as helpers, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fetch_decode, "BESIDE_RECORDS", 0)
-        patched.setattr(fetch_decode, "blocks_of", lambda *args: records.blocks_of(*args, block_records=4))
+        patched.setattr(fetch_decode, "MIN_PARALLEL_RECORDS", 0)
+        patched.setattr(fetch_decode, "cut_blocks", lambda *args: records.cut_blocks(*args, block_records=4))
         alone, together = decode(feed, descriptors, data), decode(feed, descriptors, data, helpers)
     assert together.commands.rows.equals(alone.commands.rows)
     assert together.commands.truncates == alone.commands.truncates
@@ -93,7 +93,7 @@ def test_a_few_records_are_read_by_who_asks() -> None:
 
     descriptors, data = descriptors_of([[["good"] * 9] * 3], -1)
     assert len(decode(FEED, descriptors, data, Nobody(1)).commands) == 27
-    many = descriptors_of([[["good"] * 1_000] * (BESIDE_RECORDS // 1_000)], -1)
+    many = descriptors_of([[["good"] * 1_000] * (MIN_PARALLEL_RECORDS // 1_000)], -1)
     with pytest.raises(AssertionError, match="handed over"):
         decode(FEED, *many, Nobody(1))
 
@@ -101,10 +101,10 @@ def test_a_few_records_are_read_by_who_asks() -> None:
 def test_blocks_are_cut_only_as_they_are_read() -> None:
     """So a step holds some of them at once, however many it has."""
     drawn: list[int] = []
-    may = [threading.Event() for _ in range(3 * BESIDE)]  # one each: a permit for any could go to a later one
+    may = [threading.Event() for _ in range(3 * BLOCKS_IN_FLIGHT)]  # one each: a permit for any could go to a later one
 
     def items() -> Iterator[int]:
-        for n in range(3 * BESIDE):
+        for n in range(3 * BLOCKS_IN_FLIGHT):
             drawn.append(n)
             yield n
 
@@ -113,11 +113,11 @@ def test_blocks_are_cut_only_as_they_are_read() -> None:
         return -n
 
     with ThreadPoolExecutor(2) as helpers:
-        found = _beside(helpers, call, items())
-        for n in range(3 * BESIDE):
+        found = _map_concurrently(helpers, call, items())
+        for n in range(3 * BLOCKS_IN_FLIGHT):
             may[n].set()
             assert next(found) == -n
-            assert len(drawn) <= n + BESIDE
+            assert len(drawn) <= n + BLOCKS_IN_FLIGHT
         assert next(found, None) is None
 
 
@@ -128,7 +128,7 @@ def test_what_reading_raises_is_raised() -> None:
         return n
 
     with ThreadPoolExecutor(2) as helpers:
-        found = _beside(helpers, call, iter(range(9)))
+        found = _map_concurrently(helpers, call, iter(range(9)))
         assert (next(found), next(found)) == (0, 1)
         with pytest.raises(MemoryError):
             next(found)

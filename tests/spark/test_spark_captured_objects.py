@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.decode.captured import Captured, CapturedDecoder
-from tidemill.spark.decode.newline_text import quotes
+from tidemill.spark.decode.newline_text import count_quotes
 from tidemill.spark.decode.records import Records
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 
@@ -100,9 +100,9 @@ def told(found: Captured) -> tuple[Any, ...]:
 def held(rows: Rows) -> tuple[Any, ...]:
     decoder = CapturedDecoder(SCHEMA, "public.t")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objects_module, "FEW", 1 << 62)
+        patch.setattr(objects_module, "MIN_BLOCK_VALUES", 1 << 62)
         alone = told(read(decoder, rows))
-        patch.setattr(objects_module, "FEW", 0)
+        patch.setattr(objects_module, "MIN_BLOCK_VALUES", 0)
         together = told(read(decoder, rows))
     assert together == alone
     return together
@@ -146,7 +146,7 @@ def test_a_number_that_is_hardly_one(number: bytes) -> None:
 @pytest.mark.parametrize("few", [0, 1 << 62])
 def test_minus_zero_keeps_its_sign_but_in_a_key_where_it_is_zero(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """PostgreSQL prints -0; its unique indexes have one key for both."""
-    monkeypatch.setattr(objects_module, "FEW", few)
+    monkeypatch.setattr(objects_module, "MIN_BLOCK_VALUES", few)
     columns = (Column("k", "float64"), Column("f", "float64"), Column('r "', "float32"), Column("note", "string"))
     decoder = CapturedDecoder(ShardSchema(columns, ("k",)))
     value = b'{"k":%s,"f":%s,"r \\"":%s,"note":"-0,"}'
@@ -174,7 +174,7 @@ def test_an_odd_value_among_usual_ones(column: str) -> None:
 def test_a_number_beyond_its_column_is_a_dead_letter_and_its_key_absent(
     few: int, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects_module, "FEW", few)
+    monkeypatch.setattr(objects_module, "MIN_BLOCK_VALUES", few)
     found = read(CapturedDecoder(SCHEMA, "public.t"), [*usual(20), Record(KEY, row(**{name: value}))])
     (letter,) = found.dead.to_pylist()
     assert letter["offset"] == 30 and f"column={name}" in letter["reason"]
@@ -197,7 +197,7 @@ def test_a_field_that_is_left_out_is_not_null(name: str) -> None:
 def test_quotes_that_are_escaped_begin_and_end_nothing(found: dict[str, Any]) -> None:
     text = np.frombuffer(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"), dtype=np.uint8)
     strings = len(found) + sum(isinstance(value, str) for value in found.values())
-    assert quotes(text) == 2 * strings or any(isinstance(v, str) and "\\" * 16 in v for v in found.values())
+    assert count_quotes(text) == 2 * strings or any(isinstance(v, str) and "\\" * 16 in v for v in found.values())
 
 
 def slow_of(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -153,7 +153,7 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
     topic = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "integer", -1)]})["public.t"]
     monkeypatch.setattr(step_planner, "STEP_RECORDS", 10)
     monkeypatch.setattr(sink, "STEP_RECORDS", 10)
-    resolve = oversized_step.LargeStep._resolve
+    resolve = oversized_step.OversizedStep._resolve_ranges
     seen: list[str] = []
 
     def damaged(step: Any, bury: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
             seen.append(str(error))
             raise
 
-    monkeypatch.setattr(oversized_step.LargeStep, "_resolve", damaged)
+    monkeypatch.setattr(oversized_step.OversizedStep, "_resolve_ranges", damaged)
     harbour.produce(topic, [({"id": i}, {"id": i, "v": i}) for i in range(50)])
     harbour.mint("capture/shop", 1000, topic)
     feed = shop_sink(harbour, tmp_path / "1", ["t"])
@@ -186,9 +186,9 @@ def test_a_mirror_that_somebody_works_on_is_not_saved(harbour: Any, tmp_path: Pa
 
     harbour.create_topic("clicks")
     sink = clicks_sink(harbour, tmp_path / "s")
-    assert [t.name for t in sink.resting] == ["clicks"]
+    assert [t.name for t in sink.idle_tables] == ["clicks"]
     sink.seats._seats["clicks"].aside = True
-    assert sink.resting == []
+    assert sink.idle_tables == []
     sink.seats._seats["clicks"].aside = False
     sink.idle.clear()
-    assert sink.resting == []
+    assert sink.idle_tables == []

@@ -14,13 +14,13 @@ from running import until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import DIFF, TIME, Column, SchemaEvolvedError, ShardSchema
-from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.read.holds import MovingHold
-from tidemill.shards.state.state import Hold
+from tidemill.shards.state.state import ReadHold
 from tidemill.spark.source import changes
 from tidemill.spark.source.changes import ChangesReader
-from tidemill.spark.source.options import Options
-from tidemill.spark.source.stream import FeedReader
+from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.source.stream import RowReader
 
 SCHEMA = ShardSchema((Column("k", "int64"),), ("k",))
 
@@ -44,7 +44,7 @@ def forget(harbour: Any, since: int) -> int:
 def reader_of(harbour: Any, **options: str) -> ChangesReader:
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
     schema = StructType().add("k", "long").add(TIME, "long").add(DIFF, "long")
-    return ChangesReader(Options({"shard": "t", "changes": "true", **urls, **options}), schema)
+    return ChangesReader(SourceOptions({"shard": "t", "changes": "true", **urls, **options}), schema)
 
 
 def latest(reader: Any, start: Any) -> dict[str, int]:
@@ -58,7 +58,7 @@ def read(reader: ChangesReader, start: dict[str, int], end: dict[str, int]) -> l
     return sorted((row["k"], row[TIME], row[DIFF]) for b in batches for row in b.to_pylist())
 
 
-def stream_hold(harbour: Any) -> Hold | None:
+def stream_hold(harbour: Any) -> ReadHold | None:
     shard = harbour.shard("t")
     harbour.portal.call(shard.frontiers())
     return next((h for h in shard.state.holds if h.reader.startswith("stream/")), None)
@@ -103,7 +103,7 @@ def test_a_stream_whose_shard_gets_a_column_ends_and_goes_on_from_its_checkpoint
 
     async def evolve() -> None:
         shard = await harbour.stores.shard("t")
-        await shard.evolve(Changes((Column("n", "int64", "7"),)))
+        await shard.evolve(SchemaChanges((Column("n", "int64", "7"),)))
         shard = await harbour.stores.shard("t")
         rows = pa.table({name: pa.array([2], pa.int64()) for name in ("k", "n")})
         times = {TIME: pa.array([150], pa.int64()), DIFF: pa.array([1], pa.int64())}
@@ -135,7 +135,7 @@ def test_a_planner_that_nobody_asks_keeps_its_place_until_it_is_gone(
 ) -> None:
     monkeypatch.setattr(changes, "HOLD_TTL_MS", 6000)
     ended: list[MovingHold] = []
-    keep: Callable[[MovingHold], Any] = MovingHold.keep
+    keep: Callable[[MovingHold], Any] = MovingHold.renew_until_cancelled
 
     async def watched(hold: MovingHold) -> None:
         try:
@@ -143,7 +143,7 @@ def test_a_planner_that_nobody_asks_keeps_its_place_until_it_is_gone(
         finally:
             ended.append(hold)
 
-    monkeypatch.setattr(MovingHold, "keep", watched)
+    monkeypatch.setattr(MovingHold, "renew_until_cancelled", watched)
     append(harbour, 0, 100, 1)
     reader = reader_of(harbour, start="100")
     begun_ms = SystemClock().now_ms()
@@ -168,20 +168,20 @@ def test_storage_that_is_away_is_waited_for_but_is_not_the_end_of_what_is_there_
     harbour.produce(topic, [(b"k", b"v")])
     harbour.mint("topic/t", 50, topic)
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
-    changelog, records = reader_of(harbour), FeedReader(Options({"source": "topic/t", **urls}))
+    changelog, records = reader_of(harbour), RowReader(SourceOptions({"source": "topic/t", **urls}))
 
     async def away(*_: object) -> Any:
         raise error("consensus is away.")
 
     for reader in (changelog, records):
         with monkeypatch.context() as patched:
-            patched.setattr("tidemill.shards.read.read_handle.ShardReads.wait_upper", away)
-            patched.setattr(FeedReader, "_latest", away)
+            patched.setattr("tidemill.shards.read.read_handle.ShardReadHandle.wait_upper", away)
+            patched.setattr(RowReader, "_latest_end", away)
             assert latest(reader, {"ts": 10}) == {"ts": 10}, "a stream that goes on asks again"
         reader.prepareForTriggerAvailableNow()
         with monkeypatch.context() as patched:
-            patched.setattr("tidemill.shards.read.read_handle.ShardReads.wait_upper", away)
-            patched.setattr(FeedReader, "_latest", away)
+            patched.setattr("tidemill.shards.read.read_handle.ShardReadHandle.wait_upper", away)
+            patched.setattr(RowReader, "_latest_end", away)
             with pytest.raises(error):
                 latest(reader, {"ts": 10})
     assert (latest(changelog, {"ts": 10}), latest(records, {"ts": 10})) == ({"ts": 100}, {"ts": 51})

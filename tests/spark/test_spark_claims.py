@@ -13,8 +13,8 @@ from running import error_of, mark, pipeline, until
 
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
-from tidemill.shards.registry import PREFIX
-from tidemill.spark.ingest.table_ownership import granted, refused
+from tidemill.shards.registry import REGISTER_PREFIX
+from tidemill.spark.ingest.table_ownership import find_refused, row_without_refused
 from tidemill.spark.pipeline import runner as runner_module
 
 ONE = """
@@ -38,7 +38,7 @@ def keys(harbour: Any) -> list[str]:
 def test_f318_a_table_that_another_pipeline_keeps_from_something_else_is_refused_until_that_gives_it_up(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "REFUSED_S", 0.1)
+    monkeypatch.setattr(runner_module, "REFUSAL_CHECK_S", 0.1)
     here, there = harbour.create_topic("here"), harbour.create_topic("there")
     say(harbour, here, 10, "h")
     say(harbour, there, 10, "t")
@@ -60,7 +60,7 @@ def test_f318_a_table_that_another_pipeline_keeps_from_something_else_is_refused
 def test_f318_a_table_whose_source_was_changed_in_the_file_is_refused_until_its_shard_is_dropped(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "REFUSED_S", 0.1)
+    monkeypatch.setattr(runner_module, "REFUSAL_CHECK_S", 0.1)
     here, there = harbour.create_topic("here"), harbour.create_topic("there")
     say(harbour, here, 10, "h")
     say(harbour, there, 5, "t")
@@ -102,7 +102,7 @@ def test_a_register_that_cannot_be_read_keeps_no_other_table_waiting(harbour: An
     """As one that a newer version wrote."""
     topic = harbour.create_topic("here")
     say(harbour, topic, 10, "h")
-    harbour.portal.call(harbour.stores.consensus.cas(f"{PREFIX}other", 0, b"newer", "nonce"))
+    harbour.portal.call(harbour.stores.consensus.cas(f"{REGISTER_PREFIX}other", 0, b"newer", "nonce"))
     for upper in (11, 12):
         with pipeline(harbour, tmp_path / "p", ONE.format(topic="here")):
             until(lambda upper=upper: harbour.upper("clicks") == upper)
@@ -116,12 +116,12 @@ def test_no_two_rows_name_one_table_for_two_sources(
 ) -> None:
     own, want, other = PipelineRow("p", before), PipelineRow("p", wanted), PipelineRow("q", theirs)
     shards = {"x", "y"} if there else set[str]()
-    found = refused(want, own, [own, other], shards)
-    row = granted(want, own, found, shards)
+    found = find_refused(want, own, [own, other], shards)
+    row = row_without_refused(want, own, found, shards)
     for table in wanted.keys() - found.keys():
         assert theirs.get(table, wanted[table]) == wanted[table]
         assert not there or wanted[table] in (before.get(table, wanted[table]), "derived")
         assert row.tables[table] == wanted[table]
     for table in row.tables.keys() & found.keys():
         assert there and row.tables[table] == before[table], "what the shard there was made of"
-    assert not refused(want, row, [row, PipelineRow("q")], set()), "free, once the other and the shards are gone"
+    assert not find_refused(want, row, [row, PipelineRow("q")], set()), "free, once the other and the shards are gone"

@@ -19,12 +19,12 @@ from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError
 from tidemill.cli.demo.ports import free_port
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.session import executor_probe
-from tidemill.spark.session.code_shipping import ship, tell, wanted_distributions
-from tidemill.spark.session.session import QUICK_JVM, settings
-from tidemill.spark.stores import Urls
+from tidemill.spark.session.code_shipping import set_worker_environment, ship_code, wanted_distributions
+from tidemill.spark.session.session import QUICK_JVM, session_settings
+from tidemill.spark.stores import StoreUrls
 
 PIPELINE = """
 def build(p):
@@ -55,7 +55,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def shared_by_network(bucket: str, postgres_dsn: str, tmp_path: Path) -> Iterator[Any]:
     from spark_harbour import Harbour
 
-    found = Harbour(tmp_path, Urls(bucket, postgres_dsn.replace("postgres@", f"postgres:{PASSWORD}@")))
+    found = Harbour(tmp_path, StoreUrls(bucket, postgres_dsn.replace("postgres@", f"postgres:{PASSWORD}@")))
     yield found
     found.close()
 
@@ -76,9 +76,9 @@ def cluster(tmp_path: Path) -> Iterator[Any]:
 
 def test_only_a_local_master_keeps_the_driver_to_loopback() -> None:
     for master in ("local", "local[*]", "local[2,4]"):
-        assert settings(master)["spark.driver.host"] == "127.0.0.1"
+        assert session_settings(master)["spark.driver.host"] == "127.0.0.1"
     for master in ("spark://host:7077", "k8s://https://host", "local-cluster[1,1,512]"):
-        assert not {"spark.driver.host", "spark.driver.bindAddress"} & settings(master).keys()
+        assert not {"spark.driver.host", "spark.driver.bindAddress"} & session_settings(master).keys()
 
 
 def test_what_is_sent_to_executors_is_what_tasks_import_and_what_that_requires() -> None:
@@ -89,18 +89,18 @@ def test_what_is_sent_to_executors_is_what_tasks_import_and_what_that_requires()
 
 def test_an_interpreter_lacks_what_it_has_in_another_version_and_code_that_differs_by_a_byte(tmp_path: Path) -> None:
     package = Path(tidemill.__file__).parent
-    wanted, code = wanted_distributions(), executor_probe.code_of(package)
-    assert executor_probe.lacking(wanted, code) == []
-    assert executor_probe.lacking(wanted | {"msgspec": "0.0.1", "nothing-of-that-name": "1"}, "") == [
+    wanted, code = wanted_distributions(), executor_probe.code_checksum(package)
+    assert executor_probe.missing_packages(wanted, code) == []
+    assert executor_probe.missing_packages(wanted | {"msgspec": "0.0.1", "nothing-of-that-name": "1"}, "") == [
         f"msgspec 0.0.1 (has {wanted['msgspec']})",
         "nothing-of-that-name 1",
-        executor_probe.CODE,
+        executor_probe.OWN_CODE,
     ]
     for name in ("a", "b"):
         shutil.copytree(package / "base", tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    assert executor_probe.code_of(tmp_path / "a") == executor_probe.code_of(tmp_path / "b")
+    assert executor_probe.code_checksum(tmp_path / "a") == executor_probe.code_checksum(tmp_path / "b")
     (tmp_path / "b" / "clock.py").open("a").write("\n")
-    assert executor_probe.code_of(tmp_path / "a") != executor_probe.code_of(tmp_path / "b")
+    assert executor_probe.code_checksum(tmp_path / "a") != executor_probe.code_checksum(tmp_path / "b")
 
 
 @pytest.mark.spark
@@ -110,11 +110,11 @@ def test_f313_executors_that_lack_nothing_are_sent_nothing_and_ones_without_a_wa
     context = spark.sparkContext
     before = dict(context.environment)
     try:
-        tell(context, Urls("file:///proc/no-such-place", "memory:"))
+        set_worker_environment(context, StoreUrls("file:///proc/no-such-place", "memory:"))
         with pytest.raises(InvalidError, match=r"executors cannot work: host=.*/proc/no-such-place"):
-            ship(context, tmp_path / "archive")
-        tell(context, harbour.urls)
-        ship(context, tmp_path / "archive")
+            ship_code(context, tmp_path / "archive")
+        set_worker_environment(context, harbour.urls)
+        ship_code(context, tmp_path / "archive")
         assert not (tmp_path / "archive").exists()
     finally:
         context.environment.clear()
@@ -175,7 +175,7 @@ def test_f315_a_pipeline_runs_on_executors_that_have_nothing_of_ours_and_goes_on
 
             eventually(looked, said)
 
-        board = Board(harbour.stores.consensus, Rand())
+        board = StatusBoard(harbour.stores.consensus, Rand())
         until(lambda: any(r.facts.get("spark") for r in harbour.portal.call(board.reports())))
         before = tasks_done(events)
         produce(0, 20)

@@ -18,8 +18,8 @@ from tidemill.shards.api import Binding, Column, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.ddl import parse_ddl, stream_schema
 from tidemill.spark.decode.dead_letter_rows import DEAD_BYTES_MAX
-from tidemill.spark.decode.offset_slices import Slice, cut
-from tidemill.spark.decode.records import Records, blocks_of
+from tidemill.spark.decode.offset_slices import Slice, cut_slices
+from tidemill.spark.decode.records import Records, cut_blocks
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.commands import Truncate
 from tidemill.topics.api import BatchRef
@@ -40,7 +40,7 @@ def batch(base_offset: int, count: int) -> bytes:
 
 
 def one_block(piece: Slice, batches: Sequence[bytes], refs: Sequence[BatchRef] = ()) -> Records:
-    (found,) = blocks_of(piece, batches, refs, block_records=1 << 62, block_bytes=1 << 62)
+    (found,) = cut_blocks(piece, batches, refs, block_records=1 << 62, block_bytes=1 << 62)
     return found
 
 
@@ -49,7 +49,7 @@ def one_block(piece: Slice, batches: Sequence[bytes], refs: Sequence[BatchRef] =
 
 def test_a_record_gets_the_smallest_time_whose_binding_passes_its_offset() -> None:
     bindings = [Binding(1000, {"id": (3, 0)}), Binding(2000, {"id": (3, 0)}), Binding(3000, {"id": (7, 2)})]
-    zero, one = cut(Binding(500, {"id": (1,)}), bindings, "t", "id")
+    zero, one = cut_slices(Binding(500, {"id": (1,)}), bindings, "t", "id")
     assert (zero.start, zero.end, zero.ends, zero.times) == (1, 7, (3, 7), (1000, 3000))
     assert zero.times_of(np.array([1, 2, 3, 6])).tolist() == [1000, 1000, 3000, 3000]
     assert (one.partition, one.start, one.end, one.times) == (1, 0, 2, (3000,))
@@ -57,24 +57,24 @@ def test_a_record_gets_the_smallest_time_whose_binding_passes_its_offset() -> No
 
 def test_no_bindings_and_idle_bindings_give_no_slices() -> None:
     base = Binding(1, {"id": (5,)})
-    assert cut(base, [], "t", "id") == []
-    assert cut(base, [Binding(2, {"id": (5,)}), Binding(3, {"other": (9,)})], "t", "id") == []
+    assert cut_slices(base, [], "t", "id") == []
+    assert cut_slices(base, [Binding(2, {"id": (5,)}), Binding(3, {"other": (9,)})], "t", "id") == []
 
 
 def test_a_topic_that_begins_in_an_interval_says_when_whatever_the_interval() -> None:
     bindings = [Binding(1, {"other": (1,)}), Binding(2, {"id": (0, 3)}), Binding(3, {"id": (4, 3)})]
-    whole = cut(Binding(0, {"other": (1,)}), bindings, "t", "id")
+    whole = cut_slices(Binding(0, {"other": (1,)}), bindings, "t", "id")
     assert [(s.partition, s.begins_ms) for s in whole] == [(0, 2), (1, 2)]
-    (first,) = cut(Binding(0, {"other": (1,)}), bindings[:2], "t", "id")
-    (then,) = cut(bindings[1], bindings[2:], "t", "id")
+    (first,) = cut_slices(Binding(0, {"other": (1,)}), bindings[:2], "t", "id")
+    (then,) = cut_slices(bindings[1], bindings[2:], "t", "id")
     assert (first.begins_ms, then.begins_ms) == (2, -1)
-    (empty,) = cut(None, [Binding(5, {"id": (0, 0)}), Binding(6, {"id": (0, 0)})], "t", "id")
+    (empty,) = cut_slices(None, [Binding(5, {"id": (0, 0)}), Binding(6, {"id": (0, 0)})], "t", "id")
     assert (empty.start, empty.end, empty.begins_ms) == (0, 0, 5)
-    assert list(blocks_of(empty, [])) == []
+    assert list(cut_blocks(empty, [])) == []
 
 
 def test_batches_are_cut_to_the_slice() -> None:
-    (piece,) = cut(Binding(1, {"id": (3,)}), [Binding(2, {"id": (4,)}), Binding(3, {"id": (8,)})], "t", "id")
+    (piece,) = cut_slices(Binding(1, {"id": (3,)}), [Binding(2, {"id": (4,)}), Binding(3, {"id": (8,)})], "t", "id")
     found = one_block(piece, [batch(0, 5), batch(5, 5)])
     assert found.values == [b"v3", b"v4", b"v5", b"v6", b"v7"]
     assert found.offsets.tolist() == [3, 4, 5, 6, 7]
@@ -194,7 +194,7 @@ def test_a_captured_record_with_other_columns_stops_the_table_before_its_time(va
 
 def test_a_captured_batch_that_cannot_be_read_stops_the_table() -> None:
     """Nobody knows which keys were in it."""
-    (piece,) = cut(None, [Binding(5, {"id": (5,)}), Binding(6, {"id": (10,)})], "t", "id")
+    (piece,) = cut_slices(None, [Binding(5, {"id": (5,)}), Binding(6, {"id": (10,)})], "t", "id")
     torn = bytearray(batch(5, 5))
     torn[-3] ^= 0xFF
     found = CapturedDecoder(SHOP).decode(one_block(piece, [torn]))
@@ -375,9 +375,9 @@ def forged(count: int, **header: int) -> bytes:
     ],
 )
 def test_a_batch_that_cannot_be_read_is_one_letter_for_its_range(poison: bytes) -> None:
-    (piece,) = cut(None, [Binding(7, {"id": (8,)}), Binding(9, {"id": (15,)})], "t", "id")
+    (piece,) = cut_slices(None, [Binding(7, {"id": (8,)}), Binding(9, {"id": (15,)})], "t", "id")
     refs = [BatchRef("o", 0, 1, base, 5, 0) for base in (0, 5, 10)]
-    found = list(blocks_of(piece, [batch(0, 5), poison, batch(10, 5)], refs))
+    found = list(cut_blocks(piece, [batch(0, 5), poison, batch(10, 5)], refs))
     assert [n for block in found for n in block.offsets.tolist()] == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
     (letter,) = [letter for block in found for letter in block.unread]
     assert (letter.offset, letter.last_offset, letter.time_ms) == (5, 9, 7)
@@ -388,23 +388,25 @@ def test_a_batch_that_cannot_be_read_is_one_letter_for_its_range(poison: bytes) 
 def test_a_batch_across_two_slices_is_one_letter_whatever_the_slices() -> None:
     bindings = [Binding(7, {"id": (8,)}), Binding(9, {"id": (15,)})]
     refs = [BatchRef("o", 0, 1, 5, 5, 0)]
-    first = cut(None, bindings[:1], "t", "id")[0]
-    then = cut(bindings[0], bindings[1:], "t", "id")[0]
-    told = [letter for piece in (first, then) for block in blocks_of(piece, [b"torn"], refs) for letter in block.unread]
+    first = cut_slices(None, bindings[:1], "t", "id")[0]
+    then = cut_slices(bindings[0], bindings[1:], "t", "id")[0]
+    told = [
+        letter for piece in (first, then) for block in cut_blocks(piece, [b"torn"], refs) for letter in block.unread
+    ]
     assert [(x.offset, x.last_offset, x.time_ms) for x in told] == [(5, 9, 7)]
 
 
 def test_offsets_that_are_not_their_batchs_make_it_unreadable() -> None:
-    (piece,) = cut(None, [Binding(7, {"id": (5,)})], "t", "id")
+    (piece,) = cut_slices(None, [Binding(7, {"id": (5,)})], "t", "id")
     found = one_block(piece, [batch(0, 5)], [BatchRef("o", 0, 1, 0, 3, 0)])
     assert len(found) == 0 and "other offsets" in found.unread[0].reason
 
 
 def test_blocks_hold_no_more_than_they_may_and_together_everything() -> None:
-    (piece,) = cut(None, [Binding(7, {"id": (30,)})], "t", "id")
-    found = list(blocks_of(piece, [batch(n * 10, 10) for n in range(3)], block_records=7, block_bytes=1 << 20))
+    (piece,) = cut_slices(None, [Binding(7, {"id": (30,)})], "t", "id")
+    found = list(cut_blocks(piece, [batch(n * 10, 10) for n in range(3)], block_records=7, block_bytes=1 << 20))
     assert [n for block in found for n in block.offsets.tolist()] == list(range(30))
     assert max(len(block) for block in found) <= 7
-    small = list(blocks_of(piece, [batch(0, 10)], block_records=100, block_bytes=5))
+    small = list(cut_blocks(piece, [batch(0, 10)], block_records=100, block_bytes=5))
     assert [n for block in small for n in block.offsets.tolist()] == list(range(10))
     assert max(len(block) for block in small) <= 3

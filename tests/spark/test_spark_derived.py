@@ -18,17 +18,17 @@ from upsert_world import SCHEMA
 from patience import eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.base.runtime.tasks import keep_thread
+from tidemill.base.runtime.tasks import run_unit_thread
 from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, TIME, Column
 from tidemill.shards.compaction.compaction import compact_once
-from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.spark import Pipeline
 from tidemill.spark.definition import DerivedTable
 from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.types import spark_schema
-from tidemill.spark.upsert.diff import difference
+from tidemill.spark.upsert.diff import diff_commands
 from tidemill.spark.upsert.mirror import Mirror
 
 
@@ -97,9 +97,9 @@ def test_a_derived_table_follows_its_inputs_and_keeps_its_history(harbour: Any, 
     derived = derivation(harbour, tmp_path, count_by_product)
     derived.open()
     clicks.say(("a", 1), ("b", 1), ("c", 2))
-    assert derived.round()
+    assert derived.recompute()
     clicks.say(("a", 2), ("b", None))
-    assert derived.round()
+    assert derived.recompute()
     assert counts(harbour, 10) == {1: 2, 2: 1}
     assert counts(harbour, 20) == {2: 2}
     assert harbour.upper("counts") == 21
@@ -110,11 +110,11 @@ def test_time_moves_on_without_recomputing_what_did_not_change(harbour: Any, tmp
     derived = derivation(harbour, tmp_path, count_by_product)
     derived.open()
     clicks.say(("a", 1))
-    derived.round()
+    derived.recompute()
     clicks.say()
-    derived.round()
+    derived.recompute()
     assert (derived.recomputed, harbour.upper("counts")) == (1, 21)
-    assert not derived.round(), "nothing new: nothing to append"
+    assert not derived.recompute(), "nothing new: nothing to append"
 
 
 def test_a_change_read_before_storage_went_away_is_not_forgotten(harbour: Any, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_change_read_before_storage_went_away_is_not_forgotten(harbour: Any, t
     derived = derivation(harbour, tmp_path, count_by_product, by_group=True)
     derived.open()
     clicks.say(("a", 1))
-    derived.round()
+    derived.recompute()
     clicks.say(("b", 2))
     clicks.say()
     shard = derived._inputs[0].shard
@@ -138,8 +138,8 @@ def test_a_change_read_before_storage_went_away_is_not_forgotten(harbour: Any, t
 
     shard.read_batch = second_is_away  # type: ignore[method-assign]
     with pytest.raises(UnavailableError):
-        derived.round()
-    assert derived.round()
+        derived.recompute()
+    assert derived.recompute()
     assert counts(harbour) == {1: 1, 2: 1}
 
 
@@ -149,7 +149,7 @@ def test_a_merge_across_the_time_in_question_does_not_hide_or_invent_a_change(
 ) -> None:
     """One input is ahead, and all of it was merged into one batch: has it anything between two times of the other?"""
     if not small_enough_to_look:
-        monkeypatch.setattr("tidemill.spark.derived.inputs.LOOK_BYTES", 0)
+        monkeypatch.setattr("tidemill.spark.derived.inputs.INSPECT_BYTES_MAX", 0)
     clicks, call, stores = Clicks(harbour, tmp_path), harbour.portal.call, harbour.stores
     for number in range(8):
         clicks.say((f"k{number}", 1)) if number != 4 else clicks.say()
@@ -165,7 +165,7 @@ def test_a_merge_across_the_time_in_question_does_not_hide_or_invent_a_change(
     recomputed = []
     for lower, upper in ((0, 41), (41, 51), (51, 61)):
         call(slow.compare_and_append(lower, upper, [], ""))
-        derived.round()
+        derived.recompute()
         recomputed.append(derived.recomputed)
         if not lower:
             call(shard.downgrade_since("keeper", 1, 30))
@@ -183,11 +183,11 @@ def test_two_derivations_race_and_a_restart_goes_on(harbour: Any, tmp_path: Path
     for n in range(1, 7):
         clicks.say((f"k{n}", n % 2), ("same", n))
         for derived in both if n % 3 else both[::-1]:
-            derived.round()
+            derived.recompute()
     again = derivation(harbour, tmp_path / "again", count_by_product)
     again.open()
     clicks.say(("last", 0))
-    assert again.round()
+    assert again.recompute()
     expected: dict[int, int] = {}
     for product in [n % 2 for n in range(1, 7)] + [6, 0]:
         expected[product] = expected.get(product, 0) + 1
@@ -212,10 +212,10 @@ def test_f306_a_derived_function_that_raises_is_told_and_tried_again(
     ending, tracker = threading.Event(), StatusTracker()
 
     def body() -> None:
-        derived.run(ending, lambda: tracker.heal("shard:counts"))
+        derived.run(ending, lambda: tracker.clear_failure("shard:counts"))
 
     supervised = {"tracker": tracker, "clock": harbour.stores.clock, "ending": ending}
-    thread = threading.Thread(target=keep_thread, args=("shard:counts", body), kwargs=supervised)
+    thread = threading.Thread(target=run_unit_thread, args=("shard:counts", body), kwargs=supervised)
     thread.start()
     try:
         eventually(lambda: (f := tracker.failure("shard:counts")) is not None and f.tries > 1)
@@ -250,9 +250,9 @@ def test_an_input_that_does_not_exist_yet_is_waited_for_by_name(harbour: Any, tm
 def test_a_result_whose_key_repeats_or_is_null_is_refused(tmp_path: Path) -> None:
     mirror = Mirror(SCHEMA)
     with pytest.raises(InvalidError, match="a key occurs twice: k=1"):
-        difference(SCHEMA, pa.table({"k": [1, 1], "v": [1, 2]}), mirror, 5)
+        diff_commands(SCHEMA, pa.table({"k": [1, 1], "v": [1, 2]}), mirror, 5)
     with pytest.raises(InvalidError, match="null"):
-        difference(SCHEMA, pa.table({"k": pa.array([None], pa.int64()), "v": [1]}), mirror, 5)
+        diff_commands(SCHEMA, pa.table({"k": pa.array([None], pa.int64()), "v": [1]}), mirror, 5)
 
 
 def test_an_idle_input_does_not_hold_a_derived_table_back(harbour: Any, tmp_path: Path) -> None:
@@ -271,13 +271,13 @@ def test_an_idle_input_does_not_hold_a_derived_table_back(harbour: Any, tmp_path
     table = DerivedTable("counts", ("product_id",), ("clicks", "busy"), 0.05, both)
     derived = Derivation(harbour.portal, stores, FakeSpark(), table, tmp_path / "counts")  # type: ignore[arg-type]
     derived.open()
-    assert derived.round()
+    assert derived.recompute()
     call(busy.frontiers())
     assert [hold.reader.partition("/")[0] for hold in busy.state.holds] == ["derived"]
     remap = call(stores.remap("topic/clicks"))
     assert call(remap.latest()).time_ms == clicks.time + 60_000 - 1
     clicks.sink.process(clicks.sink.latest())
-    assert derived.round()
+    assert derived.recompute()
     assert derived.upper == clicks.time + 60_000
 
 
@@ -296,15 +296,15 @@ def test_a_table_is_derived_from_dead_letters_though_there_are_none(harbour: Any
     clicks.time = 10_000
     clicks.say(("c1", 7))
     derived.open()
-    assert not derived.round()
-    assert derived.round(), "it had the letters' shard go to the time of the others"
+    assert not derived.recompute()
+    assert derived.recompute(), "it had the letters' shard go to the time of the others"
     assert harbour.contents("counts") == [{"rows": 1, "letters": 0}]
     harbour.produce(clicks.topic, [(b"c2", b"not JSON")])
     clicks.say(("c3", 1))
     clicks.time += 5_000
     clicks.say(("c4", 1))
-    derived.round()
-    assert derived.round()
+    derived.recompute()
+    assert derived.recompute()
     assert harbour.contents("counts") == [{"rows": 3, "letters": 1}]
 
 
@@ -318,14 +318,14 @@ def test_an_input_that_gets_a_column_is_read_with_it_and_the_derived_table_gets_
     clock = harbour.stores.clock
     failed: list[Any] = []
     thread = threading.Thread(
-        target=keep_thread,
+        target=run_unit_thread,
         args=("shard:counts", lambda: copy.run(stopping)),
         kwargs={"tracker": tracker, "clock": clock, "ending": stopping},
     )
     thread.start()
     try:
         until(lambda: harbour.upper("counts") == harbour.upper("clicks"))
-        harbour.portal.call(harbour.shard("clicks").evolve(Changes((Column("note", "string", "old"),))))
+        harbour.portal.call(harbour.shard("clicks").evolve(SchemaChanges((Column("note", "string", "old"),))))
         writer, upper = harbour.shard("clicks"), harbour.upper("clicks")
         row = {"click_id": "c", "product_id": 3, "note": "new", TIME: upper, DIFF: 1}
         rows = pa.Table.from_pylist([row])

@@ -96,12 +96,12 @@ def test_every_value_of_every_type_passes_and_groups(spark: Any, harbour: Any, t
     append(0, rows(range(9)), 1)
     for one in derived.values():
         one.open()
-        assert one.round()
+        assert one.recompute()
     append(1, rows(range(3)), -1)
     append(2, rows(range(20, 21)), 1)
     expected = pa.concat_tables([rows(range(3, 9)), rows(range(20, 21))])
     for name, one in derived.items():
-        assert one.round()
+        assert one.recompute()
         assert (one.groups is None) == (name == "same")
         assert one.writer is not None
         found = call(one.writer.shard.snapshot(2))

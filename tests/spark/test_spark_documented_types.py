@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_spark_sink import dead_letters, writer
 
-from tidemill.base.status.histogram import Stages
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import block_decoder as objects_module
@@ -28,7 +28,7 @@ from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
-from tidemill.topics.batch.columns import of_fields
+from tidemill.topics.batch.columns import columns_from_fields
 
 DEAD = "a dead letter"
 DECIMALS = ((38, 0), (38, 18), (38, 37), (38, 38), (19, 2), (18, 18), (6, 2), (1, 0))
@@ -44,9 +44,9 @@ def read(kind: str, value: str, few: int, around: str = "null", *, times: int = 
     """What a field of this type becomes, written as JSON `value`, among records that say `around`."""
     neighbours = [b'{"k":"n","v":%s}' % around.encode()] * times
     found = [*neighbours, b'{"k":"it","v":%s}' % value.encode("utf-8", "surrogatepass"), *neighbours]
-    columns = of_fields([b"key"] * len(found), found)
+    columns = columns_from_fields([b"key"] * len(found), found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objects_module, "FEW", few)
+        patch.setattr(objects_module, "MIN_BLOCK_VALUES", few)
         commands, dead = decoder_of(kind).decode(Records("t", 0, columns.offsets + 1, columns))
     letters = [row for row in dead.to_pylist() if row["offset"] == times]
     rows = [row["v"] for row in commands.rows.to_pylist() if row["_order"] == times]
@@ -195,7 +195,7 @@ def test_texts_that_look_like_exponents_are_read_by_columns(monkeypatch: pytest.
     decoder = StreamDecoder(ShardSchema((Column("k", "string"), Column("v", "decimal(12,2)")), ("k",)))
     monkeypatch.setattr(decoder, "_value", None)
     ids = [f"9b3c0a2e-41{n:02}-4c5e-92de-1234567890ab \\\\u0026 a3e-77" for n in range(100)]
-    columns = of_fields([b"k"] * 100, [b'{"k":"%s","v":1.50}' % one.encode() for one in ids])
+    columns = columns_from_fields([b"k"] * 100, [b'{"k":"%s","v":1.50}' % one.encode() for one in ids])
     commands, dead = decoder.decode(Records("t", 0, columns.offsets + 1, columns))
     assert commands.rows.num_rows == 100 and dead.num_rows == 0
 
@@ -277,7 +277,7 @@ def test_an_engine_reads_the_same_json_and_decimals_from_the_record_itself() -> 
         '{"k":"c","j":null,"d":12.5}',
     ] * 50
     schema = ShardSchema(ddl.parse_ddl("k string, j json, d decimal(38,18)"), ("k",))
-    columns = of_fields([None] * len(records), [r.encode() for r in records])
+    columns = columns_from_fields([None] * len(records), [r.encode() for r in records])
     commands, dead = StreamDecoder(schema).decode(Records("t", 0, columns.offsets + 1, columns))
     ours = commands.rows.sort_by("_order").select(["k", "j", "d"])
     assert dead.num_rows == 0
@@ -300,7 +300,9 @@ def test_drivers_that_read_record_by_record_and_all_at_once_keep_one_table(harbo
 
     def sink(name: str) -> FeedSink:
         table = writer(harbour, name, schema, tmp_path, feed)
-        return FeedSink(harbour.portal, s, "topic/wide", remap, [table], Stages(), dead_letters=dead, idle_move_s=0.0)
+        return FeedSink(
+            harbour.portal, s, "topic/wide", remap, [table], StageHistograms(), dead_letters=dead, idle_move_s=0.0
+        )
 
     numbers = ("4e20", "1.5", "99999999999999999999.999999999999999999", "1e-2000000000", "-4e20", "1e20", "1e-18")
     said = [(f"good{at}", str(at), "0.5", f'{{"at": [{at}]}}') for at in range(80)]

@@ -75,9 +75,9 @@ def test_a_wrong_configuration_is_one_sentence_and_exit_2(
 
 
 def test_a_scratch_directory_in_use_is_refused(harbour: Any, tmp_path: Path) -> None:
-    from tidemill.spark.ingest.pipeline_context import own_directory
+    from tidemill.spark.ingest.pipeline_context import lock_scratch_directory
 
-    with own_directory(tmp_path / "scratch"):
+    with lock_scratch_directory(tmp_path / "scratch"):
         done = subprocess.run(
             command(harbour, tmp_path), capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )

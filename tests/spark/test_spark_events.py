@@ -16,21 +16,21 @@ from hypothesis import strategies as st
 from running import pipeline, until
 
 from tidemill.base.clock import Rand
-from tidemill.base.pgtypes.avro import key_of, layout_of
-from tidemill.base.pgtypes.debezium import form_of
+from tidemill.base.pgtypes.avro import key_layout, row_layout
+from tidemill.base.pgtypes.debezium import value_form
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Column as Described
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig, Envelope
 from tidemill.capture.encode.debezium_avro import AvroEncoder
-from tidemill.capture.encode.debezium_json import OPS, SNAPSHOT_OP, EventEncoder, Source
+from tidemill.capture.encode.debezium_json import OPS, SNAPSHOT_OP, EventEncoder, EventSource
 from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.session.capture import Capture
 from tidemill.cli.verify.table import verify_captured
-from tidemill.registry.registrar import Registrar
+from tidemill.registry.registrar import LocalSchemaRegistrar
 from tidemill.registry.registry import Registry
 from tidemill.shards.api import ShardSchema
-from tidemill.shards.executor import inline_cpu
+from tidemill.shards.executor import run_inline
 from tidemill.shards.parts.pg_columns import column_for
 from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import avro as avro_module
@@ -68,12 +68,12 @@ RELATION = Relation(
           for n, (oid, mod, kind, _, _) in TYPES.items()),
 )  # fmt: skip
 SCHEMA = ShardSchema(tuple(column_for(n, kind) for n, (_, _, kind, _, _) in TYPES.items()), ("id", "day"))
-FORMS = {name: form_of(oid, mod) for name, (oid, mod, *_) in TYPES.items()}
-ROWS, EVENTS = RowEncoder(RELATION), EventEncoder(RELATION, Source("shop", "db"))
-AVRO = AvroEncoder(RELATION, Source("shop", "db", ((5, 70_000),)))
+FORMS = {name: value_form(oid, mod) for name, (oid, mod, *_) in TYPES.items()}
+ROWS, EVENTS = RowEncoder(RELATION), EventEncoder(RELATION, EventSource("shop", "db"))
+AVRO = AvroEncoder(RELATION, EventSource("shop", "db", ((5, 70_000),)))
 WRITTEN: dict[str, tuple[EventEncoder | AvroEncoder, Sequence[AvroVersion]]] = {
     "json": (EVENTS, ()),
-    "avro": (AVRO, (AvroVersion(5, 70_000, key_of(RELATION.columns), layout_of(RELATION.columns)),)),
+    "avro": (AVRO, (AvroVersion(5, 70_000, key_layout(RELATION.columns), row_layout(RELATION.columns)),)),
 }
 
 
@@ -117,23 +117,27 @@ def test_a_topic_of_events_gives_the_commands_of_a_topic_of_rows(
     rows: list[Record] = []
     events: list[Record] = []
     places: list[int] = []
-    tail = encoder.tail(50, 7, 1_000)
+    tail = encoder.encode_tail(50, 7, 1_000)
     plain, truncate = (("tm.pos", b"1_0"), ("tm.op", b"x"), ("tm.xid", b"7")), ("tm.op", b"truncate")
     for place in range(count):
         old, new = row_of(rand, odd), row_of(rand, odd)
         op = rand.choices(["insert", "update", "delete", "truncate", "copy"], [4, 4, 3, 0.1, 1])[0]
         if op == "truncate":
             rows.append(Record(None, None, (truncate,), 1_000))
-            events.append(Record(None, encoder.head(None, None) + tail.of(place, OPS[op]), (truncate,), 1_000))
+            events.append(
+                Record(None, encoder.encode_head(None, None) + tail.encode(place, OPS[op]), (truncate,), 1_000)
+            )
         elif op == "delete":
             rows.append(Record(ROWS.key(old), None, plain, 1_000))
-            events.append(Record(encoder.key(old), encoder.head(old, None) + tail.of(place, OPS[op]), plain, 1_000))
+            events.append(
+                Record(encoder.key(old), encoder.encode_head(old, None) + tail.encode(place, OPS[op]), plain, 1_000)
+            )
             places.append(place)
             events.append(Record(encoder.key(old), None, plain, 1_000))
         else:
             rows.append(Record(ROWS.key(new), ROWS.value(new), plain, 1_000))
-            head = encoder.head(old if op == "update" else None, new)
-            events.append(Record(encoder.key(new), head + tail.of(place, OPS.get(op, SNAPSHOT_OP)), plain, 1_000))
+            head = encoder.encode_head(old if op == "update" else None, new)
+            events.append(Record(encoder.key(new), head + tail.encode(place, OPS.get(op, SNAPSHOT_OP)), plain, 1_000))
         places.append(place)
     expected = told(decoded(CapturedDecoder(SCHEMA, "public.t"), rows), list(range(count)))
     assert told(decoded(CapturedDecoder(SCHEMA, "public.t", forms=FORMS, avro=avro), events), places) == expected
@@ -142,25 +146,25 @@ def test_a_topic_of_events_gives_the_commands_of_a_topic_of_rows(
 @pytest.mark.parametrize("written", ["json", "avro"])
 def test_usual_events_are_read_by_blocks(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, avro = WRITTEN[written]
-    rand, tail, records = random.Random(1), encoder.tail(50, 7, 1_000), list[Record]()
+    rand, tail, records = random.Random(1), encoder.encode_tail(50, 7, 1_000), list[Record]()
     for place in range(300):
         old, new = row_of(rand, 0), row_of(rand, 0)
-        records.append(Record(encoder.key(new), encoder.head(old, new) + tail.of(place, b"u"), (), 1_000))
-        records.append(Record(encoder.key(old), encoder.head(old, None) + tail.of(place, b"d"), (), 1_000))
+        records.append(Record(encoder.key(new), encoder.encode_head(old, new) + tail.encode(place, b"u"), (), 1_000))
+        records.append(Record(encoder.key(old), encoder.encode_head(old, None) + tail.encode(place, b"d"), (), 1_000))
         records.append(Record(encoder.key(old), None, (), 1_000))
     decoder = CapturedDecoder(SCHEMA, forms=FORMS, avro=avro)
 
     def one_by_one(*_: object) -> None:
         raise AssertionError("an event was read by itself")
 
-    monkeypatch.setattr(decoder, "_row_of", one_by_one)
+    monkeypatch.setattr(decoder, "_extract_row", one_by_one)
     assert decoded(decoder, records).commands.rows.num_rows == 600
-    assert objects_module.FEW < 300
+    assert objects_module.MIN_BLOCK_VALUES < 300
 
 
 @pytest.mark.parametrize("value", [b"{}", b"[]", b"\xff", b'{"after":{},"op":"c"}', b'{"before":null,"op":"c"}'])
 def test_what_is_no_event_is_a_dead_letter_or_stops_the_table(value: bytes) -> None:
-    good = EVENTS.head(None, row_of(random.Random(1), 0)) + EVENTS.tail(1, 1, 1).of(0, b"c")
+    good = EVENTS.encode_head(None, row_of(random.Random(1), 0)) + EVENTS.encode_tail(1, 1, 1).encode(0, b"c")
     found = decoded(
         CapturedDecoder(SCHEMA, forms=FORMS), [Record(b"{}", good), Record(b"{}", value), Record(b"{}", good)]
     )
@@ -170,10 +174,13 @@ def test_what_is_no_event_is_a_dead_letter_or_stops_the_table(value: bytes) -> N
 @settings(max_examples=25)
 @given(st.integers(0, 1 << 32), st.sampled_from([3, 100]))
 def test_avro_that_is_damaged_in_any_way_is_read_alike_by_blocks_and_one_by_one(seed: int, count: int) -> None:
-    rand, tail, records = random.Random(seed), AVRO.tail(50, 7, 1_000), list[Record]()
+    rand, tail, records = random.Random(seed), AVRO.encode_tail(50, 7, 1_000), list[Record]()
     _, avro = WRITTEN["avro"]
     for place in range(count):
-        key, value = AVRO.key(row_of(rand, 0)), AVRO.head(row_of(rand, 0), row_of(rand, 0.1)) + tail.of(place, b"u")
+        key, value = (
+            AVRO.key(row_of(rand, 0)),
+            AVRO.encode_head(row_of(rand, 0), row_of(rand, 0.1)) + tail.encode(place, b"u"),
+        )
         if rand.random() < 0.3:
             at = rand.randrange(5, len(value))
             value = value[:at] + bytes([rand.randrange(256)]) * rand.choice([1, 20]) + value[at + 1 :]
@@ -183,15 +190,15 @@ def test_avro_that_is_damaged_in_any_way_is_read_alike_by_blocks_and_one_by_one(
     found = []
     for few in (1, 1 << 30):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(avro_module, "FEW", few)
+            patch.setattr(avro_module, "MIN_BLOCK_VALUES", few)
             found.append(told(decoded(CapturedDecoder(SCHEMA, forms=FORMS, avro=avro), records), list(range(count))))
     assert found[0] == found[1]
 
 
 def test_avro_of_another_schema_stops_the_table_and_a_letter_names_its_key_as_json() -> None:
     _, avro = WRITTEN["avro"]
-    rand, tail = random.Random(1), AVRO.tail(50, 7, 1_000)
-    good, bad = (AVRO.head(None, row_of(rand, 0)) + tail.of(0, b"c") for _ in range(2))
+    rand, tail = random.Random(1), AVRO.encode_tail(50, 7, 1_000)
+    good, bad = (AVRO.encode_head(None, row_of(rand, 0)) + tail.encode(0, b"c") for _ in range(2))
     key = AVRO.key({"id": "1", "day": "2026-11-23"})
     found = decoded(
         CapturedDecoder(SCHEMA, forms=FORMS, avro=avro), [Record(key, good), Record(key, bad[:40]), Record(key, good)]
@@ -199,7 +206,7 @@ def test_avro_of_another_schema_stops_the_table_and_a_letter_names_its_key_as_js
     assert [letter["key"] for letter in found.dead.to_pylist()] == ['{"id":1,"day":20780}']
     other = good[:4] + b"\x71" + good[5:]
     found = decoded(CapturedDecoder(SCHEMA, "t", forms=FORMS, avro=avro), [Record(key, good), Record(key, other)])
-    assert found.stop is not None and found.stop.offset == 1 and "it has schema 0000011171" in found.stop.reason
+    assert found.stop is not None and found.stop.offset == 1 and "its schema is 0000011171" in found.stop.reason
 
 
 COLUMNS = (
@@ -222,7 +229,7 @@ def test_a_pipeline_over_a_captures_topic_of_events_holds_what_verify_finds_in_p
     """Rows copied, and streamed by columns and one by one, keys that moved, a truncate, a column that came later; from
     one capture in JSON, from another one in Avro."""
     s, call = harbour.stores, harbour.portal.call
-    registrar = Registrar(Registry(s.metastore, s.clock, s.rand, inline_cpu))
+    registrar = LocalSchemaRegistrar(Registry(s.metastore, s.clock, s.rand, run_inline))
     tables = {"shop": "things", "avro": "others"}
     remaps = {name: call(open_remap(s.consensus, s.clock, s.rand, f"capture/{name}")) for name in tables}
     sql = psycopg.connect(postgres_dsn, autocommit=True)

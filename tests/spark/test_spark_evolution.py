@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running import error_of, pipeline, until
 
-from tidemill.shards.read.read_handle import ShardReads
+from tidemill.shards.read.read_handle import ShardReadHandle
 
 CLICKS = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="id", schema="{}"))\n'
 OLD = CLICKS.format("id int, n int")
@@ -28,7 +28,7 @@ def test_a_table_that_gained_a_column_and_wider_types_goes_on_with_the_mirror_it
         raise AssertionError("the mirror was made from contents, not taken over")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ShardReads, "snapshot", never)
+        patched.setattr(ShardReadHandle, "snapshot", never)
         with pipeline(harbour, tmp_path / "1", NEW):
             big = [{"id": 1, "n": 1 << 40, "note": "x"}, {"id": 2, "n": 2}, {"id": 3, "n": 3, "note": "y"}]
             harbour.produce(topic, [(b"", row) for row in big])

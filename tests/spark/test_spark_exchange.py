@@ -18,11 +18,11 @@ from test_spark_sink import clicks_sink, shop_sink
 from upsert_world import SCHEMA
 
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
-from tidemill.spark.decode.offset_slices import Descriptor, Slice
+from tidemill.spark.decode.offset_slices import Slice, SliceDescriptor
 from tidemill.spark.ingest import distributed_step, shuffle
-from tidemill.spark.ingest.step_planner import Step, pieces
+from tidemill.spark.ingest.step_planner import Step, split_descriptors
 from tidemill.spark.upsert import range_mirror
-from tidemill.spark.upsert.range_mirror import HashRange, RangeMirrors, cut
+from tidemill.spark.upsert.range_mirror import HashRange, RangeMirrorCache, cut_by_hash
 from tidemill.topics.api import BatchRef
 
 
@@ -63,18 +63,18 @@ def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> RangeMirrors:
+def kept(monkeypatch: pytest.MonkeyPatch) -> RangeMirrorCache:
     """Executors on another machine: no mirror of the driver's is found there."""
-    monkeypatch.setattr(distributed_step, "saved_under", lambda _: "of the driver")
-    monkeypatch.setattr(range_mirror, "KEPT", RangeMirrors())
+    monkeypatch.setattr(distributed_step, "mirror_identity", lambda _: "of the driver")
+    monkeypatch.setattr(range_mirror, "PROCESS_CACHE", RangeMirrorCache())
     monkeypatch.setattr(shuffle.os, "access", lambda *_: False)
-    return range_mirror.KEPT
+    return range_mirror.PROCESS_CACHE
 
 
 def by_tasks(harbour: Any, scratch: Path, over: int = 0) -> Any:
     """A sink whose steps all go by tasks; `over` of them may be done over inline."""
     found = clicks_sink(harbour, scratch, inline_rows=0)
-    found.use(Here())
+    found.use_spark(Here())
     run = found._by_tasks.run
     inline: list[str] = []
 
@@ -145,7 +145,7 @@ def test_tasks_and_inline_steps_take_turns_on_one_shard(harbour: Any, tmp_path: 
 
 
 def test_an_executor_elsewhere_makes_its_ranges_once_and_follows_the_shard(
-    harbour: Any, tmp_path: Path, kept: RangeMirrors
+    harbour: Any, tmp_path: Path, kept: RangeMirrorCache
 ) -> None:
     clicks = Clicks(harbour)
     tasks, inline = by_tasks(harbour, tmp_path / "1"), clicks_sink(harbour, tmp_path / "2")
@@ -160,22 +160,22 @@ def test_an_executor_elsewhere_makes_its_ranges_once_and_follows_the_shard(
 
 
 def test_what_an_executor_keeps_is_bounded(harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed_step, "saved_under", lambda _: "of the driver")
-    monkeypatch.setattr(range_mirror, "KEPT", RangeMirrors(most_bytes=1))
+    monkeypatch.setattr(distributed_step, "mirror_identity", lambda _: "of the driver")
+    monkeypatch.setattr(range_mirror, "PROCESS_CACHE", RangeMirrorCache(most_bytes=1))
     clicks = Clicks(harbour)
     tasks = by_tasks(harbour, tmp_path / "1")
     for _ in range(4):
         clicks.more()
         tasks.process(tasks.latest())
     clicks.check()
-    assert len(range_mirror.KEPT._kept) == 1
+    assert len(range_mirror.PROCESS_CACHE._kept) == 1
 
 
 def test_truncations_and_stops_are_done_over_inline(harbour: Any, tmp_path: Path) -> None:
     topic = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "text", -1)]})["public.t"]
     sink = shop_sink(harbour, tmp_path / "s", ["t"])
     sink._inline_rows = 0
-    sink.use(Here())
+    sink.use_spark(Here())
 
     def commit(time: int, *rows: tuple[Any, Any]) -> list[int]:
         harbour.produce(topic, rows)
@@ -190,7 +190,7 @@ def test_truncations_and_stops_are_done_over_inline(harbour: Any, tmp_path: Path
     harbour.produce(topic, [({"id": 5}, {"id": 5, "v": "d"})])
     harbour.mint("capture/shop", 4, topic)
     assert commit(5, ({"id": 6}, {"id": 6, "v": "e", "new": 1})) == [3, 4, 5]
-    assert "other columns" in str(sink.seats.failed["t"])
+    assert "columns differ" in str(sink.seats.failed["t"])
 
 
 def test_a_job_that_fails_is_done_over_inline(harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,14 +210,14 @@ def test_every_batch_is_in_one_piece(sizes: list[list[int]], most: int) -> None:
     for partition, found in enumerate(sizes):
         refs = tuple(BatchRef("o", 0, size, n, 1, 0) for n, size in enumerate(found))
         piece = Slice("t", "id", partition, 0, len(refs), (len(refs),), (1,), 1)
-        descriptors.append(Descriptor(piece, refs))
-    out = list(pieces(descriptors, most))
+        descriptors.append(SliceDescriptor(piece, refs))
+    out = list(split_descriptors(descriptors, most))
     for descriptor in descriptors:
         mine = [p for p in out if p.slice.partition == descriptor.slice.partition]
         assert tuple(ref for p in mine for ref in p.refs) == descriptor.refs
         assert [p.slice.begins_ms for p in mine] == [1] + [-1] * (len(mine) - 1)
         assert all(len(p.refs) <= 1 or sum(r.size_bytes for r in p.refs) <= most for p in mine)
-    shares = list(distributed_step._packed(Step(0, 1, descriptors=tuple(descriptors)), most))
+    shares = list(distributed_step._pack_pieces(Step(0, 1, descriptors=tuple(descriptors)), most))
     assert [d for share in shares for d in share] == out
     total = sum(size for found in sizes for size in found)
     assert len(shares) <= 1 + 2 * total // most, "two that follow each other are more than one share may be"
@@ -227,10 +227,10 @@ def test_every_batch_is_in_one_piece(sizes: list[list[int]], most: int) -> None:
 @given(keys=st.lists(st.integers(0, 1000), max_size=60), count=st.integers(1, 9))
 def test_rows_are_cut_by_hash_range_in_order(keys: list[int], count: int) -> None:
     rows = pa.table({"k": pa.array(keys, pa.int64()), "v": pa.array(range(len(keys)), pa.int64())})
-    found = cut(rows, SCHEMA.key, count)
+    found = cut_by_hash(rows, SCHEMA.key, count)
     assert len(found) == count
     hashes = hash_rows(rows, SCHEMA.key)
     for number, mine in enumerate(found):
         assert mine.equals(rows.filter(pa.array(bucket_of(hashes, count) == number)).combine_chunks()) or not len(mine)
-        assert HashRange(number, count).holds(hashes).to_pylist().count(True) == len(mine)
+        assert HashRange(number, count).mask(hashes).to_pylist().count(True) == len(mine)
     assert sum(len(mine) for mine in found) == len(keys)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError
 from tidemill.objects.memory import MemoryObjects
-from tidemill.spark.decode.offset_slices import Descriptor, Slice
-from tidemill.spark.ingest.fetch_decode import fetch
+from tidemill.spark.decode.offset_slices import Slice, SliceDescriptor
+from tidemill.spark.ingest.fetch_decode import fetch_batches
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
 
@@ -24,11 +24,11 @@ class Counting(MemoryObjects):
         return await super().get_ranges(key, ranges)
 
 
-def descriptor(topic: str, refs: Sequence[BatchRef]) -> Descriptor:
-    return Descriptor(Slice(topic, topic, 0, 0, len(refs), (len(refs),), (1,)), tuple(refs))
+def descriptor(topic: str, refs: Sequence[BatchRef]) -> SliceDescriptor:
+    return SliceDescriptor(Slice(topic, topic, 0, 0, len(refs), (len(refs),), (1,)), tuple(refs))
 
 
-async def stored(objects: Counting, tables: int, keys: Sequence[str]) -> list[list[Descriptor]]:
+async def stored(objects: Counting, tables: int, keys: Sequence[str]) -> list[list[SliceDescriptor]]:
     """Of each table one batch in each object."""
     batches = [encode_batch([Record(b"k", b"%d" % table, (), 1, 0)], base_offset=0) for table in range(tables)]
     starts = [sum(map(len, batches[:table])) for table in range(tables)]
@@ -47,7 +47,7 @@ async def stored(objects: Counting, tables: int, keys: Sequence[str]) -> list[li
 def test_an_object_that_many_tables_share_is_read_once() -> None:
     async def scenario() -> None:
         objects, keys = Counting(), [f"l0/{n}" for n in range(5)]
-        found = await fetch(objects, await stored(objects, 7, keys))
+        found = await fetch_batches(objects, await stored(objects, 7, keys))
         assert sorted(objects.reads) == keys
         for table, descriptors in enumerate(found):
             assert isinstance(descriptors, list)
@@ -61,7 +61,7 @@ def test_a_table_whose_object_is_gone_fails_alone() -> None:
         objects = Counting()
         tables = [*await stored(objects, 1, ["l0/a"]), *await stored(objects, 1, ["l0/b"])]
         await objects.delete("l0/b")
-        kept, lost = await fetch(objects, tables)
+        kept, lost = await fetch_batches(objects, tables)
         assert isinstance(kept, list)
         assert isinstance(lost, CorruptError)
 

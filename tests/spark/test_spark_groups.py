@@ -158,7 +158,7 @@ def test_by_group_equals_the_whole_at_every_time(
             both[0] = derived(harbour, tmp_path / f"again{time}")
             both[0].open()
         for one in both if rng.random() < 0.5 else both[::-1]:
-            one.round()
+            one.recompute()
             by_group += one.groups is not None
         want[time - 1] = shop.expected()
         assert held(harbour) == want[time - 1]
@@ -179,11 +179,11 @@ def test_only_the_rows_of_changed_groups_are_given(harbour: Any, tmp_path: Path)
     shop.names.change({(1,): (1, "one")}, 10)
     one = derived(harbour, tmp_path, counted)
     one.open()
-    one.round()
+    one.recompute()
     shop.clicks.change({("c7",): ("c7", 8), ("c9",): None}, 20)
     for table in (shop.lines, shop.names):
         table.change({}, 20)
-    one.round()
+    one.recompute()
     assert (given[1:], one.groups) == ([[1000, 500, 1], [29, 15, 1]], 3)
     assert held(harbour) == shop.expected()
 
@@ -206,7 +206,7 @@ def test_an_input_by_group_is_read_a_range_of_keys_at_a_time(
             table.change({}, upper)
         if upper == 30:
             monkeypatch.setattr(one._inputs[0], "_follow", lost)
-        one.round()
+        one.recompute()
         assert held(harbour) == shop.expected()
     assert len(inserted) >= 2 * 15 and max(inserted) < 300
 
@@ -228,12 +228,12 @@ def test_a_function_that_leaves_its_groups_is_refused(harbour: Any, tmp_path: Pa
     for table in (shop.lines, shop.names):
         table.change({}, 10)
     one.open()
-    one.round()
+    one.recompute()
     shop.clicks.change({("c2",): ("c2", 7)}, 20)
     for table in (shop.lines, shop.names):
         table.change({}, 20)
     with pytest.raises(InvalidError, match="groups that it was given no rows of"):
-        one.round()
+        one.recompute()
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_round_says_why_it_computed_everything(harbour: Any, tmp_path: Path) -
         for table in (shop.clicks, shop.lines, shop.names):
             if table.upper < time:
                 table.change({}, time)
-        one.round()
+        one.recompute()
         told.append(one.whole_because)
 
     shop.clicks.change({("c1",): ("c1", 1)}, 10)
@@ -273,7 +273,7 @@ def test_a_round_says_why_it_computed_everything(harbour: Any, tmp_path: Path) -
     plain.open()
     for table in (shop.lines, shop.names):
         table.change({}, 40)
-    plain.round()
+    plain.recompute()
     round_at(50)  # the other was first; its rows are there
     assert told[:3] == ["it is the first round since the table was opened", "", "names, which is given whole, changed"]
     assert plain.whole_because == "no by=… says which columns group it"
@@ -294,8 +294,8 @@ def test_a_column_of_json_groups_a_table_whose_column_is_a_string(harbour: Any, 
     one = Derivation(harbour.portal, harbour.stores, spark, p.derived_tables["sums"], tmp_path / "mirrors" / "sums")
     table.change({(1,): (1, "{}"), (2,): (2, "{}"), (3,): (3, "null")}, 10)
     one.open()
-    one.round()
+    one.recompute()
     table.change({(2,): (2, "null")}, 20)
-    one.round()
+    one.recompute()
     assert one.groups == 2
     assert harbour.contents("sums") == [{"doc": "null", "n": 2}, {"doc": "{}", "n": 1}]

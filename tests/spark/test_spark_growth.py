@@ -10,9 +10,9 @@ from test_spark_streaming import running, until
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import StatusTracker
-from tidemill.node.topic_binder import Binder
+from tidemill.node.topic_binder import TopicBinder
 from tidemill.shards.registry import open_remap
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 pytestmark = pytest.mark.spark
 
@@ -30,10 +30,10 @@ def test_the_records_of_partitions_added_while_a_pipeline_runs_reach_its_table(
     stores = harbour.stores
     topic = harbour.create_topic("clicks", 2)
 
-    async def bind() -> Binder:
-        binder = Binder(
+    async def bind() -> TopicBinder:
+        binder = TopicBinder(
             harbour.topics,
-            lambda: PartitionReaderImpl(stores.consensus, stores.objects),
+            lambda: LogPartitionReader(stores.consensus, stores.objects),
             lambda name: open_remap(stores.consensus, SystemClock(), Rand(), name),
             SystemClock(),
             StatusTracker(),

@@ -17,10 +17,10 @@ from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts import parts
 from tidemill.shards.read import read_handle
 from tidemill.shards.registry import open_shard
-from tidemill.spark.ingest.fetch_decode import saved_under
+from tidemill.spark.ingest.fetch_decode import mirror_identity
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.upsert import hydrate, mirror
-from tidemill.spark.upsert.hydrate import mirror_of
+from tidemill.spark.upsert.hydrate import build_mirror
 from tidemill.spark.upsert.mirror import Mirror
 
 Update = tuple[int, int, int, int]
@@ -81,7 +81,7 @@ def test_a_mirror_of_parts_has_the_contents_at_any_time(
         patch.setattr(parts, "ROW_GROUP_ROWS", group_rows)
         patch.setattr(hydrate, "ADOPT_BYTES", 0 if large else 1 << 30)
         cut = [Batch(b.lower, b.upper, b.parts) for b in batches if b.lower < upper]
-        found = mirror_of(SCHEMA, cut, upper, lambda part: part.inline, tmp_path_factory.mktemp("m"))
+        found = build_mirror(SCHEMA, cut, upper, lambda part: part.inline, tmp_path_factory.mktemp("m"))
     assert live(found) == at[upper - 1]
     assert (found.upper, found.count_live()) == (upper, len(at[upper - 1]))
     found.apply(delta([(99, 1, upper, 1)]), upper, upper + 1)
@@ -92,16 +92,16 @@ def test_what_is_settled_is_taken_a_row_group_at_a_time(tmp_path: Path, monkeypa
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 1_000)
     monkeypatch.setattr(hydrate, "ADOPT_BYTES", 0)
     taken = []
-    fold = Mirror._fold
+    fold = Mirror._fold_delta
 
     def noted(self: Mirror, updates: pa.Table) -> Any:
         taken.append(updates.num_rows)
         return fold(self, updates)
 
-    monkeypatch.setattr(Mirror, "_fold", noted)
+    monkeypatch.setattr(Mirror, "_fold_delta", noted)
     monkeypatch.setattr(mirror, "group_by_key", lambda *_: pytest.fail("what is sorted is not sorted again"))
     settled = part_of([(key, 1, 3, 1) for key in range(20_000)])
-    found = mirror_of(SCHEMA, [Batch(0, 4, (settled,))], 4, lambda part: part.inline, tmp_path)
+    found = build_mirror(SCHEMA, [Batch(0, 4, (settled,))], 4, lambda part: part.inline, tmp_path)
     assert sum(taken) == 20_000 and max(taken) <= 1_000
     assert [run.path is not None for run in found.runs] == [True]
     assert live(found) == dict.fromkeys(range(20_000), 1)
@@ -116,7 +116,7 @@ def test_two_live_rows_of_a_key_are_found_whichever_batches_they_are_in(
     together = [Batch(0, 1, (part_of([(1, 10, 0, 1)]), part_of([(1, 11, 0, 1)])))]
     for batches in (apart, together):
         with pytest.raises(CorruptError, match="two live rows"):
-            mirror_of(SCHEMA, batches, batches[-1].upper, lambda part: part.inline, tmp_path)
+            build_mirror(SCHEMA, batches, batches[-1].upper, lambda part: part.inline, tmp_path)
 
 
 def test_a_large_table_is_read_under_a_hold_that_ends_with_it(
@@ -228,7 +228,7 @@ def test_a_saved_mirror_is_not_trusted_under_another_life_of_consensus(harbour: 
     part = harbour.portal.call(shard.write_part(delta([(1, 10, 0, 1)])))
     harbour.portal.call(shard.compare_and_append(0, 1, [part], ""))
     gone = Mirror.hydrate(SCHEMA, pa.table({"k": [2], "v": [20]}), 1, directory=tmp_path / "mirror")
-    gone.save(shard.shard_id, saved_under(s.life))
+    gone.save(shard.shard_id, mirror_identity(s.consensus_life))
 
     def hydrated() -> dict[int, int]:
         table = TableWriter(harbour.portal, s, harbour.shard("t"), tmp_path / "mirror")

@@ -17,16 +17,16 @@ from test_spark_sink import dead_letters, writer
 from test_spark_write import write
 
 from tidemill.base.errors import InvalidError
-from tidemill.base.status.histogram import Stages
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.api import Column
-from tidemill.shards.parts.key_hash import normal_keys, spelled_otherwise
+from tidemill.shards.parts.key_hash import has_unnormalized_keys, normalize_keys
 from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.types import spark_schema
-from tidemill.spark.write.schema_match import Frame
+from tidemill.spark.write.schema_match import WriteFrame
 
 OTHER_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0001))[0]
 ONE_NAN = 0x7FF8_0000_0000_0000
@@ -43,7 +43,14 @@ def ratios_sink(harbour: Any, scratch: Path, ddl: str, key: str) -> FeedSink:
     remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/ratios"))
     table = writer(harbour, "ratios", schema, scratch, feed)
     return FeedSink(
-        harbour.portal, s, "topic/ratios", remap, [table], Stages(), dead_letters=dead_letters(harbour), idle_move_s=0.0
+        harbour.portal,
+        s,
+        "topic/ratios",
+        remap,
+        [table],
+        StageHistograms(),
+        dead_letters=dead_letters(harbour),
+        idle_move_s=0.0,
     )
 
 
@@ -52,7 +59,7 @@ def ratios_sink(harbour: Any, scratch: Path, ddl: str, key: str) -> FeedSink:
 def test_zero_of_either_sign_is_one_key_of_a_topic(
     harbour: Any, tmp_path: Path, few: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects_module, "FEW", few)
+    monkeypatch.setattr(objects_module, "MIN_BLOCK_VALUES", few)
     topic = harbour.create_topic("ratios")
     sink = ratios_sink(harbour, tmp_path, f"r {kind}, v double", "r")
     for at, zero in enumerate(ZEROS):
@@ -89,7 +96,7 @@ def test_a_table_with_a_key_that_no_record_spells_any_more_is_refused(
     topic = harbour.create_topic("ratios")
     sink = ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
     with monkeypatch.context() as earlier:
-        earlier.setattr("tidemill.spark.decode.command_table.normal_keys", lambda rows, key: rows)
+        earlier.setattr("tidemill.spark.decode.command_table.normalize_keys", lambda rows, key: rows)
         harbour.produce(topic, [(b"", b'{"r":-0.0,"v":1}'), (b"", b'{"r":2,"v":1}')])
         harbour.mint("topic/ratios", 1_000, topic)
         sink.process(sink.latest())
@@ -104,7 +111,7 @@ def test_a_table_whose_key_of_before_is_deleted_is_opened(
     topic = harbour.create_topic("ratios")
     sink = ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
     with monkeypatch.context() as earlier:
-        earlier.setattr("tidemill.spark.decode.command_table.normal_keys", lambda rows, key: rows)
+        earlier.setattr("tidemill.spark.decode.command_table.normalize_keys", lambda rows, key: rows)
         for at, value in enumerate((b'{"r":-0.0,"v":1}', None)):
             harbour.produce(topic, [(b"-0.0", value), (b"", b'{"r":2,"v":1}')])
             harbour.mint("topic/ratios", 1_000 + at, topic)
@@ -117,8 +124,8 @@ def test_a_table_whose_key_of_before_is_deleted_is_opened(
 @pytest.mark.parametrize("old", [-0.0, OTHER_NAN])
 def test_keys_of_another_spelling_are_told_apart(old: float) -> None:
     rows = pa.table({"r": pa.array([1.5, old, None]), "k": ["a", "b", "c"]})
-    assert spelled_otherwise(rows, ("k", "r")) and not spelled_otherwise(rows, ("k",))
-    assert not spelled_otherwise(normal_keys(rows, ("r",)), ("r",))
+    assert has_unnormalized_keys(rows, ("k", "r")) and not has_unnormalized_keys(rows, ("k",))
+    assert not has_unnormalized_keys(normalize_keys(rows, ("r",)), ("r",))
 
 
 class Rows(Table):
@@ -134,7 +141,7 @@ def result(*rows: tuple[float, int]) -> Any:
 
 def test_a_derived_table_and_a_dataframe_have_one_row_of_a_key(harbour: Any, tmp_path: Path) -> None:
     """Spark and DuckDB group both zeros, and NaNs of any bits, into one."""
-    frame = Frame("ratios", (Column("r", "float64"), Column("n", "int64")), ("r",))
+    frame = WriteFrame("ratios", (Column("r", "float64"), Column("n", "int64")), ("r",))
     write(harbour, frame, [(-0.0, 1), (OTHER_NAN, 2)])
     write(harbour, frame, [(0.0, 3), (math.nan, 4)])
     assert sorted(row["n"] for row in harbour.contents("ratios")) == [3, 4]
@@ -146,18 +153,18 @@ def test_a_derived_table_and_a_dataframe_have_one_row_of_a_key(harbour: Any, tmp
     found = derivation(harbour, tmp_path, lambda _spark, _frame: result(*rows), "r")
     found.table = found.table.__class__("derived", ("r",), ("ratios",), 0.05, found.table.function)
     found.open()
-    assert found.round()
+    assert found.recompute()
     rows[:] = [(0.0, 1), (math.nan, 2)]
     write(harbour, frame, [(9.0, 9)])
     before = harbour.upper("derived") - 1
-    assert found.round()
+    assert found.recompute()
     assert harbour.contents("derived") != [] and str(harbour.contents("derived")) == str(
         harbour.contents("derived", before)
     )
     assert bits([row["r"] for row in harbour.contents("derived")]) == [0, ONE_NAN]
     rows[:] = [(-0.0, 1), (0.0, 2)]
     write(harbour, frame, [(10.0, 9)])
-    assert found.round() and "twice=2" in found.left_out, "a key that comes twice has no row (F322)"
+    assert found.recompute() and "twice=2" in found.omitted_rows_error, "a key that comes twice has no row (F322)"
     assert harbour.contents("derived") == []
 
 
@@ -165,9 +172,9 @@ def test_a_derived_table_and_a_dataframe_have_one_row_of_a_key(harbour: Any, tmp
 def test_only_what_is_spelled_otherwise_is_changed(kind: pa.DataType) -> None:
     array = pa.array([-0.0, 0.0, None, math.inf, -math.inf, 5e-324, -1.5, math.nan], kind)
     table = pa.table({"k": pa.chunked_array([array.slice(0, 3), array.slice(3)]), "v": array})
-    found = normal_keys(table, ("k",))
+    found = normalize_keys(table, ("k",))
     assert found.schema == table.schema and repr(found["v"].to_pylist()) == repr(table["v"].to_pylist())
     assert repr(found["k"].to_pylist()) == repr([0.0, *table["k"].to_pylist()[1:]])
     plain = pa.table({"k": pa.array([1.5, None], kind)})
-    assert normal_keys(plain, ("k",)).equals(plain)
-    assert normal_keys(pa.table({"k": [1, 2]}), ("k",)).equals(pa.table({"k": [1, 2]}))
+    assert normalize_keys(plain, ("k",)).equals(plain)
+    assert normalize_keys(pa.table({"k": [1, 2]}), ("k",)).equals(pa.table({"k": [1, 2]}))

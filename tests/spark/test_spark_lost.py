@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tidemill.spark.derived.derivation import Derivation, FunctionFailedError
-from tidemill.spark.pipeline.runner import Runner
+from tidemill.spark.pipeline.runner import PipelineRunner
 from tidemill.spark.pipeline.streaming_query import SparkSessionLostError
 from tidemill.spark.settings import DriverSettings
 
@@ -22,10 +22,10 @@ def build(p):
 """
 
 
-def driver(harbour: Any, tmp_path: Path, stopping: threading.Event) -> Runner:
+def driver(harbour: Any, tmp_path: Path, stopping: threading.Event) -> PipelineRunner:
     file = tmp_path / "pipeline.py"
     file.write_text(ALONE)
-    runner = Runner(DriverSettings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
+    runner = PipelineRunner(DriverSettings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
     spark: Any = object()
     runner.spark = spark
     runner._open_session = runner.session_ready.set  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from upsert_world import SCHEMA, ModelShard, Writer, oracle
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Column
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.shards.parts.schema_evolution import Changes, evolved
+from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema
 from tidemill.spark.upsert import mirror as mirror_file
 from tidemill.spark.upsert.mirror import RUNS_MAX, Mirror
 
@@ -53,14 +53,14 @@ def test_many_small_batches_keep_few_runs_and_exact_lookups() -> None:
 
 def test_a_long_history_is_rewritten_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     rewritten = 0
-    merge = mirror_file.merge
+    merge = mirror_file.merge_runs
 
     def counting(schema, runs, *, drop_absent, path):  # type: ignore[no-untyped-def]
         nonlocal rewritten
         rewritten += sum(len(run) for run in runs)
         return merge(schema, runs, drop_absent=drop_absent, path=path)
 
-    monkeypatch.setattr(mirror_file, "merge", counting)
+    monkeypatch.setattr(mirror_file, "merge_runs", counting)
     mirror = Mirror.hydrate(SCHEMA, pa.table({"k": range(50_000), "v": [0] * 50_000}), 1)
     for time in range(1, 201):
         keys = [(time * 50 + n) % 60_000 for n in range(50)]
@@ -133,8 +133,8 @@ def test_a_mirror_that_was_saved_under_an_older_version_goes_on_under_the_new_on
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(200)]), 0, 1)
     mirror.apply(delta((5, 5, 1, -1), (6, 6, 1, -1), (6, 7, 1, 1)), 1, 2)
     mirror.save("shard-1", "boot-1")
-    newer = evolved(SCHEMA, Changes((Column("n", "float32", "0.1"), Column("s", "string"))))
-    newest = evolved(newer, Changes(widen=(Column("n", "float64"),)))
+    newer = evolve_schema(SCHEMA, SchemaChanges((Column("n", "float32", "0.1"), Column("s", "string"))))
+    newest = evolve_schema(newer, SchemaChanges(widen=(Column("n", "float64"),)))
     again = Mirror.load(tmp_path, newest, "shard-1", "boot-1")
     assert again is not None and again.upper == 2
     live = again.live_rows()
@@ -230,7 +230,7 @@ def test_files_of_merged_runs_go_at_once_but_for_those_that_are_saved(
         most = max(most, stored_bytes(tmp_path))
         before = Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1")
         assert before is not None and before.upper <= time + 1, "what was saved last can be opened all the while"
-        if mirror.outdated:
+        if mirror.is_outdated:
             mirror.save("shard-1", "boot-1")
             saves += 1
     assert rows(mirror.live_rows()) == dict(live)

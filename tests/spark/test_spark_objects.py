@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.decode import newline_text as lines_module
-from tidemill.spark.decode.newline_text import LINES
+from tidemill.spark.decode.newline_text import STRETCH_LINES
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.batch.columns import of_fields
+from tidemill.topics.batch.columns import columns_from_fields
 
 SCHEMA = ShardSchema(
     (
@@ -161,7 +161,7 @@ values = st.lists(lines | objects | spoilt | st.none(), max_size=60)
 
 
 def outcome(decoder: StreamDecoder, found: list[bytes | None]) -> tuple[list[Any], list[Any]]:
-    columns = of_fields([b"key"] * len(found), found)
+    columns = columns_from_fields([b"key"] * len(found), found)
     commands, dead = decoder.decode(Records("t", 0, columns.offsets + 1, columns))
     rows = commands.rows.sort_by("_order").to_pylist()
     for row in rows:
@@ -174,10 +174,10 @@ def outcome(decoder: StreamDecoder, found: list[bytes | None]) -> tuple[list[Any
 def held(found: list[bytes | None], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     decoder = StreamDecoder(SCHEMA)
     with monkeypatch.context() as patch:
-        patch.setattr(objects_module, "FEW", 1 << 62)
+        patch.setattr(objects_module, "MIN_BLOCK_VALUES", 1 << 62)
         alone = outcome(decoder, found)
     with monkeypatch.context() as patch:
-        patch.setattr(objects_module, "FEW", 0)
+        patch.setattr(objects_module, "MIN_BLOCK_VALUES", 0)
         together = outcome(decoder, found)
     assert together[0] == alone[0]
     assert sorted(map(repr, together[1])) == sorted(map(repr, alone[1]))
@@ -228,11 +228,11 @@ keys = st.lists(
 def test_deletions_by_blocks_are_deletions_one_by_one(
     kind: str, keys: list[bytes | None], values: list[bytes | None]
 ) -> None:
-    columns = of_fields(keys, [values[n % len(values)] for n in range(len(keys))])
+    columns = columns_from_fields(keys, [values[n % len(values)] for n in range(len(keys))])
     found = []
     for few in (1 << 62, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(objects_module, "FEW", few)
+            patch.setattr(objects_module, "MIN_BLOCK_VALUES", few)
             commands, dead = StreamDecoder(KEYED[kind]).decode(Records("t", 0, columns.offsets + 1, columns))
         found.append((commands.rows.sort_by("_order").to_pylist(), sorted(map(repr, dead.to_pylist()))))
     assert found[0] == found[1]
@@ -241,8 +241,8 @@ def test_deletions_by_blocks_are_deletions_one_by_one(
 @pytest.mark.parametrize(("kind", "key"), [("a text", b"k%d"), ("a number", b'{"k":%d}'), ("two", b'{"i":7,"k":"%d"}')])
 def test_good_deletions_never_meet_the_slow_path(kind: str, key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = StreamDecoder(KEYED[kind])
-    monkeypatch.setattr(decoder, "_key_of", None)
-    columns = of_fields([key % n for n in range(500)], [None] * 500)
+    monkeypatch.setattr(decoder, "_decode_key", None)
+    columns = columns_from_fields([key % n for n in range(500)], [None] * 500)
     commands, dead = decoder.decode(Records("t", 0, columns.offsets + 1, columns))
     assert commands.rows.num_rows == 500 and dead.num_rows == 0
 
@@ -309,8 +309,8 @@ def test_what_lies_behind_a_value_is_no_part_of_it(count: int) -> None:
 
 
 def test_values_of_all_sizes_are_cut_to_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_module, "LINES", 100)
-    monkeypatch.setattr(lines_module, "SPAN_BYTES", 5_000)
+    monkeypatch.setattr(lines_module, "STRETCH_LINES", 100)
+    monkeypatch.setattr(lines_module, "STRETCH_BYTES", 5_000)
     long = [b'{"k":"' + b"x" * size + b'"}' for size in (0, 2_500, 4_992, 5_000, 15_000)]
     rows, dead = held([*usual(101), *long, *usual(3), *long, *usual(250)], monkeypatch)
     assert len(rows) == 364 and not dead
@@ -353,16 +353,16 @@ CROWDS = {
 @pytest.mark.parametrize("crowd", CROWDS)
 def test_a_block_of_odd_rows_is_not_read_again_and_again(crowd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parses: list[int] = []
-    parse = objects_module._parse
+    parse = objects_module._read_json_lines
 
     def counted(text: Any, options: Any) -> Any:
         parses.append(text.size)
         return parse(text, options)
 
-    monkeypatch.setattr(objects_module, "_parse", counted)
+    monkeypatch.setattr(objects_module, "_read_json_lines", counted)
     held(CROWDS[crowd], monkeypatch)
-    stretches = -(-len(CROWDS[crowd]) // LINES)
-    assert len(parses) <= stretches * (2 * objects_module.REFUSALS + 3)
+    stretches = -(-len(CROWDS[crowd]) // STRETCH_LINES)
+    assert len(parses) <= stretches * (2 * objects_module.REJECTIONS_MAX + 3)
 
 
 def test_how_deep_a_row_may_be_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +373,6 @@ def test_how_deep_a_row_may_be_does_not_depend_on_its_neighbours(monkeypatch: py
 
 
 def test_keys_that_are_larger_than_values_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = of_fields([b'{"k":"no"}' * 1_000] * 100, [b'{"k":"%d"}' % n for n in range(100)])
+    columns = columns_from_fields([b'{"k":"no"}' * 1_000] * 100, [b'{"k":"%d"}' % n for n in range(100)])
     commands, dead = StreamDecoder(SCHEMA).decode(Records("t", 0, columns.offsets + 1, columns))
     assert commands.rows.column("k").to_pylist() == [str(n) for n in range(100)] and dead.num_rows == 0

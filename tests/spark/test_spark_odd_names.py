@@ -68,7 +68,7 @@ def test_columns_of_any_name_are_derived_from_and_read_by_spark(harbour: Any, sp
     for name, table in p.derived_tables.items():
         one = Derivation(harbour.portal, s, spark, table, tmp_path / "mirrors" / name)
         one.open()
-        assert one.round() and one.writer is not None
+        assert one.recompute() and one.writer is not None
         found = call(one.writer.shard.snapshot(0)).to_pylist()
         assert sorted(found, key=lambda r: r[KEYS[0]]) == made, name
     file = tmp_path / "tidemill.toml"

@@ -16,7 +16,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.source import TidemillSource
-from tidemill.spark.source.options import BATCH, Options
+from tidemill.spark.source.options import BATCH, SourceOptions
 
 ROOT = Path(__file__).parents[2]
 MS = 1_767_225_600_000  # 2026-01-01T00:00:00Z
@@ -38,26 +38,26 @@ def test_the_wheel_carries_every_package() -> None:
 
 def test_an_unknown_option_is_refused_with_the_nearest_name_and_all_of_them() -> None:
     with pytest.raises(InvalidError, match=r"option=shrad.*mean shard\? Known are config, objects,.*as_of"):
-        Options({"shrad": "t"})
+        SourceOptions({"shrad": "t"})
     with pytest.raises(InvalidError, match=r"option=zzz. Known are"):
-        Options({"zzz": "t"})
+        SourceOptions({"zzz": "t"})
     with pytest.raises(InvalidError, match="has no effect on a batch read: option=max_rows"):
-        Options({"SHARD": "t", "max_rows": "3"}).only(BATCH, "a batch read")
+        SourceOptions({"SHARD": "t", "max_rows": "3"}).check_applicable(BATCH, "a batch read")
 
 
 def test_a_shard_is_named_by_option_or_path_but_not_by_two_names() -> None:
-    assert Options({"Shard": "t"}).shard == Options({"path": "t"}).shard == "t"
-    assert Options({"path": "t", "shard": "t"}).shard == "t"
+    assert SourceOptions({"Shard": "t"}).shard == SourceOptions({"path": "t"}).shard == "t"
+    assert SourceOptions({"path": "t", "shard": "t"}).shard == "t"
     with pytest.raises(InvalidError, match="two shards"):
-        _ = Options({"path": "t", "shard": "u"}).shard
+        _ = SourceOptions({"path": "t", "shard": "u"}).shard
 
 
 def test_of_the_properties_of_a_table_only_its_options_are_options() -> None:
     properties = {"provider": "tidemill", "owner": "me", "a": "b", "location": "t", "path": "t"}
-    options = Options({**properties, "as_of": "11", "option.as_of": "11"})
+    options = SourceOptions({**properties, "as_of": "11", "option.as_of": "11"})
     assert options.as_text() == {"as_of": "11", "path": "t"}
     with pytest.raises(InvalidError, match="Did you mean shard"):
-        Options({**properties, "option.shrad": "t"})
+        SourceOptions({**properties, "option.shrad": "t"})
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,6 @@ def test_where_no_cluster_is_reading_makes_none(tmp_path: Path, monkeypatch: pyt
 
 def test_what_was_found_does_not_travel(tmp_path: Path) -> None:
     file, objects, _ = cluster(tmp_path, "c")
-    options = Options({"shard": "t", "config": str(file)})
+    options = SourceOptions({"shard": "t", "config": str(file)})
     assert options.urls.objects == objects
     assert objects.encode() not in pickle.dumps(options)

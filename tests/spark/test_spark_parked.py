@@ -12,17 +12,17 @@ from running import error_of, mark, until
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError
-from tidemill.base.status.status import Report, StageStatus, this_process
-from tidemill.consensus.status.board import Board
-from tidemill.spark.pipeline.parked import _lives_elsewhere, tell
+from tidemill.base.status.status import StageStatus, StatusReport, this_process
+from tidemill.consensus.status.board import StatusBoard
+from tidemill.spark.pipeline.parked import _is_from_live_driver, publish_failure
 from tidemill.spark.settings import DriverSettings
 
 FAULT = InvalidError("the file does not import.")
 
 
-def said(pid: int, at_ms: int) -> Report:
+def said(pid: int, at_ms: int) -> StatusReport:
     """By the driver `pid` of this machine."""
-    return Report(
+    return StatusReport(
         "pipeline:p",
         at_ms,
         (StageStatus("pipeline:p", 5, 6), StageStatus("shard:t", 5, 6)),
@@ -35,10 +35,10 @@ def test_a_pipeline_is_told_though_the_pid_of_its_last_driver_is_somebody_elses_
     harbour: Any, tmp_path: Path
 ) -> None:
     last = said(os.getppid(), harbour.stores.clock.now_ms() - 3_600_000)
-    harbour.portal.call(Board(harbour.stores.consensus, Rand()).publish(last))
+    harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).publish(last))
     over = threading.Event()
     settings = DriverSettings("p", tmp_path / "p.py", harbour.urls, "local[1]", tmp_path / "scratch")
-    thread = threading.Thread(target=lambda: asyncio.run(tell(settings, FAULT, 0, over.is_set)))
+    thread = threading.Thread(target=lambda: asyncio.run(publish_failure(settings, FAULT, 0, over.is_set)))
     thread.start()
     try:
         until(lambda: "does not import" in error_of(harbour, "pipeline:p"))
@@ -51,6 +51,6 @@ def test_a_pipeline_is_told_though_the_pid_of_its_last_driver_is_somebody_elses_
 
 
 def test_a_driver_that_runs_elsewhere_on_this_machine_speaks_for_itself_until_it_is_silent() -> None:
-    assert _lives_elsewhere(said(os.getppid(), 100_000), 100_500)
-    assert not _lives_elsewhere(said(os.getppid(), 100_000), 200_000)
-    assert not _lives_elsewhere(said(os.getpid(), 100_000), 100_500)
+    assert _is_from_live_driver(said(os.getppid(), 100_000), 100_500)
+    assert not _is_from_live_driver(said(os.getppid(), 100_000), 200_000)
+    assert not _is_from_live_driver(said(os.getpid(), 100_000), 100_500)

@@ -12,30 +12,30 @@ import pytest
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.shards.api import HistoryLostError
 from tidemill.shards.bindings.remap import LogRemap
-from tidemill.spark.decode.offset_slices import Descriptor
+from tidemill.spark.decode.offset_slices import SliceDescriptor
 from tidemill.spark.source import stream
-from tidemill.spark.source.bindings import Bindings
-from tidemill.spark.source.options import Options
-from tidemill.spark.source.progress_stream import TimesReader
-from tidemill.spark.source.stream import PACE_MS, WAIT_S, FeedReader
-from tidemill.spark.stores import Stores, shared
+from tidemill.spark.source.bindings import SourceBindings
+from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.source.progress_stream import ProgressReader
+from tidemill.spark.source.stream import PACE_MS, WAIT_S, RowReader
+from tidemill.spark.stores import Stores, shared_stores
 
 
-def reader_of(harbour: Any, **options: str) -> FeedReader:
+def reader_of(harbour: Any, **options: str) -> RowReader:
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
-    return FeedReader(Options({"source": "topic/t", **urls, **options}))
+    return RowReader(SourceOptions({"source": "topic/t", **urls, **options}))
 
 
-def times_of(harbour: Any, source: str = "topic/t", **options: str) -> TimesReader:
+def times_of(harbour: Any, source: str = "topic/t", **options: str) -> ProgressReader:
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
-    return TimesReader(Options({"source": source, "rows": "false", **urls, **options}))
+    return ProgressReader(SourceOptions({"source": source, "rows": "false", **urls, **options}))
 
 
-def latest_times(reader: TimesReader, start: dict[str, int]) -> dict[str, int]:
+def latest_times(reader: ProgressReader, start: dict[str, int]) -> dict[str, int]:
     return reader.latestOffset(start, reader.getDefaultReadLimit())
 
 
-def latest(reader: FeedReader, start: int) -> int:
+def latest(reader: RowReader, start: int) -> int:
     return int(reader.latestOffset({"ts": start}, reader.getDefaultReadLimit())["ts"])
 
 
@@ -83,16 +83,16 @@ def test_bindings_that_cannot_be_read_keep_no_other_source_from_its_time_but_are
     for name, topic in topics.items():
         harbour.produce(topic, [(b"k", b"v")])
         harbour.mint(f"topic/{name}", 50, topic)
-    within = Bindings.within
+    within = SourceBindings.end_within
 
-    async def damaged(self: Bindings, *given: Any) -> int:
+    async def damaged(self: SourceBindings, *given: Any) -> int:
         if self.source == "topic/a":
             raise CorruptError("a binding of it is damaged")
         return await within(self, *given)
 
     reader = times_of(harbour, "topic/a,topic/b", start="7")
     with monkeypatch.context() as patched:
-        patched.setattr(Bindings, "within", damaged)
+        patched.setattr(SourceBindings, "end_within", damaged)
         assert latest_times(reader, {}) == {"topic/a": 7, "topic/b": 51}
         reader.prepareForTriggerAvailableNow()
         with pytest.raises(CorruptError):
@@ -108,17 +108,17 @@ def test_a_binding_that_is_there_and_cannot_be_read_is_asked_for_at_the_pace_of_
     harbour.produce(topic, [(b"k", b"v")])
     harbour.mint("topic/t", 50, topic)
 
-    async def away(self: Bindings, *given: Any) -> int:
+    async def away(self: SourceBindings, *given: Any) -> int:
         raise UnavailableError("the object store is away")
 
-    monkeypatch.setattr(Bindings, "within", away)
+    monkeypatch.setattr(SourceBindings, "end_within", away)
     reader, start = times_of(harbour, pace_ms="300"), {"topic/t": 7}
     began_s = time.monotonic()
     assert latest_times(reader, start) == start
     assert time.monotonic() - began_s >= 0.3
 
 
-@pytest.mark.parametrize("method", ["within", "wait"])
+@pytest.mark.parametrize("method", ["end_within", "wait_for_binding"])
 @pytest.mark.parametrize("error", [CorruptError("a binding is damaged"), HistoryLostError("older than what is kept")])
 def test_what_time_does_not_heal_ends_a_stream_of_one_source(
     harbour: Any, monkeypatch: pytest.MonkeyPatch, error: TidemillError, method: str
@@ -127,10 +127,10 @@ def test_what_time_does_not_heal_ends_a_stream_of_one_source(
     harbour.produce(topic, [(b"k", b"v")])
     harbour.mint("topic/t", 50, topic)
 
-    async def fails(self: Bindings, *given: Any) -> int:
+    async def fails(self: SourceBindings, *given: Any) -> int:
         raise error
 
-    monkeypatch.setattr(Bindings, method, fails)
+    monkeypatch.setattr(SourceBindings, method, fails)
     with pytest.raises(type(error), match=str(error)):
         latest_times(times_of(harbour, pace_ms="0"), {"topic/t": 7})
 
@@ -143,8 +143,8 @@ def test_a_stream_reads_from_the_stores_that_its_process_opened_last(
     harbour.mint("topic/t", 50, topic)
     reader = times_of(harbour, pace_ms="0")
     assert latest_times(reader, {}) == {"topic/t": 51}
-    _, before = shared(reader._options.urls)
-    monkeypatch.setattr(Stores, "moved_back", property(lambda self: self is before))
+    _, before = shared_stores(reader._options.urls)
+    monkeypatch.setattr(Stores, "is_rolled_back", property(lambda self: self is before))
     harbour.mint("topic/t", 60, topic)
     assert latest_times(reader, {"topic/t": 51}) == {"topic/t": 61}
 
@@ -220,10 +220,10 @@ def test_what_nobody_reads_is_not_planned(harbour: Any, monkeypatch: pytest.Monk
         raise AssertionError("planned")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Bindings, "plan", refused)
+        patched.setattr(SourceBindings, "plan_slices", refused)
         (partition,) = reader.partitions({"topic/other": 51, "topic/t": 0}, {"topic/other": 51, "topic/t": 51})
     (batch,) = reader.read(partition)
     (row,) = batch.to_pylist()
     assert (row["topic"], row["partition"], row["start"], row["end"]) == ("t", 1, 0, 3)
-    found = msgspec.msgpack.decode(row["descriptor"], type=Descriptor)
+    found = msgspec.msgpack.decode(row["descriptor"], type=SliceDescriptor)
     assert found.slice.times == (50,) and len(found.refs) == 1

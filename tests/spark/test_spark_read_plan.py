@@ -129,7 +129,7 @@ def test_the_plan_is_the_contents_at_every_time_and_columns_and_filters_are_spar
 def test_what_a_frame_reads_is_held_until_its_last_descendant_is_gone(
     harbour: Any, spark: Any, changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "WATCH_S", 0.05)
+    monkeypatch.setattr(reading, "USE_CHECK_S", 0.05)
     frame = read(spark, "t", as_of=19, **changed)
     assert holds(harbour, "t") == ["dataframe"]
     descendant = frame.where("k > 3").groupBy("s").count()

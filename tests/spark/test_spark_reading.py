@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.shards.api import DIFF, TIME, Column, HistoryLostError, ShardSchema
 from tidemill.spark.source.batch import ShardReader
-from tidemill.spark.source.options import Options
+from tidemill.spark.source.options import SourceOptions
 from tidemill.spark.types import spark_schema
 
 pytestmark = pytest.mark.spark
@@ -144,7 +144,7 @@ def test_a_filter_of_one_query_says_nothing_about_the_next(
 def test_a_frame_says_so_when_what_it_planned_was_let_go(harbour: Any) -> None:
     append(harbour, "t", 0, 10, [(k, str(k * 7919**5), 5, 1) for k in range(9000)])
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
-    reader = ShardReader(Options({"shard": "t", **urls}), spark_schema(SCHEMA.columns))
+    reader = ShardReader(SourceOptions({"shard": "t", **urls}), spark_schema(SCHEMA.columns))
     (partition,) = reader.partitions()
     assert sum(batch.num_rows for batch in reader.read(partition)) == 9000
 

@@ -16,17 +16,17 @@ from test_spark_whole import Clicks as Numbers
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.runtime.tasks import keep_thread
-from tidemill.base.status.freshness import verdict
-from tidemill.base.status.status import StatusTracker, derive_all
-from tidemill.cli.verify.derived import Recomputed
-from tidemill.consensus.status.board import Board
+from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S
+from tidemill.base.runtime.tasks import run_unit_thread
+from tidemill.base.status.freshness import verdict_of
+from tidemill.base.status.status import StatusTracker, derive_statuses
+from tidemill.cli.verify.derived import RecomputedTable
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.shards.api import ShardSchema
 from tidemill.spark.definition import DerivedTable
 from tidemill.spark.derived.derivation import Derivation
-from tidemill.spark.derived.function_result import LEFT_OUT
-from tidemill.spark.pipeline.runner import Runner
+from tidemill.spark.derived.function_result import OMITTED
+from tidemill.spark.pipeline.runner import PipelineRunner
 from tidemill.spark.pipeline.streaming_query import StreamingQuery
 from tidemill.spark.source import register
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.spark
 
 def exit_code(harbour: Any, name: str) -> int:
     """Of `tidemill why`."""
-    reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
-    return verdict(derive_all(reports, harbour.stores.clock.now_ms()), name).exit_code
+    reports = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
+    return verdict_of(derive_statuses(reports, harbour.stores.clock.now_ms()), name).exit_code
 
 
 def test_every_column_of_real_spark_is_stored_or_refused(harbour: Any, spark: Any, tmp_path: Path) -> None:
@@ -54,18 +54,18 @@ def test_every_column_of_real_spark_is_stored_or_refused(harbour: Any, spark: An
     found = derived(by_data, "by_data")
     found.open()
     with pytest.raises(InvalidError, match=r"more columns than for empty inputs: table=by_data more=0,1,2,3,4,5\."):
-        found.round()
+        found.recompute()
     assert harbour.upper("by_data") == 0, "not even the columns that it had for empty inputs"
     writer = found.writer
     assert writer is not None
     with pytest.raises(InvalidError, match="more columns than for empty inputs"):
-        Recomputed(spark, found.table, writer.shard, [numbers.shard])._compute(
+        RecomputedTable(spark, found.table, writer.shard, [numbers.shard])._compute(
             [harbour.portal.call(numbers.shard.snapshot(numbers.upper - 1))]
         )
 
     named = derived(lambda _, clicks: clicks.groupBy("product").pivot("id", [0, 5]).count())
     named.open()
-    assert named.round()
+    assert named.recompute()
     asked = "SELECT product, any_value(1) FILTER (id = 0), any_value(1) FILTER (id = 5) FROM t GROUP BY product"
     con = duckdb.connect()
     con.execute("CREATE TABLE t (id BIGINT, product BIGINT)")
@@ -79,7 +79,7 @@ def test_every_column_of_real_spark_is_stored_or_refused(harbour: Any, spark: An
     late = derived(lambda _, clicks: clicks.select("product").distinct() if clicks.isEmpty() else None, "late")
     late.open()
     with pytest.raises(InvalidError, match="returned no DataFrame"):
-        late.round()
+        late.recompute()
 
 
 @pytest.mark.parametrize("by_group", [False, True])
@@ -90,18 +90,20 @@ def test_f322_a_group_without_a_key_ends_no_other_and_is_told_until_it_is_gone(
     derived = derivation(harbour, tmp_path, count_by_product, by_group=by_group)
     clicks.say(("a", 1), ("b", 2))
     derived.open()
-    assert derived.round() and derived.left_out == ""
+    assert derived.recompute() and derived.omitted_rows_error == ""
     clicks.sink.process(0)
     clicks.harbour.produce(clicks.topic, [(b"c", {"click_id": "c"}), (b"d", {"click_id": "d", "product_id": 2})])
     clicks.say()
-    assert derived.round()
+    assert derived.recompute()
     assert counts(harbour) == {1: 1, 2: 2}, "the other groups go on"
-    assert derived.left_out == f"{LEFT_OUT}: table=counts null=1 twice=0"
+    assert derived.omitted_rows_error == f"{OMITTED}: table=counts null=1 twice=0"
     clicks.say(("e", 2))
-    assert derived.round() and counts(harbour) == {1: 1, 2: 3}
-    assert derived.left_out == f"{LEFT_OUT}: table=counts null=1 twice=0", "a change of another group does not heal it"
+    assert derived.recompute() and counts(harbour) == {1: 1, 2: 3}
+    assert derived.omitted_rows_error == f"{OMITTED}: table=counts null=1 twice=0", (
+        "a change of another group does not heal it"
+    )
     clicks.say(("e", 1), ("c", 3))
-    assert derived.round() and derived.left_out == "" and counts(harbour) == {1: 2, 2: 2, 3: 1}
+    assert derived.recompute() and derived.omitted_rows_error == "" and counts(harbour) == {1: 2, 2: 2, 3: 1}
 
 
 def test_a_key_that_comes_twice_is_absent_and_the_other_rows_are_there(harbour: Any, tmp_path: Path) -> None:
@@ -114,10 +116,10 @@ def test_a_key_that_comes_twice_is_absent_and_the_other_rows_are_there(harbour: 
     derived = derivation(harbour, tmp_path, function)
     clicks.say(("a", 1), ("b", 2))
     derived.open()
-    assert derived.round() and counts(harbour) == {1: 1, 2: 1}
+    assert derived.recompute() and counts(harbour) == {1: 1, 2: 1}
     clicks.say(("c", 2), ("d", 3))
-    assert derived.round() and counts(harbour) == {1: 1, 3: 1}, "no old row stays as if it were current"
-    assert derived.left_out == f"{LEFT_OUT}: table=counts null=0 twice=2 product_id=2"
+    assert derived.recompute() and counts(harbour) == {1: 1, 3: 1}, "no old row stays as if it were current"
+    assert derived.omitted_rows_error == f"{OMITTED}: table=counts null=0 twice=2 product_id=2"
 
 
 DERIVED = """
@@ -152,19 +154,19 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
 
         return bool(until(healthy))
 
-    def opened_again(runner: Runner) -> None:
+    def opened_again(runner: PipelineRunner) -> None:
         """The table fails, leaves its seat and is opened again: no record came meanwhile."""
         (unit,) = runner.feeds[0].units
         before = unit.writer
-        unit._told(UnavailableError("The store is away."), True)
+        unit._on_failure(UnavailableError("The store is away."), True)
         until(lambda: unit.writer is not before and unit.seated)
         opened_ms = harbour.stores.clock.now_ms()
-        until(lambda: reported_ms() > opened_ms + 1000 * MARK_PUBLISH_INTERVAL_S)  # a whole look later
+        until(lambda: reported_ms() > opened_ms + 1000 * STATUS_PUBLISH_INTERVAL_S)  # a whole look later
         found = mark(harbour, "shard:clicks")
         assert found is not None and "count=10" in found.error and "away" not in found.error
 
     def reported_ms() -> int:
-        return max(r.at_ms for r in harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports()))
+        return max(r.at_ms for r in harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports()))
 
     runner, stopping, thread = started(harbour, tmp_path, DERIVED)
     runner.spark = FakeSpark()
@@ -191,7 +193,7 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
         assert exit_code(harbour, "shard:clicks") > 0
         opened_again(runner)
         say(b'{"click_id":"c"}')
-        told("counts", LEFT_OUT)
+        told("counts", OMITTED)
         assert well("clicks") and exit_code(harbour, "shard:counts") > 0 and counts(harbour) == {1: 1}
         say(b'{"click_id":"c","product_id":1}')
         assert well("clicks") and well("counts") and exit_code(harbour, "shard:counts") == 0
@@ -218,7 +220,7 @@ def test_f324_inputs_without_a_time_in_common_are_waited_for_and_park_nothing(ha
     ending, tracker = threading.Event(), StatusTracker()
     supervised: Any = {"tracker": tracker, "clock": harbour.stores.clock, "ending": ending}
     body = (lambda: derived.run(ending),)
-    thread = threading.Thread(target=keep_thread, args=("shard:counts", *body), kwargs=supervised)
+    thread = threading.Thread(target=run_unit_thread, args=("shard:counts", *body), kwargs=supervised)
     thread.start()
     try:
         until(lambda: "no time in common that is still readable" in derived.error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidemill.spark.pipeline.scratch import sweep
+from tidemill.spark.pipeline.scratch import sweep_scratch
 
 
 def made(scratch: Path, *names: str) -> None:
@@ -26,10 +26,10 @@ def test_what_is_nobodys_any_more_is_removed(tmp_path: Path) -> None:
         "checkpoints/capture-shop/offsets/0",
         "spark-local/blockmgr-1/x",
     )
-    sweep(tmp_path, {"orders"})
+    sweep_scratch(tmp_path, {"orders"})
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert left == ["lock", "mirrors/orders/MANIFEST.json", "mirrors/orders/run-1-2-3.arrow"]
 
 
 def test_a_scratch_directory_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
-    sweep(tmp_path / "new", {"orders"})
+    sweep_scratch(tmp_path / "new", {"orders"})

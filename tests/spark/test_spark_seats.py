@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError, UnavailableError
-from tidemill.base.status.histogram import Stages
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.spark.ingest.table_schedule import SLOWEST_RETRY_S, ScheduledTable, TableSchedule
 
 LETS_IN_S = 0.3
@@ -54,7 +54,7 @@ def table(name: str) -> Any:
 
 
 def seats(names: Iterable[str]) -> TableSchedule:
-    found = TableSchedule(SystemClock(), Stages(), 1.0)
+    found = TableSchedule(SystemClock(), StageHistograms(), 1.0)
     for name in names:
         found.attach(table(name))
     return found
@@ -94,7 +94,7 @@ def test_a_table_that_leaves_does_not_take_the_seat_that_it_was_given_meanwhile(
         found.detach("a")
         found.attach(table("a"))
 
-    assert meanwhile(found, lambda: found.fault(left, CorruptError("broken.")), anew) == "ab"
+    assert meanwhile(found, lambda: found.handle_failure(left, CorruptError("broken.")), anew) == "ab"
     assert found._seats["a"] is not left
 
 
@@ -109,25 +109,25 @@ class Time:
 
 def test_who_is_due_and_when_is_told_without_looking_again_and_again() -> None:
     clock: Any = Time()
-    found = TableSchedule(clock, Stages(), 1.0)
+    found = TableSchedule(clock, StageHistograms(), 1.0)
     assert found.due_in_s(10) is None and not found.changed.is_set()
     found.attach(SimpleNamespace(name="a", upper=5))  # type: ignore[arg-type]
     assert found.changed.is_set()
     assert (found.due_in_s(5), found.due_in_s(6)) == (None, 0)
     seat = found._seats["a"]
 
-    found.fault(seat, UnavailableError("away."))
+    found.handle_failure(seat, UnavailableError("away."))
     pause_s = found.due_in_s(6)
-    assert pause_s is not None and 0 < pause_s <= SLOWEST_RETRY_S and found.due(6) == []
+    assert pause_s is not None and 0 < pause_s <= SLOWEST_RETRY_S and found.due_tables(6) == []
     clock.now_s += pause_s
-    assert found.due_in_s(6) == 0 and found.due(6) == [seat]
+    assert found.due_in_s(6) == 0 and found.due_tables(6) == [seat]
 
     seat.nothing_until, seat.moved_s = 6, clock.now_s  # it got nothing, and moved a moment ago
-    assert (found.due_in_s(6), found.due_in_s(7), found.due(6)) == (1.0, 0, [])
+    assert (found.due_in_s(6), found.due_in_s(7), found.due_tables(6)) == (1.0, 0, [])
     clock.now_s += 0.75
     assert found.due_in_s(6) == 0.25
     clock.now_s += 0.25
-    assert found.due_in_s(6) == 0 and found.due(6) == [seat]
+    assert found.due_in_s(6) == 0 and found.due_tables(6) == [seat]
 
     seat.aside = True
-    assert found.due_in_s(6) is None and found.due(6) == []
+    assert found.due_in_s(6) is None and found.due_tables(6) == []

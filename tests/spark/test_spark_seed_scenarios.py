@@ -22,7 +22,7 @@ from spark_harbour import Harbour
 from test_spark_sink import clicks_sink, shop_sink
 
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.shards.bindings.minter import Minter
+from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.shards.registry import open_remap
 from tidemill.spark.ingest.feed_sink import FeedSink
 
@@ -81,7 +81,7 @@ def query(harbour: Any, spark: Any, sink: FeedSink, checkpoint: Path) -> None:
         .options(objects=harbour.urls.objects, consensus=harbour.urls.consensus)
         .options(source=sink.source, rows="false", start=str(max(t.upper for t in sink.seats.tables)))
     )
-    from tidemill.spark.pipeline.streaming_query import body
+    from tidemill.spark.pipeline.streaming_query import batch_function
     from tidemill.spark.source import DESCRIPTOR_COLUMNS
     from tidemill.spark.types import spark_schema
 
@@ -94,7 +94,7 @@ def query(harbour: Any, spark: Any, sink: FeedSink, checkpoint: Path) -> None:
         frame.schema(spark_schema(DESCRIPTOR_COLUMNS))
         .load()
         .writeStream.option("checkpointLocation", str(checkpoint))
-        .foreachBatch(body(checkpoint, {sink.source: sink}.get, failed, batches.set))
+        .foreachBatch(batch_function(checkpoint, {sink.source: sink}.get, failed, batches.set))
         .trigger(availableNow=True)
         .start()
     )
@@ -120,7 +120,7 @@ def played(request: pytest.FixtureRequest, spark: Any, tmp_path_factory: pytest.
         append(harbour, table, 0, 1, parts)
     produce(harbour, topics, 0)
     sink = shop_sink(harbour, scratch / "s", list(ROWS), inline_rows=0 if request.param == "tasks" else 1_000_000)
-    sink.use(spark.sparkContext)
+    sink.use_spark(spark.sparkContext)
     query(harbour, spark, sink, scratch / "c1")
     at_first = {t.name: t.upper for t in sink.seats.tables}
     for table, appended in PEERS.items():
@@ -230,7 +230,7 @@ def intervals(harbour: Any, spark: Any, scratch: Path, rows: list[tuple[int, int
         harbour.produce(topic, [(b"", {"click_id": f"c{n}", "product_id": n}) for t, n in rows if t == time])
         harbour.mint("topic/clicks", time, topic)
     sink = clicks_sink(harbour, scratch, inline_rows=0)
-    sink.use(spark.sparkContext)
+    sink.use_spark(spark.sparkContext)
     for end in ends:
         sink.process(end)
     found = {int(row["product_id"]) for row in harbour.contents("clicks")}
@@ -279,10 +279,10 @@ def mint_as_two_nodes(harbour: Any, topic: TopicRow, *said: tuple[int, int]) -> 
     async def run() -> None:
         s = harbour.stores
         clocks = [SimpleNamespace(now_ms=lambda t=t: t, monotonic_s=lambda t=t: t / 1000) for t, _ in said]
-        minters: list[Minter] = []
+        minters: list[BindingMinter] = []
         for clock in clocks:
             remap = await open_remap(s.consensus, s.clock, s.rand, f"topic/{topic.name}")
-            minters.append(Minter(remap, clock, interval_ms=1000))  # type: ignore[arg-type]
+            minters.append(BindingMinter(remap, clock, interval_ms=1000))  # type: ignore[arg-type]
             await minters[-1].open()
         for minter, (_, offset) in zip(minters, said, strict=True):
             assert await minter.mint_missing({topic.topic_id: (offset,)}, 0)

@@ -12,15 +12,15 @@ import pytest
 
 from patience import eventually as until
 from tidemill.base.errors import UnavailableError
-from tidemill.base.status.histogram import Stages
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import DIFF, TIME, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS, Letter, letter_table
-from tidemill.spark.ingest.dead_letters import DeadLetters
+from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS, DeadLetter, dead_letter_table
+from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import captured_feed, stream_feed
 from tidemill.spark.ingest.table_writer import TableWriter
@@ -37,9 +37,11 @@ def writer(harbour: Any, name: str, schema: Any, scratch: Path, feed: Any = None
     return table
 
 
-def dead_letters(harbour: Any) -> DeadLetters:
+def dead_letters(harbour: Any) -> DeadLetterWriter:
     s = harbour.stores
-    return DeadLetters(harbour.portal, lambda: harbour.portal.call(s.shard("p.dead_letters", DEAD_LETTERS)), s.rand)
+    return DeadLetterWriter(
+        harbour.portal, lambda: harbour.portal.call(s.shard("p.dead_letters", DEAD_LETTERS)), s.rand
+    )
 
 
 def clicks_sink(harbour: Any, scratch: Path, **more: Any) -> FeedSink:
@@ -49,7 +51,7 @@ def clicks_sink(harbour: Any, scratch: Path, **more: Any) -> FeedSink:
     dead = dead_letters(harbour)
     remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/clicks"))
     more = {"dead_letters": dead, "idle_move_s": 0.0} | more
-    return FeedSink(harbour.portal, s, "topic/clicks", remap, [table], Stages(), **more)
+    return FeedSink(harbour.portal, s, "topic/clicks", remap, [table], StageHistograms(), **more)
 
 
 def shop_sink(harbour: Any, scratch: Path, tables: list[str], **more: Any) -> FeedSink:
@@ -60,7 +62,7 @@ def shop_sink(harbour: Any, scratch: Path, tables: list[str], **more: Any) -> Fe
         writers.append(writer(harbour, name, feed.schema, scratch, feed))
     remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "capture/shop"))
     more = {"dead_letters": dead_letters(harbour), "idle_move_s": 0.0} | more
-    return FeedSink(harbour.portal, s, "capture/shop", remap, writers, Stages(), **more)
+    return FeedSink(harbour.portal, s, "capture/shop", remap, writers, StageHistograms(), **more)
 
 
 def test_a_table_that_gets_nothing_moves_its_upper_at_its_pace_and_one_that_does_at_once(
@@ -98,13 +100,13 @@ def test_a_step_that_failed_and_is_read_again_up_to_less_loses_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(table, "write", away)
-        sink.forward()
+        sink.advance()
     (seat,) = sink.seats._seats.values()
     assert harbour.upper("clicks") == 0 and seat.table.operator.source_frontier == 2001
     until(lambda: sink.due_in_s == 0)
-    sink.time_comes(planned)
+    sink.advance_to(planned)
     assert harbour.upper("clicks") == 1001
-    sink.forward()
+    sink.advance()
     assert harbour.upper("clicks") == 2001 and [row["click_id"] for row in harbour.contents("clicks")] == ["a", "b"]
 
 
@@ -128,7 +130,7 @@ def test_whoever_watches_is_woken_by_a_new_time_by_the_end_of_every_round_and_of
     sink.latest()
     assert not woken(), "nothing new is no news"
     with monkeypatch.context() as patched:
-        patched.setattr(sink, "_round", lambda *_: (_ for _ in ()).throw(UnavailableError("consensus is away.")))
+        patched.setattr(sink, "_run_round", lambda *_: (_ for _ in ()).throw(UnavailableError("consensus is away.")))
         with pytest.raises(UnavailableError):
             sink.process(end)
     assert woken() and sink.due_in_s == 0, "a round that failed is tried again"
@@ -136,10 +138,10 @@ def test_whoever_watches_is_woken_by_a_new_time_by_the_end_of_every_round_and_of
     sink.process(end)
     assert woken() and sink.due_in_s is None and harbour.upper("clicks") == 1001
     assert not sink.error, "a round that leaves nothing to do ends what was told, whoever did it"
-    (seat,) = sink.seats.due(end + 1)
+    (seat,) = sink.seats.due_tables(end + 1)
     seat.aside = True
-    monkeypatch.setattr(sink, "_large_step", lambda *_: None)
-    sink._large(seat, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(sink, "_oversized_step", lambda *_: None)
+    sink._run_oversized(seat, None)  # type: ignore[arg-type]
     assert woken() and not seat.aside
 
 
@@ -388,7 +390,7 @@ def test_m4403_a_follower_whose_history_is_compacted_between_two_looks_starts_ov
 
 
 def letters(source: str, *offsets: int) -> pa.Table:
-    return letter_table([Letter(source, 0, n, n, n * 10, "broken", b"bad") for n in offsets])
+    return dead_letter_table([DeadLetter(source, 0, n, n, n * 10, "broken", b"bad") for n in offsets])
 
 
 def test_threads_and_peers_that_put_the_same_letters_at_once_add_each_once(harbour: Any) -> None:
@@ -397,7 +399,7 @@ def test_threads_and_peers_that_put_the_same_letters_at_once_add_each_once(harbo
     failures: list[BaseException] = []
     both = threading.Barrier(4)
 
-    def put(dead: DeadLetters, source: str) -> None:
+    def put(dead: DeadLetterWriter, source: str) -> None:
         try:
             for n in range(1, 9):
                 both.wait(30)
@@ -462,9 +464,11 @@ def test_a_dead_letter_shard_of_an_earlier_make_gets_the_columns_of_this_one_whi
     def opened() -> Any:
         return harbour.portal.call(s.shard("p.dead_letters", schemas.pop(0)))
 
-    mine = DeadLetters(harbour.portal, opened, s.rand)
+    mine = DeadLetterWriter(harbour.portal, opened, s.rand)
     mine.open()
-    theirs = DeadLetters(harbour.portal, lambda: harbour.portal.call(s.shard("p.dead_letters", DEAD_LETTERS)), s.rand)
+    theirs = DeadLetterWriter(
+        harbour.portal, lambda: harbour.portal.call(s.shard("p.dead_letters", DEAD_LETTERS)), s.rand
+    )
     theirs.put(letters("t", 4))
     mine.put(letters("t", 4, 5))
     found = harbour.contents("p.dead_letters")

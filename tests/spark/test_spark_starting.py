@@ -11,24 +11,24 @@ from running import mark, pipeline
 from running import until as found_when
 from test_spark_streaming import running, until
 
-from tidemill.spark.pipeline.start_limit import Starts
+from tidemill.spark.pipeline.start_limit import StartLimiter
 
 TOPICS = 12
 
 
 def test_so_many_queries_begin_at_once_and_the_next_when_one_has_begun_or_hangs() -> None:
-    starts = Starts(2, 100.0)
-    assert [starts.begin(who, 0.0) for who in "abc"] == [True, True, False]
-    assert starts.begin("a", 50.0), "it is started again: its place is its own"
+    starts = StartLimiter(2, 100.0)
+    assert [starts.try_start(who, 0.0) for who in "abc"] == [True, True, False]
+    assert starts.try_start("a", 50.0), "it is started again: its place is its own"
     starts.end("b")
-    assert starts.begin("c", 60.0)
-    assert not starts.begin("d", 60.0)
+    assert starts.try_start("c", 60.0)
+    assert not starts.try_start("d", 60.0)
     starts.end("d")
-    assert not starts.begin("e", 149.9) and starts.begin("e", 150.1), "a has hung for long enough"
-    assert not starts.begin("d", 159.9)
+    assert not starts.try_start("e", 149.9) and starts.try_start("e", 150.1), "a has hung for long enough"
+    assert not starts.try_start("d", 159.9)
     for who in "cae":
         starts.end(who)
-    assert [starts.begin(who, 160.0) for who in "xy"] == [True, True]
+    assert [starts.try_start(who, 160.0) for who in "xy"] == [True, True]
 
 
 def planners(spark: Any) -> set[str]:

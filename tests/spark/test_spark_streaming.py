@@ -13,9 +13,9 @@ import pytest
 
 from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.spark import register
-from tidemill.spark.pipeline.runner import Runner
+from tidemill.spark.pipeline.runner import PipelineRunner
 from tidemill.spark.session.opener import SessionOpener
 from tidemill.spark.settings import DriverSettings
 
@@ -57,10 +57,10 @@ def until(check: Callable[[], bool], what: str) -> None:
 
 
 @contextmanager
-def running(harbour: Any, spark: Any, scratch: Path, file: Path, name: str = "p") -> Iterator[Runner]:
+def running(harbour: Any, spark: Any, scratch: Path, file: Path, name: str = "p") -> Iterator[PipelineRunner]:
     stopping = threading.Event()
     settings = DriverSettings(name, file, harbour.urls, "local[2]", scratch, instance=scratch.name)
-    runner = Runner(settings, stopping, SessionOpener(settings, spark=spark))
+    runner = PipelineRunner(settings, stopping, SessionOpener(settings, spark=spark))
     failures: list[BaseException] = []
 
     def body() -> None:
@@ -139,9 +139,9 @@ def test_a_pipeline_keeps_its_tables_through_restarts_and_shows_marks(harbour: A
         at = shop.settle("clicks", "orders", "lines", "by_product")
         shop.check(at)
         until(runner.query.called.is_set, "Spark brings batches")
-        board = Board(harbour.stores.consensus, Rand())
+        board = StatusBoard(harbour.stores.consensus, Rand())
         until(lambda: _marks_caught_up(harbour, board, at), "marks show the uppers")
-        found = [stages.plain() for stages in runner.stages.values()]
+        found = [stages.to_plain() for stages in runner.stages.values()]
         assert found and all({"planned", "decoded", "written", "appended"} <= set(stages) for stages in found), found
     by_product = {r["product_id"]: (r["clicks"], str(r["revenue"])) for r in harbour.contents("by_product", at)}
     counts = {k: sum(1 for i in range(1, shop.n + 1) if i % 3 == k) for k in range(3)}
@@ -160,7 +160,7 @@ def test_a_pipeline_keeps_its_tables_through_restarts_and_shows_marks(harbour: A
     assert sorted(r.o_id for r in orders.where("status = 'done'").collect()) == list(range(1, shop.n))
 
 
-def _marks_caught_up(harbour: Any, board: Board, at: int) -> bool:
+def _marks_caught_up(harbour: Any, board: StatusBoard, at: int) -> bool:
     reports = harbour.portal.call(board.reports())
     marks = {m.name: m for r in reports for m in r.marks}
     wanted = ("shard:orders", "shard:clicks", "shard:by_product", "pipeline:p")
@@ -191,7 +191,7 @@ def test_big_batches_go_through_spark_tasks_to_the_same_contents(harbour: Any, s
     topic = harbour.create_topic("clicks", 2)
     expected: dict[str, int] = {}
     sink = clicks_sink(harbour, tmp_path / "s", inline_rows=10)
-    sink.use(spark.sparkContext)
+    sink.use_spark(spark.sparkContext)
     run, inline = sink._by_tasks.run, []
 
     def noting(work: Any) -> Any:

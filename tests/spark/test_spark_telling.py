@@ -13,8 +13,8 @@ from running import mark, started, until
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import CorruptError, UnavailableError
-from tidemill.base.status.status import LIVES, StageStatus
-from tidemill.consensus.status.board import Board
+from tidemill.base.status.status import RESTARTS_MAX, StageStatus
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark.pipeline import runner as runner_module
 
@@ -28,7 +28,7 @@ BINDINGS = "pipeline:p:capture/shop:bindings"
 
 
 def told(harbour: Any, name: str, process: str) -> StageStatus | None:
-    reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
+    reports = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
     return next((m for r in reports if r.process == process for m in r.marks if m.name == name), None)
 
 
@@ -130,7 +130,7 @@ def test_a_driver_that_ends_in_life_after_life_before_it_has_begun_is_not_moving
     harbour: Any, tmp_path: Path
 ) -> None:
     since, before = [], 0
-    for life in range(LIVES + 2):
+    for life in range(RESTARTS_MAX + 2):
         _, stopping, thread = started(harbour, tmp_path, PIPELINE)
         try:
             # Spark's start counts as progress, in every life: seen when it is another than its predecessor's last.
@@ -145,15 +145,15 @@ def test_a_driver_that_ends_in_life_after_life_before_it_has_begun_is_not_moving
         assert last is not None
         since.append(last.since_ms)
         before = last.progress
-    assert since == sorted(since) and len(set(since)) == LIVES
-    assert since[LIVES - 1] == since[LIVES] == since[LIVES + 1]
+    assert since == sorted(since) and len(set(since)) == RESTARTS_MAX
+    assert since[RESTARTS_MAX - 1] == since[RESTARTS_MAX] == since[RESTARTS_MAX + 1]
 
 
 def test_a_row_that_was_deleted_under_a_living_driver_is_there_again(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`pipeline delete` takes a driver that was frozen, or whose clock is another, for gone."""
-    monkeypatch.setattr(runner_module, "REGISTERED_S", 0.05)
+    monkeypatch.setattr(runner_module, "REGISTRATION_CHECK_S", 0.05)
     _, stopping, thread = started(harbour, tmp_path, PIPELINE)
 
     def row() -> PipelineRow | None:
@@ -189,7 +189,7 @@ def test_a_driver_that_ends_in_order_saves_the_mirrors_of_derived_tables_whose_t
         for name in ("revenue", "late"):
             runner.derivations[name] = SimpleNamespace(writer=Writer(name))  # type: ignore[assignment]
         released = threading.Event()
-        runner._thread("derived-late", released.wait)  # in the middle of a round
+        runner._start_thread("derived-late", released.wait)  # in the middle of a round
     finally:
         stopping.set()
         thread.join(30)

@@ -15,10 +15,10 @@ import pytest
 from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.config.config import parse
-from tidemill.base.status.status import Report
-from tidemill.consensus.status.board import Board
-from tidemill.node.supervise.driver_instances import beside
-from tidemill.node.supervise.processes import driver
+from tidemill.base.status.status import StatusReport
+from tidemill.consensus.status.board import StatusBoard
+from tidemill.node.supervise.driver_instances import processes_sharing_driver
+from tidemill.node.supervise.processes import driver_spec
 
 CLICKS = """
 from pathlib import Path
@@ -77,7 +77,7 @@ class World:
             "consensus": {"url": urls.consensus},
             "pipeline": pipelines,
         }
-        return driver(parse(values, origin=""), names)
+        return driver_spec(parse(values, origin=""), names)
 
     @contextmanager
     def started(self, spec: Any) -> Iterator[subprocess.Popen[bytes]]:
@@ -102,8 +102,8 @@ class World:
         """Its rows: what came is bound to the time that is its number."""
         return {key: n for key, n in self.rows[table] if n <= time_ms}
 
-    def reports(self) -> dict[str, Report]:
-        board = Board(self.harbour.stores.consensus, Rand())
+    def reports(self) -> dict[str, StatusReport]:
+        board = StatusBoard(self.harbour.stores.consensus, Rand())
         return {report.process: report for report in self.harbour.portal.call(board.reports())}
 
     def error(self, mark: str) -> str:
@@ -149,9 +149,9 @@ def test_f316_pipelines_of_one_driver_fail_alone_and_come_back_together_exact(ha
         found = world.reports()
         assert found.keys() == processes
         assert {report.pid for report in found.values()} == {process.pid}
-        assert set(beside(found["pipeline:clicks"], found.values(), harbour.stores.clock.now_ms())) == (
-            processes - {"pipeline:clicks"}
-        )
+        assert set(
+            processes_sharing_driver(found["pipeline:clicks"], found.values(), harbour.stores.clock.now_ms())
+        ) == (processes - {"pipeline:clicks"})
         assert len(jvms(process.pid)) == 1
 
         # What is mended heals by itself, in the same process.

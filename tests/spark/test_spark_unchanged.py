@@ -22,7 +22,14 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
-from tidemill.spark.upsert.commands import Commands, Truncate, join, leaving_schema, select, times_of
+from tidemill.spark.upsert.commands import (
+    Commands,
+    Truncate,
+    filter_commands,
+    join_commands,
+    partial_command_schema,
+    times_of,
+)
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
 from tidemill.topics.batch import Record, decode_columns, encode_batch
@@ -43,7 +50,7 @@ def commands(steps: Sequence[Step], truncates: Sequence[Truncate] = ()) -> Comma
         }
         for key, time, order, values, left in steps
     ]  # fmt: skip
-    return Commands(pa.Table.from_pylist(rows, schema=leaving_schema(SCHEMA)), tuple(truncates))
+    return Commands(pa.Table.from_pylist(rows, schema=partial_command_schema(SCHEMA)), tuple(truncates))
 
 
 def oracle(steps: Sequence[Step], truncates: Sequence[Truncate]) -> tuple[dict[int, Row], list[int]]:
@@ -100,7 +107,7 @@ def test_a_step_comes_to_what_one_reader_of_all_records_holds_however_it_is_cut(
             mirror, lower, found = Mirror(SCHEMA, hasher=hasher), 0, []
             for upper in cuts:
                 times = times_of(whole)
-                mine = select(whole, (times >= lower) & (times < upper))
+                mine = filter_commands(whole, (times >= lower) & (times < upper))
                 done = resolve(SCHEMA, mine, mirror, lower, upper, hasher)
                 mirror.advance(done.changes, lower, upper)
                 found += [each.order for each in done.lost]
@@ -111,7 +118,7 @@ def test_a_step_comes_to_what_one_reader_of_all_records_holds_however_it_is_cut(
 
 def test_commands_with_and_without_such_columns_are_joined() -> None:
     plain = Commands(commands([(1, 1, 0, {"a": 1, "b": "x"}, ())]).rows.drop_columns(["_tm.unchanged", "_tm.key"]))
-    joined = join(SCHEMA, [plain, commands([(1, 1, 1, {"a": 2}, ("b",)), (2, 1, 2, {"b": "y"}, ("a",))])])
+    joined = join_commands(SCHEMA, [plain, commands([(1, 1, 1, {"a": 2}, ("b",)), (2, 1, 2, {"b": "y"}, ("a",))])])
     done = resolve(SCHEMA, joined, Mirror(SCHEMA), 0, 2)
     assert [(r["k"], r["a"], r["b"]) for r in done.updates.to_pylist()] == [(1, 2, "x")]
     (lost,) = done.lost

@@ -9,12 +9,12 @@ from upsert_world import SCHEMA, ModelShard, Writer, commands, oracle, updates
 
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands
-from tidemill.spark.upsert.diff import distinct
+from tidemill.spark.upsert.diff import check_distinct
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import Fault, Upsert
+from tidemill.spark.upsert.operator import Fault, UpsertOperator
 from tidemill.spark.upsert.resolve import resolve
 
 
@@ -24,16 +24,16 @@ def fed(*rows: tuple[int, int, int, int]) -> pa.Table:
     return pa.table({n: pa.array([r[i] for r in rows], pa.int64()) for i, n in enumerate(names)})
 
 
-def lagging(fault: Fault, *, feedback_first: bool) -> Upsert:
+def lagging(fault: Fault, *, feedback_first: bool) -> UpsertOperator:
     """Seed 001's exact shape: the upper jumps to 10 without output of ours; rows at 5 and 7; source frontier 11."""
-    operator = Upsert(SCHEMA, Mirror(SCHEMA), fault=fault)
+    operator = UpsertOperator(SCHEMA, Mirror(SCHEMA), fault=fault)
     late = commands([(0, 1, 5, 1), (1, 2, 7, 2)])
     if feedback_first:
-        operator.feedback(fed(), 0, 10)
+        operator.apply_peer(fed(), 0, 10)
         operator.ingest(late)
     else:
         operator.ingest(late)
-        operator.feedback(fed(), 0, 10)
+        operator.apply_peer(fed(), 0, 10)
     operator.advance(11)
     return operator
 
@@ -86,15 +86,15 @@ def test_m4103_gh_9160_repro() -> None:
 
 def test_m4104_rehydration_then_update() -> None:
     mirror = Mirror.hydrate(SCHEMA, pa.table({"k": [42], "v": [100]}), 1)
-    operator = Upsert(SCHEMA, mirror)
+    operator = UpsertOperator(SCHEMA, mirror)
     operator.ingest(commands([(42, 200, 1, 1)]))
     operator.advance(2)
     assert updates(operator.drain().updates) == [(42, 100, 1, -1), (42, 200, 1, 1)]
 
 
 def test_m4105_multi_batch_rehydration() -> None:
-    operator = Upsert(SCHEMA, Mirror(SCHEMA))
-    operator.feedback(fed((1, 10, 0, 1), (1, 10, 0, -1), (1, 20, 0, 1)), 0, 1)
+    operator = UpsertOperator(SCHEMA, Mirror(SCHEMA))
+    operator.apply_peer(fed((1, 10, 0, 1), (1, 10, 0, -1), (1, 20, 0, 1)), 0, 1)
     operator.ingest(commands([(1, 30, 1, 1)]))
     operator.advance(2)
     assert updates(operator.drain().updates) == [(1, 20, 1, -1), (1, 30, 1, 1)]
@@ -170,7 +170,7 @@ def test_a_duplicate_record_of_one_key_and_time_is_one_row() -> None:
 
 
 def test_commands_above_the_source_frontier_are_kept() -> None:
-    operator = Upsert(SCHEMA, Mirror(SCHEMA))
+    operator = UpsertOperator(SCHEMA, Mirror(SCHEMA))
     operator.ingest(commands([(1, 1, 0, 0), (1, 2, 9, 1)]))
     operator.advance(5)
     pending = operator.drain()
@@ -233,16 +233,16 @@ def test_truncate_reaches_keys_that_python_takes_for_one_or_has_none_of(kind: st
     assert sorted(found.updates.column("n").to_pylist()) == list(range(len(bits)))
     assert set(found.updates.column("_diff").to_pylist()) == {-1}
     with pytest.raises(InvalidError, match="a key occurs twice: k="):
-        distinct(schema, pa.concat_tables([rows, rows.slice(0, 1)]))
+        check_distinct(schema, pa.concat_tables([rows, rows.slice(0, 1)]))
     twice = rows.append_column("_time", pa.array([1] * len(bits))).append_column("_diff", pa.array([-1] * len(bits)))
     with pytest.raises(CorruptError, match="a row was retracted more often than inserted: k="):
-        contents(schema, twice)
+        sum_contents(schema, twice)
 
 
 def test_errors_are_rows_that_occupy_their_key_until_a_good_value_or_tombstone() -> None:
     columns = (Column("k", "string"), Column("v", "int64"), Column("_error", "string"))
     schema = ShardSchema(columns, ("k",))
-    operator = Upsert(schema, Mirror(schema))
+    operator = UpsertOperator(schema, Mirror(schema))
 
     def say(time: int, value: int | None, error: str | None, live: bool = True) -> list[tuple[object, ...]]:
         row = {"k": ["a"], "v": [value], "_error": [error], "_time": [time], "_order": [time]}
@@ -263,7 +263,7 @@ def test_errors_are_rows_that_occupy_their_key_until_a_good_value_or_tombstone()
 
 def test_null_and_composite_keys_are_keys() -> None:
     schema = ShardSchema((Column("a", "string"), Column("b", "int32"), Column("v", "float64")), ("a", "b"))
-    operator = Upsert(schema, Mirror(schema))
+    operator = UpsertOperator(schema, Mirror(schema))
     rows = [("x", 1, 1.0), (None, 1, 2.0), (None, None, float("nan")), ("x", None, 4.0)]
     for time, factor in ((0, 1.0), (1, 1.0), (2, 2.0)):
         table = pa.table(

@@ -12,7 +12,7 @@ from upsert_world import SCHEMA, ModelShard, Set, Writer, commands, oracle
 
 from tidemill.spark.upsert.commands import Truncate
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import Fault, Upsert
+from tidemill.spark.upsert.operator import Fault, UpsertOperator
 
 TIMES = 12
 
@@ -62,9 +62,9 @@ class Racer:
         shard = self.writer.shard
         writer = Writer(shard, fault=self.fault)
         writer.sync()
-        writer.operator = Upsert(SCHEMA, writer.operator.mirror, fault=self.fault)
+        writer.operator = UpsertOperator(SCHEMA, writer.operator.mirror, fault=self.fault)
         rows = writer.operator.mirror.live_rows()
-        writer.operator = Upsert(SCHEMA, Mirror.hydrate(SCHEMA, rows, shard.upper), fault=self.fault)
+        writer.operator = UpsertOperator(SCHEMA, Mirror.hydrate(SCHEMA, rows, shard.upper), fault=self.fault)
         self.writer = writer
         self.ingested = shard.upper
 

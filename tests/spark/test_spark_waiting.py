@@ -11,7 +11,7 @@ import pytest
 from running import mark, started, until
 
 from tidemill.base.clock import Rand
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark.ingest.step_planner import STEP_BYTES
 from tidemill.spark.pipeline import status_report
@@ -48,7 +48,7 @@ def test_a_pipeline_waits_for_its_capture_and_its_snapshot_and_says_so(harbour: 
         assert harbour.contents("orders") == [{"o_id": 1, "status": "open"}]
         until(lambda: mark(harbour, "shard:orders").position == 1001)  # type: ignore[union-attr]
         assert mark(harbour, "shard:orders").held_by == "capture:shop"  # type: ignore[union-attr]
-        reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
+        reports = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
         memory: Any = next(r for r in reports if r.process == "pipeline:p").facts["memory"]
         assert memory["resident"][0] > 1 << 20 and memory["mirrors"][0] > 0
         assert memory["steps"][1] == 6 * STEP_BYTES, "two feeds, three steps' worth each"
@@ -73,7 +73,7 @@ def test_mirrors_are_saved_before_spark_is_asked_to_stop_however_long_that_takes
         until(lambda: runner.tables())
         runner.query.query = Query()
         ended = partial(until, lambda: not [t for t in threading.enumerate() if t.name.startswith("table-")])
-        runner._thread("tables", lambda: runner.ending.wait() and ended())
+        runner._start_thread("tables", lambda: runner.ending.wait() and ended())
     finally:
         stopping.set()
         thread.join(30)
@@ -141,11 +141,11 @@ def test_a_driver_that_rests_gives_the_memory_of_its_steps_back_once(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
-    monkeypatch.setattr(status_report, "REST_S", 0.0)
+    monkeypatch.setattr(status_report, "IDLE_BEFORE_TRIM_S", 0.0)
     topic = harbour.create_topic("clicks")
     text = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))\n'
     runner, stopping, thread = started(harbour, tmp_path, text)
-    monkeypatch.setattr(status_report, "give_freed_memory_back", lambda: given.append(runner.tables()[0].progress.read))
+    monkeypatch.setattr(status_report, "release_freed_memory", lambda: given.append(runner.tables()[0].progress.read))
     try:
         for n in (1, 2):
             harbour.produce(topic, [(b"k", {"click_id": "a"})])

@@ -15,7 +15,7 @@ from tidemill.base.errors import ClosedError, UnavailableError
 from tidemill.base.status.status import StatusTracker
 from tidemill.spark.ingest import feed as feeding
 from tidemill.spark.ingest.feed import Feed
-from tidemill.spark.pipeline.streaming_query import SparkSessionLostError, StreamingQuery, body
+from tidemill.spark.pipeline.streaming_query import SparkSessionLostError, StreamingQuery, batch_function
 
 BOUND_S = 30.0
 
@@ -42,13 +42,13 @@ class Sink:
         self.forwarded = 0
         self.error = ""
 
-    def use(self, _: Any) -> None: ...
+    def use_spark(self, _: Any) -> None: ...
 
-    def forward(self) -> None:
+    def advance(self) -> None:
         self.forwarded += 1
         self.due_in_s = None
 
-    async def arrival(self, timeout_s: float) -> None:
+    async def wait_for_binding(self, timeout_s: float) -> None:
         raise ClosedError("nothing is bound in this test")
 
 
@@ -86,7 +86,7 @@ def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_and_by_
     sink = Sink(steps)
     feed = feed_of(found, sink)
     found.tracker.fail(feed.mark, "an earlier round was at fault", now_ms=1)
-    feed._feed()
+    feed._advance_tables()
     assert sink.seats.changed.waits == [None, None, 0.25, None], "for ever, but where somebody is due later"
     assert sink.forwarded == 2, "once for each moment a table was due"
     assert found.tracker.failure(feed.mark) is None, "nothing was left to do"
@@ -118,8 +118,8 @@ def test_a_time_that_is_bound_is_taken_with_or_without_spark_and_bindings_that_a
             raise ClosedError("the process ends")
 
     sink.seats.changed = threading.Event()
-    monkeypatch.setattr(sink, "arrival", arrival)
-    feed_of(found, sink)._feed()
+    monkeypatch.setattr(sink, "wait_for_binding", arrival)
+    feed_of(found, sink)._advance_tables()
     assert sink.forwarded == 2, "for each of two times"
 
 
@@ -144,11 +144,11 @@ def test_a_query_that_brings_a_batch_is_well_and_its_end_wakes_its_watch(monkeyp
     found.tracker.fail(watched.mark, "an earlier query ended", now_ms=1)
 
     def ends() -> None:
-        watched._batch_came()
+        watched._on_batch()
         watched._changed.steps.append(began.ended.set)  # type: ignore[attr-defined]
 
     watched._changed = Changed([ends])
-    assert watched._watch().startswith("boom")
+    assert watched._run_query().startswith("boom")
     assert found.tracker.failure(watched.mark) is None
     assert watched._changed.waits[1] is None, "it looks at nothing until then"
 
@@ -166,11 +166,11 @@ def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(m
         if not batches:
             found.ending.set()
         elif batches.pop(0):
-            found.tracker.heal(watched.mark)
+            found.tracker.clear_failure(watched.mark)
             watched.called.set()
         return "Python worker failed to connect back."
 
-    monkeypatch.setattr(watched, "_watch", watch)
+    monkeypatch.setattr(watched, "_run_query", watch)
     watched._restarts = SimpleNamespace(pause_s=lambda _: 0.0)  # type: ignore[assignment]
     watched.run()
     assert told == [False, False, True, True, True, True]
@@ -180,7 +180,7 @@ def test_a_query_that_ends_with_its_session_ends_the_process(monkeypatch: Any) -
     found = host()
     found.session_is_lost = lambda: True
     watched = StreamingQuery(found, ["topic/t"], lambda _: None)
-    monkeypatch.setattr(watched, "_watch", lambda: "connection refused")
+    monkeypatch.setattr(watched, "_run_query", lambda: "connection refused")
     with pytest.raises(SparkSessionLostError, match="connection refused"):
         watched.run()
     assert found.tracker.failure(watched.mark) is None
@@ -192,12 +192,12 @@ def test_a_batch_brings_the_sources_forward_that_it_has_a_new_time_of(tmp_path: 
 
     def sink_of(source: str) -> Any:
         known = source != "topic/unopened"
-        return SimpleNamespace(time_comes=lambda end: came.append((source, end))) if known else None
+        return SimpleNamespace(advance_to=lambda end: came.append((source, end))) if known else None
 
     def failed(source: str, error: BaseException) -> None:
         raise AssertionError(source) from error
 
-    run = body(tmp_path, sink_of, failed)
+    run = batch_function(tmp_path, sink_of, failed)
     for batch, ends in enumerate(['{"a": 0, "b": 5, "topic/unopened": 7}', '{"a": 3, "b": 5}', '{"a": 3, "b": 6}']):
         (tmp_path / "offsets" / str(batch)).write_text(f"v1\n{{}}\n{ends}")
         run(None, batch)
@@ -218,9 +218,9 @@ def test_a_sink_that_raises_in_a_batch_is_told_and_the_sources_after_it_continue
             if source in raised:
                 raise raised[source]
 
-        return SimpleNamespace(time_comes=time_comes)
+        return SimpleNamespace(advance_to=time_comes)
 
-    run = body(tmp_path, sink_of, lambda source, error: told.append((source, str(error))))
+    run = batch_function(tmp_path, sink_of, lambda source, error: told.append((source, str(error))))
     (tmp_path / "offsets" / "0").write_text('v1\n{}\n{"a": 1, "b": 1, "c": 1}')
     run(None, 0)
     assert (came, told) == (["a", "b", "c"], [("b", "of no known kind")])
@@ -242,7 +242,7 @@ def test_whoever_waits_is_woken_at_the_end(monkeypatch: Any) -> None:
         return wait(*timeout_s)
 
     monkeypatch.setattr(unit._left, "wait", noted)
-    seated = threading.Thread(target=unit._seated, daemon=True)
+    seated = threading.Thread(target=unit._wait_attached, daemon=True)
     seated.start()
     assert waits.wait(BOUND_S)
     found.ending.set()

@@ -13,7 +13,7 @@ import pytest
 from spark_harbour import Harbour
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.maintenance.shards.garbage import collect
+from tidemill.maintenance.shards.garbage import collect_garbage
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
@@ -21,9 +21,9 @@ from tidemill.shards.read import read_plan
 from tidemill.shards.read.part_reader import PartReader
 from tidemill.spark import Pipeline
 from tidemill.spark.derived.derivation import Derivation
-from tidemill.spark.session.code_shipping import tell
+from tidemill.spark.session.code_shipping import set_worker_environment
 from tidemill.spark.source import register
-from tidemill.spark.stores import IN_ENVIRONMENT, Urls
+from tidemill.spark.stores import IN_ENVIRONMENT, StoreUrls
 
 pytestmark = pytest.mark.spark
 
@@ -72,7 +72,7 @@ class Clicks:
             shard = await stores.shard(self.shard.name)
             await shard.downgrade_since("keeper", 1, since)
             await compact_once(shard, stores.objects, Rand())
-            await collect(shard, stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
+            await collect_garbage(shard, stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
             await shard.aclose()
 
         self.harbour.portal.call(run())
@@ -135,10 +135,10 @@ def test_a_whole_round_gives_spark_the_parts_and_holds_no_input_in_the_driver(
     with monkeypatch.context() as patched:
         patched.setattr(LogShard, "snapshot", seen)
         patched.setattr(PartReader, "read_part", counted_rows)
-        assert derived.round()
+        assert derived.recompute()
         assert (derived.groups, made) == (None, [])
         clicks.change([*range(10), COUNT], 7)
-        assert derived.round()
+        assert derived.recompute()
     assert not snapshots
     if not by:
         assert sum(decoded) == 21, "what is not merged yet"
@@ -164,7 +164,7 @@ def test_what_is_merged_and_collected_before_and_during_a_round_changes_no_conte
     for step in range(4):
         at, expected = clicks.upper - 1, clicks.expected()
         interrupted[0] = step % 2 == 1
-        assert derived.round()
+        assert derived.recompute()
         want[at] = expected
         clicks.change(range(step, COUNT, 50), 10 * step)
         clicks.change(range(step, COUNT, 700), None)
@@ -172,10 +172,10 @@ def test_what_is_merged_and_collected_before_and_during_a_round_changes_no_conte
             clicks.merge(clicks.upper - 1)
     interrupted[0] = False
     want[clicks.upper - 1] = clicks.expected()
-    assert derived.round()
+    assert derived.recompute()
     for at, expected in want.items():
         assert held(harbour, at) == expected, at
-    derived.let_go()
+    derived.release_inputs()
     clicks.merge(clicks.upper - 1)
     shard = harbour.shard("clicks")
     assert [hold.reader for hold in shard.state.holds] == ["keeper"], "a hold ends with who took it"
@@ -196,7 +196,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     boto3.client("s3", endpoint_url=f"http://{host}:{port}", **keys).create_bucket(Bucket="bucket")
     secrets = "access_key_id=test&secret_access_key=test"
     url = f"s3://bucket/tables?endpoint=http://{host}:{port}&region=us-east-1&{secrets}"
-    found = Harbour(tmp_path, Urls(url, f"sqlite://{tmp_path}/consensus.db"))
+    found = Harbour(tmp_path, StoreUrls(url, f"sqlite://{tmp_path}/consensus.db"))
     yield found
     found.close()
     server.stop()
@@ -209,7 +209,7 @@ def test_in_a_bucket_the_data_source_reads_at_the_rounds_time_and_finds_the_clus
     session = spark.newSession()
     environment = dict(spark.sparkContext.environment)
     monkeypatch.setattr(spark.sparkContext, "environment", environment)
-    tell(session.sparkContext, bucket.urls)
+    set_worker_environment(session.sparkContext, bucket.urls)
     register(session)
     bucket.stores.urls = IN_ENVIRONMENT
     clicks = Clicks(bucket)
@@ -219,6 +219,6 @@ def test_in_a_bucket_the_data_source_reads_at_the_rounds_time_and_finds_the_clus
     derived.open()
     later[0] = True
     at, expected = clicks.upper - 1, clicks.expected()
-    assert derived.round()
+    assert derived.recompute()
     assert held(bucket, at) == expected
     assert "not a directory" in derived.no_plan["clicks"]

@@ -24,20 +24,20 @@ from tidemill.base.errors import ConflictError, CorruptError, InvalidError, Miss
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema, staged_key
 from tidemill.shards.parts.schema import arrow_type
-from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.spark.derived.idle_advance import advance_idle
 from tidemill.spark.source import TidemillSource
 from tidemill.spark.source.write import FrameWriter
 from tidemill.spark.upsert.range_mirror import HashRange
 from tidemill.spark.write import commit as committing
 from tidemill.spark.write import staging
-from tidemill.spark.write.commit import Commit, Limits
-from tidemill.spark.write.schema_match import Frame, planned, schema_for
-from tidemill.spark.write.staging import Staged, stage, staged_rows
+from tidemill.spark.write.commit import CommitLimits, WriteCommit
+from tidemill.spark.write.schema_match import WriteFrame, plan_frame, required_schema
+from tidemill.spark.write.staging import Staged, read_staged_rows, stage_rows
 
-FRAME = Frame("t", (Column("k", "int64"), Column("v", "string"), Column("gone", "bool")), ("k",), "gone")
-PLAIN = Frame("t", (Column("k", "int64"), Column("v", "string")), ("k",))
-SMALL = Limits(range_rows=3, wanted_rows=2)
+FRAME = WriteFrame("t", (Column("k", "int64"), Column("v", "string"), Column("gone", "bool")), ("k",), "gone")
+PLAIN = WriteFrame("t", (Column("k", "int64"), Column("v", "string")), ("k",))
+SMALL = CommitLimits(range_rows=3, wanted_rows=2)
 Row = tuple[Any, ...]
 
 
@@ -57,14 +57,16 @@ class Memory:
         return self.objects[key][start:end]
 
 
-def batches(frame: Frame, rows: Sequence[Row], size: int = 3) -> Iterator[pa.RecordBatch]:
+def batches(frame: WriteFrame, rows: Sequence[Row], size: int = 3) -> Iterator[pa.RecordBatch]:
     for at in range(0, len(rows), size):
         columns = zip(*rows[at : at + size], strict=True)
         arrays = [pa.array(v, arrow_type(c.type)) for v, c in zip(columns, frame.columns, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, names=[c.name for c in frame.columns])
 
 
-def write(harbour: Any, frame: Frame, *tasks: Sequence[Row], token: str = "", limits: Limits | None = SMALL) -> int:
+def write(
+    harbour: Any, frame: WriteFrame, *tasks: Sequence[Row], token: str = "", limits: CommitLimits | None = SMALL
+) -> int:
     """As a job of these tasks does; returns the shard's upper."""
     portal, stores = harbour.portal, harbour.stores
 
@@ -73,8 +75,8 @@ def write(harbour: Any, frame: Frame, *tasks: Sequence[Row], token: str = "", li
         portal.call(stores.objects.put(key, data))
         return key
 
-    found = [one for rows in tasks for one in stage(frame, batches(frame, rows), put)]
-    return Commit(portal, stores, frame, token or stores.rand.nonce(), limits).run(found)
+    found = [one for rows in tasks for one in stage_rows(frame, batches(frame, rows), put)]
+    return WriteCommit(portal, stores, frame, token or stores.rand.nonce(), limits).run(found)
 
 
 @pytest.fixture
@@ -131,12 +133,12 @@ def test_appends_and_overwrites_equal_a_dictionary_at_every_time(
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=60), st.sampled_from([1, 2, 8, 64, 256]))
 def test_ranges_of_any_number_give_every_staged_row_once(small_chunks: None, keys: list[int], count: int) -> None:
     memory = Memory()
-    found = list(stage(PLAIN, batches(PLAIN, [(k, "x" * (k % 50)) for k in keys]), memory.put))
+    found = list(stage_rows(PLAIN, batches(PLAIN, [(k, "x" * (k % 50)) for k in keys]), memory.put))
     got: list[int] = []
     for number in range(count):
         part = HashRange(number, count)
-        rows = staged_rows(PLAIN, found, part, memory.get)
-        assert all(part.holds(rows.column(HASH).to_numpy()).to_pylist())
+        rows = read_staged_rows(PLAIN, found, part, memory.get)
+        assert all(part.mask(rows.column(HASH).to_numpy()).to_pylist())
         got += rows.column("k").to_pylist()
     assert sorted(got) == sorted(keys)
     assert sum(one.rows for one in found) == len(keys)
@@ -144,25 +146,25 @@ def test_ranges_of_any_number_give_every_staged_row_once(small_chunks: None, key
 
 def test_large_tasks_stage_objects_and_small_ones_nothing() -> None:
     memory = Memory()
-    (small,) = stage(PLAIN, batches(PLAIN, [(1, "a")]), memory.put)
+    (small,) = stage_rows(PLAIN, batches(PLAIN, [(1, "a")]), memory.put)
     assert (memory.objects, small.object_key) == ({}, "")
     rows = [(k, f"value {k}") for k in range(20_000)]
-    (large,) = stage(PLAIN, batches(PLAIN, rows, 5_000), memory.put)
+    (large,) = stage_rows(PLAIN, batches(PLAIN, rows, 5_000), memory.put)
     assert len(large.ends) == 4 and large.ends[-1] == len(memory.objects[large.object_key])
-    quarter = staged_rows(PLAIN, [small, large], HashRange(1, 4), memory.get)
+    quarter = read_staged_rows(PLAIN, [small, large], HashRange(1, 4), memory.get)
     assert 4_500 < quarter.num_rows < 5_500
 
 
 def test_a_flipped_bit_of_what_was_staged_is_corrupt_with_the_objects_key() -> None:
     memory = Memory()
     rows = [(k, f"value {k}") for k in range(20_000)]
-    (large,) = stage(PLAIN, batches(PLAIN, rows, 5_000), memory.put)
+    (large,) = stage_rows(PLAIN, batches(PLAIN, rows, 5_000), memory.put)
     damaged = bytearray(memory.objects[large.object_key])
     damaged[large.ends[0] - 2000] ^= 1
     memory.objects[large.object_key] = bytes(damaged)
-    assert staged_rows(PLAIN, [large], HashRange(1, 4), memory.get).num_rows, "another chunk is whole"
+    assert read_staged_rows(PLAIN, [large], HashRange(1, 4), memory.get).num_rows, "another chunk is whole"
     with pytest.raises(CorruptError, match="staged chunk: object=o0 is damaged"):
-        staged_rows(PLAIN, [large], HashRange(0, 4), memory.get)
+        read_staged_rows(PLAIN, [large], HashRange(0, 4), memory.get)
 
 
 @pytest.mark.parametrize("tasks", [([(1, "a"), (1, "a")],), ([(1, "a")], [(2, "b")], [(1, "c")])])
@@ -207,23 +209,23 @@ def test_writers_at_once_are_as_if_one_after_another(harbour: Any) -> None:
         assert found == {**dict.fromkeys(range(4), said), **dict.fromkeys(range(4, 8), "start"), 9: said[0]}
 
 
-class Racing(Commit):
+class Racing(WriteCommit):
     """Between what it computed and its append somebody else does something."""
 
-    def __init__(self, harbour: Any, frame: Frame, *meanwhile: Callable[[], object]) -> None:
+    def __init__(self, harbour: Any, frame: WriteFrame, *meanwhile: Callable[[], object]) -> None:
         super().__init__(harbour.portal, harbour.stores, frame, harbour.stores.rand.nonce(), SMALL)
         self.meanwhile = list(meanwhile)
         self.attempts = 0
 
-    def _updates(self, *args: Any) -> Iterator[pa.Table]:
+    def _compute_updates(self, *args: Any) -> Iterator[pa.Table]:
         self.attempts += 1
-        yield from super()._updates(*args)
+        yield from super()._compute_updates(*args)
         if self.meanwhile:
             self.meanwhile.pop(0)()
 
 
-def staged_inline(frame: Frame, rows: Sequence[Row]) -> list[Staged]:
-    return list(stage(frame, batches(frame, rows), lambda _: ""))
+def staged_inline(frame: WriteFrame, rows: Sequence[Row]) -> list[Staged]:
+    return list(stage_rows(frame, batches(frame, rows), lambda _: ""))
 
 
 def test_a_lost_race_is_computed_anew_on_what_the_winner_wrote(harbour: Any) -> None:
@@ -249,12 +251,12 @@ def test_a_column_that_came_meanwhile_is_not_passed_over(harbour: Any) -> None:
     write(harbour, PLAIN, [(1, "a")])
     wide = replace(PLAIN, grows=True, columns=(*PLAIN.columns, Column("w", "int64")))
     commit = Racing(
-        harbour, PLAIN, lambda: harbour.portal.call(harbour.shard("t").evolve(Changes((wide.columns[-1],))))
+        harbour, PLAIN, lambda: harbour.portal.call(harbour.shard("t").evolve(SchemaChanges((wide.columns[-1],))))
     )
     with pytest.raises(InvalidError, match=r"columns differ from the shard's: .*-w int64"):
         commit.run(staged_inline(PLAIN, [(1, "b")]))
     commit = Racing(
-        harbour, wide, lambda: harbour.portal.call(harbour.shard("t").evolve(Changes((), (wide.columns[-1],))))
+        harbour, wide, lambda: harbour.portal.call(harbour.shard("t").evolve(SchemaChanges((), (wide.columns[-1],))))
     )
     commit.run(staged_inline(wide, [(1, "b", 7)]))
     assert harbour.contents("t") == [{"k": 1, "v": "b", "w": 7}]
@@ -334,7 +336,9 @@ def _beside(harbour: Harbour, scratch: Path, steps: list[tuple[str, int]]) -> No
     sink = clicks_sink(harbour, scratch / "s")
     call(harbour.stores.catalogue.put(PipelineRow("p", {"clicks": "topic:clicks"}, "p.dead_letters")))
     remap = call(harbour.stores.remap("topic/clicks"))
-    frame = Frame("clicks", (Column("click_id", "string"), Column("product_id", "int64")), ("click_id",), beside="p")
+    frame = WriteFrame(
+        "clicks", (Column("click_id", "string"), Column("product_id", "int64")), ("click_id",), beside="p"
+    )
     said: list[tuple[int, str, dict[str, int]]] = []
     for number, (what, key) in enumerate(steps):
         rows = {f"k{key}": number, f"k{key + 1}": number}
@@ -361,7 +365,7 @@ def _beside(harbour: Harbour, scratch: Path, steps: list[tuple[str, int]]) -> No
 
 def test_a_shard_that_was_dropped_after_the_plan_is_not_made_of_what_was_to_be_added(harbour: Any) -> None:
     write(harbour, PLAIN, [(1, "a")])
-    frame = planned(replace(PLAIN, key=()), harbour.shard("t").schema)
+    frame = plan_frame(replace(PLAIN, key=()), harbour.shard("t").schema)
     write(harbour, frame, [(2, "b")])
     harbour.drop_shard("t")
     with pytest.raises(MissingError, match=r"was dropped during the write: shard=t\. Set option key"):
@@ -373,7 +377,7 @@ def test_a_shard_that_was_dropped_after_the_plan_is_not_made_of_what_was_to_be_a
 
 
 def test_a_commit_of_many_ranges_says_how_far_it_is(harbour: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(committing, "TELL_S", 0.0)
+    monkeypatch.setattr(committing, "PROGRESS_LOG_S", 0.0)
     with capture_logs() as logs:
         write(harbour, PLAIN, [(n, "a") for n in range(40)])
     told = [(e["shard"], e["rows"], int(e["done"].removesuffix(" %"))) for e in logs if e["event"] == "writing"]
@@ -387,33 +391,39 @@ HAVE = ShardSchema((K, V, Column("n", "decimal(5,2)")), ("k",))
 @pytest.mark.parametrize(
     ("frame", "have", "said"),
     [
-        (Frame("t", (K, V), ()), None, "no such shard: shard=t.*option key"),
-        (Frame("t", (K, V), ("x",)), None, "key column is not a column: key=x"),
-        (Frame("t", (K, V), ()), HAVE, r"difference=\[-n decimal\(5,2\)\].*Rename, cast or add"),
-        (Frame("t", (*HAVE.columns, Column("w", "date")), ()), HAVE, r"difference=\[\+w date\].*mergeSchema=true"),
-        (Frame("t", (K, V, Column("n", "decimal(9,2)")), ()), HAVE, r"n decimal\(5,2\)→decimal\(9,2\).*mergeSchema"),
-        (Frame("t", (K, V, Column("n", "float64")), (), grows=True), HAVE, r"n decimal\(5,2\)→float64.*cast"),
-        (Frame("t", HAVE.columns, ("v",)), HAVE, "another key: shard=t key=k wanted=v"),
-        (Frame("t", HAVE.columns, (), "v"), HAVE, "delete=v type=string"),
-        (Frame("t", HAVE.columns, (), "w"), HAVE, "delete=w type=no such column"),
-        (Frame("t", (*HAVE.columns, Column("d", "bool")), (), "d", overwrite=True), HAVE, "nothing to delete"),
-        (Frame("t", (K, Column("_live", "bool")), ("k",)), None, "reserved column name: column='_live'"),
-        (Frame("t", (K, Column("_diff", "int64")), ("k",)), None, "reserved column name"),
-        (Frame("t", (K, Column("", "string")), ("k",)), None, "reserved column name: column=''"),
-        (Frame("t", (*HAVE.columns, Column("", "string")), ()), HAVE, "reserved column name: column=''"),
-        (Frame("t", (K, V), ()), ShardSchema((K, V), ()), "the shard has no key"),
+        (WriteFrame("t", (K, V), ()), None, "no such shard: shard=t.*option key"),
+        (WriteFrame("t", (K, V), ("x",)), None, "key column is not a column: key=x"),
+        (WriteFrame("t", (K, V), ()), HAVE, r"difference=\[-n decimal\(5,2\)\].*Rename, cast or add"),
+        (WriteFrame("t", (*HAVE.columns, Column("w", "date")), ()), HAVE, r"difference=\[\+w date\].*mergeSchema=true"),
+        (
+            WriteFrame("t", (K, V, Column("n", "decimal(9,2)")), ()),
+            HAVE,
+            r"n decimal\(5,2\)→decimal\(9,2\).*mergeSchema",
+        ),
+        (WriteFrame("t", (K, V, Column("n", "float64")), (), grows=True), HAVE, r"n decimal\(5,2\)→float64.*cast"),
+        (WriteFrame("t", HAVE.columns, ("v",)), HAVE, "another key: shard=t key=k wanted=v"),
+        (WriteFrame("t", HAVE.columns, (), "v"), HAVE, "delete=v type=string"),
+        (WriteFrame("t", HAVE.columns, (), "w"), HAVE, "delete=w type=no such column"),
+        (WriteFrame("t", (*HAVE.columns, Column("d", "bool")), (), "d", overwrite=True), HAVE, "nothing to delete"),
+        (WriteFrame("t", (K, Column("_live", "bool")), ("k",)), None, "reserved column name: column='_live'"),
+        (WriteFrame("t", (K, Column("_diff", "int64")), ("k",)), None, "reserved column name"),
+        (WriteFrame("t", (K, Column("", "string")), ("k",)), None, "reserved column name: column=''"),
+        (WriteFrame("t", (*HAVE.columns, Column("", "string")), ()), HAVE, "reserved column name: column=''"),
+        (WriteFrame("t", (K, V), ()), ShardSchema((K, V), ()), "the shard has no key"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_difference(frame: Frame, have: ShardSchema | None, said: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_difference(
+    frame: WriteFrame, have: ShardSchema | None, said: str
+) -> None:
     with pytest.raises(InvalidError, match=said):
-        planned(frame, have)
+        plan_frame(frame, have)
 
 
 def test_narrower_values_fit_and_a_schema_grows_where_it_is_told_to(harbour: Any) -> None:
-    narrow = Frame("t", (Column("n", "decimal(3,2)"), V, Column("k", "int16")), ())
-    assert schema_for(planned(narrow, HAVE), HAVE) == HAVE
+    narrow = WriteFrame("t", (Column("n", "decimal(3,2)"), V, Column("k", "int16")), ())
+    assert required_schema(plan_frame(narrow, HAVE), HAVE) == HAVE
     write(harbour, PLAIN, [(1, "a"), (2, "b")])
-    wide = Frame("t", (Column("k", "int32"), Column("w", "int32"), V), ("k",), grows=True)
+    wide = WriteFrame("t", (Column("k", "int32"), Column("w", "int32"), V), ("k",), grows=True)
     write(harbour, wide, [(1, 5, "c"), (3, 6, "d")])
     wider = replace(wide, columns=(Column("k", "int64"), Column("w", "int64"), V))
     upper = write(harbour, wider, [(2, 2**40, "e")])
@@ -424,7 +434,7 @@ def test_narrower_values_fit_and_a_schema_grows_where_it_is_told_to(harbour: Any
 
 def test_keys_alone_delete_and_nothing_else(harbour: Any) -> None:
     write(harbour, PLAIN, [(k, "a") for k in range(5)])
-    frame = planned(Frame("t", (Column("gone", "bool"), K), (), "gone"), ShardSchema((K, V), ("k",)))
+    frame = plan_frame(WriteFrame("t", (Column("gone", "bool"), K), (), "gone"), ShardSchema((K, V), ("k",)))
     write(harbour, frame, [(True, 1), (True, 3), (True, 77)])
     assert [row["k"] for row in harbour.contents("t")] == [0, 2, 4]
     with pytest.raises(InvalidError, match="a row that is not a deletion lacks columns: shard=t delete=gone"):
@@ -435,9 +445,9 @@ def test_rows_of_every_size_survive_many_ranges_and_parts(harbour: Any) -> None:
     source = random.Random(3)
     rows = {k: "x" * source.choice([0, 1, 50, 2_000]) for k in range(3_000)}
     items = list(rows.items())
-    write(harbour, PLAIN, items[:2_000], items[2_000:], limits=Limits(range_rows=200))
+    write(harbour, PLAIN, items[:2_000], items[2_000:], limits=CommitLimits(range_rows=200))
     changed = {k: "y" for k in range(0, 3_000, 7)}
-    upper = write(harbour, PLAIN, list(changed.items()), limits=Limits(range_rows=200, wanted_rows=10))
+    upper = write(harbour, PLAIN, list(changed.items()), limits=CommitLimits(range_rows=200, wanted_rows=10))
     want = {**rows, **changed}
     assert {r["k"]: r["v"] for r in harbour.contents("t")} == want
     parts = harbour.shard("t").state.batches[-1].parts

@@ -9,7 +9,7 @@ import pyarrow as pa
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import Fault, Upsert
+from tidemill.spark.upsert.operator import Fault, UpsertOperator
 from tidemill.spark.upsert.resolve import Resolved
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "int64")), ("k",))
@@ -72,11 +72,11 @@ class Writer:
         more = {"hasher": hasher} if hasher else {}
         self.shard = shard
         self.seen = 0
-        self.operator = Upsert(SCHEMA, Mirror(SCHEMA, **more), fault=fault, **more)
+        self.operator = UpsertOperator(SCHEMA, Mirror(SCHEMA, **more), fault=fault, **more)
 
     def sync(self) -> None:
         for lower, upper, rows in self.shard.log[self.seen :]:
-            self.operator.feedback(rows, lower, upper)
+            self.operator.apply_peer(rows, lower, upper)
         self.seen = len(self.shard.log)
 
     def commit(self, pending: Resolved) -> bool:

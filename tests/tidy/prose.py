@@ -1,8 +1,8 @@
-"""Rules for the prose of a Python tree, and a command that lists the lines that break them: `python tests/tidy/prose.py PATH…`.
+"""Rules for the prose of a Python tree. `python tests/tidy/prose.py PATH…` lists the lines that break them.
 
-The rules read docstrings, comments, and the texts of raised errors. They find words of a private dialect, docstrings that begin
-with a fragment instead of a verb or a noun phrase, sentences whose subject is a bare pronoun, lettered ids in the place of
-names, references to documents outside the repository, and error texts that begin with a capital letter.
+The rules read docstrings, comments, and the texts of raised errors. They find words of a former dialect, docstrings
+that begin with a fragment instead of a verb or a noun phrase, sentences whose subject is a bare pronoun, lettered ids
+in the place of names, references to documents outside the repository, and error texts that begin with a capital letter.
 """
 
 import ast
@@ -15,35 +15,161 @@ from pathlib import Path
 from typing import NamedTuple
 
 DIALECT = re.compile(
-    r"\b(anew|mend(?:s|ed|able|ing)?|whoever|nobody|somebody|beside|besides|told|tells|tell apart|lets? go|letting go|goes on|go on"
-    r"|gone on|going on with|say so|says so|said of|taken in|takes? in|comes? in(?:to force)?|so many|so long|lies|lie in|of its own"
-    r"|at once|is to be|are to be|is to go|by itself|by then|once more|looked at|just now|for ever|stands? still|stood still|made of"
-    r"|held (?:up|to)|given up|gives up|given back|cut off|of none|is none|are none|as it is|as they are|as it was|meanwhile|whatever"
-    r"|whom|behind it|may it be|will not be had|come by|came by|let be|is had|asked for ever|is over|is good|falls? due|makes? good"
-    r"|set aside|put aside|no wiser|wiser|dearest|befalls?|unasked|betimes|thereby|wherein|hereby|thereof)\b",
+    r"\b("
+    r"anew|mend(?:s|ed|able|ing)?|whoever|nobody|somebody|beside|besides|told|tells|tell apart|lets? go|"
+    r"letting go|goes on|go on|gone on|going on with|say so|says so|said of|taken in|takes? in|"
+    r"comes? in(?:to force)?|so many|so long|lies|lie in|of its own|at once|is to be|are to be|is to go|"
+    r"by itself|by then|once more|looked at|just now|for ever|stands? still|stood still|made of|"
+    r"held (?:up|to)|given up|gives up|given back|cut off|of none|is none|are none|as it is|as they are|"
+    r"as it was|meanwhile|whatever|whom|behind it|may it be|will not be had|come by|came by|let be|is had|"
+    r"asked for ever|is over|is good|falls? due|makes? good|set aside|put aside|no wiser|wiser|dearest|"
+    r"befalls?|unasked|betimes|thereby|wherein|hereby|thereof"
+    r")\b",
     re.IGNORECASE,
 )
 """Words of the former dialect. The list may grow, never shrink."""
 
 FRAGMENTS = frozenset(
-    "Of As What Who Where How By From In Whether Which When With Under Behind Until Without Up For To Its Beside On At Those That"
-    " So After Before Also None Not Nothing Nobody Whatever Whoever Whose Why Is Are It This They Ever Only Both Here There Then"
-    " Between Against Among Than While Since Because If Unless Else More Less Most Such".split()
+    [
+        "Of",
+        "As",
+        "What",
+        "Who",
+        "Where",
+        "How",
+        "By",
+        "From",
+        "In",
+        "Whether",
+        "Which",
+        "When",
+        "With",
+        "Under",
+        "Behind",
+        "Until",
+        "Without",
+        "Up",
+        "For",
+        "To",
+        "Its",
+        "Beside",
+        "On",
+        "At",
+        "Those",
+        "That",
+        "So",
+        "After",
+        "Before",
+        "Also",
+        "None",
+        "Not",
+        "Nothing",
+        "Nobody",
+        "Whatever",
+        "Whoever",
+        "Whose",
+        "Why",
+        "Is",
+        "Are",
+        "It",
+        "This",
+        "They",
+        "Ever",
+        "Only",
+        "Both",
+        "Here",
+        "There",
+        "Then",
+        "Between",
+        "Against",
+        "Among",
+        "Than",
+        "While",
+        "Since",
+        "Because",
+        "If",
+        "Unless",
+        "Else",
+        "More",
+        "Less",
+        "Most",
+        "Such",
+    ]
 )
 """First words that make a docstring a fragment."""
 
 PRONOUNS = re.compile(r"(?:^|[.!;]\s+|:\s+)(Who|Whoever|What|Whatever|Those that|Those who)\b(?![^.!?;]*\?)")
 """A sentence whose subject is a pronoun without an antecedent."""
 
-LETTERED = re.compile(r"\(([A-Z]{1,3}\d{1,2})(?:[,;] ?[A-Z]{1,3}\d{1,2}|[a-z])*\)|^\s*([A-Z]{1,3}\d{1,2}) +[A-Z`a-z]", re.MULTILINE)
-TERMS = frozenset("L0 L1 L2 L3 L4 L5 L6 S3 F1 V1 V2 V3 C1 K8 P50 P99 H2 RS256 ES256 HS256 UTF8 KIP1 IPV4 IPV6 B1 X86".split())
+LETTERED = re.compile(
+    r"\(([A-Z]{1,3}\d{1,2})(?:[,;] ?[A-Z]{1,3}\d{1,2}|[a-z])*\)|^\s*([A-Z]{1,3}\d{1,2}) +[A-Z`a-z]", re.MULTILINE
+)
+TERMS = frozenset(
+    [
+        "L0",
+        "L1",
+        "L2",
+        "L3",
+        "L4",
+        "L5",
+        "L6",
+        "S3",
+        "F1",
+        "V1",
+        "V2",
+        "V3",
+        "C1",
+        "K8",
+        "P50",
+        "P99",
+        "H2",
+        "RS256",
+        "ES256",
+        "HS256",
+        "UTF8",
+        "KIP1",
+        "IPV4",
+        "IPV6",
+        "B1",
+        "X86",
+    ]
+)
 """Letters with a digit that are terms of the field."""
 
 OUTSIDE = re.compile(r"\bnotes/|\bDESIGN\b|\bseeds? ?\d{3}|\bthe house\b|\bfield notes\b")
 
 PROPER = frozenset(
-    "Kafka Spark Java Python Parquet Avro Protobuf Electric Debezium Delta Iceberg Postgres Confluent Unix Linux Arrow Polars"
-    " Materialize Harbour Chromium Docker Windows Tidemill Unicode Gzip Snappy Zstandard Kubernetes Prometheus".split()
+    [
+        "Kafka",
+        "Spark",
+        "Java",
+        "Python",
+        "Parquet",
+        "Avro",
+        "Protobuf",
+        "Electric",
+        "Debezium",
+        "Delta",
+        "Iceberg",
+        "Postgres",
+        "Confluent",
+        "Unix",
+        "Linux",
+        "Arrow",
+        "Polars",
+        "Materialize",
+        "Harbour",
+        "Chromium",
+        "Docker",
+        "Windows",
+        "Tidemill",
+        "Unicode",
+        "Gzip",
+        "Snappy",
+        "Zstandard",
+        "Kubernetes",
+        "Prometheus",
+    ]
 )
 
 
@@ -82,7 +208,7 @@ def _docstring(path: Path, node: ast.AST) -> Iterator[Finding]:
         if not isinstance(value, str):
             continue
         first = value.split(None, 1)[0].rstrip(":,.;") if value.split() else ""
-        if first in FRAGMENTS and (place == 0 and is_scope or place > 0):
+        if first in FRAGMENTS and (place > 0 or is_scope):
             yield Finding(path, statement.lineno, "fragment", value.strip().splitlines()[0])
         yield from _text(path, statement.lineno, value)
 

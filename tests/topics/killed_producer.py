@@ -12,7 +12,7 @@ from pathlib import Path
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import open_objects
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.config.settings import TopicSettings
@@ -26,7 +26,7 @@ async def main(directory: Path, topic_id: str, partitions: int, life: int) -> No
     topics = LocalTopics(
         consensus,
         objects,
-        Catalogue(metastore_on(consensus, objects, clock, rand), clock, rand),
+        Catalogue(create_metastore(consensus, objects, clock, rand), clock, rand),
         clock=clock,
         rand=rand,
         settings=TopicSettings(object_bytes=4000, rollup_records=20),

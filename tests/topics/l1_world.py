@@ -10,15 +10,15 @@ from topics_world import World, batch, run
 from tidemill.base.clock import Rand
 from tidemill.metastore.rows import L1_OBJECTS
 from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow
-from tidemill.topics.batch_reads import Ranges
+from tidemill.topics.batch_reads import RangeReader
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reader import L1Reader
-from tidemill.topics.l1.reconciler import Reconciler, Round
+from tidemill.topics.l1.reconciler import Reconciler, RoundResult
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Assignment
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 
 class L1World(World):
@@ -26,7 +26,7 @@ class L1World(World):
         super().__init__(**settings)
         self.rows = ExtentStore(self.metastore, self.clock, Rand(3))
         self.l1 = L1Reader(self.rows, self.objects)
-        self.reader = PartitionReaderImpl(self.consensus, self.objects, self.l1)
+        self.reader = LogPartitionReader(self.consensus, self.objects, self.l1)
 
     def node(self, assignment: Assignment | None = None, **settings: Any) -> LocalTopics:
         node = super().node(assignment, **settings)
@@ -34,7 +34,7 @@ class L1World(World):
         node._retainer._l1 = self.rows
         return node
 
-    def reconciler(self, node: LocalTopics, l0: Ranges | None = None) -> Reconciler:
+    def reconciler(self, node: LocalTopics, l0: RangeReader | None = None) -> Reconciler:
         """`l0`: where it reads batches, else what the node's consumers share."""
         return Reconciler(
             self.rows, self.objects, node._cache, l0 or node._shared, self.clock, Rand(), node._settings, node._led
@@ -48,10 +48,10 @@ class L1World(World):
             for group in unit:
                 await self.metastore.commit(group)
 
-    async def round(self, node: LocalTopics, topic_id: str, l0: Ranges | None = None) -> Round:
-        return await self.reconciler(node, l0).round(topic_id, range(2))
+    async def round(self, node: LocalTopics, topic_id: str, l0: RangeReader | None = None) -> RoundResult:
+        return await self.reconciler(node, l0).run_round(topic_id, range(2))
 
-    async def move(self, node: LocalTopics, topic_id: str, l0: Ranges | None = None) -> Round:
+    async def move(self, node: LocalTopics, topic_id: str, l0: RangeReader | None = None) -> RoundResult:
         """A checkpoint and a round, until the logs have taken what it told them."""
         await self.checkpoint()
         done = await self.round(node, topic_id, l0)

@@ -9,7 +9,15 @@ from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchB
 
 from tidemill.base.errors import InvalidError
 from tidemill.topics.api import CorruptBatchError, UnreadableBatchError
-from tidemill.topics.batch import Record, check_batch, decode_batch, decode_columns, encode_batch, patch, split_batches
+from tidemill.topics.batch import (
+    Record,
+    check_batch,
+    decode_batch,
+    decode_columns,
+    encode_batch,
+    patch_base_offset,
+    split_batches,
+)
 from tidemill.topics.batch.header import MAX_SEQUENCE
 
 CODECS = ["none", "gzip", "snappy", "lz4", "zstd"]
@@ -70,7 +78,7 @@ def test_kafka_python_reads_our_batches(compression: str) -> None:
 
 def test_patching_offset_and_epoch_keeps_the_checksum() -> None:
     batch = bytearray(encode_batch([Record(b"a", b"b", (), 1)] * 3))
-    patch(batch, 0, 12345, 7)
+    patch_base_offset(batch, 0, 12345, 7)
     header = check_batch(batch)
     assert (header.base_offset, header.leader_epoch) == (12345, 7)
     assert decode_columns(batch)[1].offsets.tolist() == [12345, 12346, 12347]

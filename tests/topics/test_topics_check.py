@@ -128,15 +128,15 @@ def test_columns_and_walk_agree_on_every_batch(rows: list[Record], chunk: int, d
         payload[at % len(payload) : at % len(payload) + len(piece)] = piece
     batch = sealed(bytes(payload), len(rows))
     header, view = check_header(batch), memoryview(batch)[61:]
-    in_line = module._one_by_one(bytes(view), header)
-    by_runs = module._by_runs(view, header)
+    in_line = module._check_in_loop(bytes(view), header)
+    by_runs = module._check_by_runs(view, header)
     before, module.CHUNK_RECORDS = module.CHUNK_RECORDS, chunk
     try:
-        by_columns = module._by_columns(view, header)
+        by_columns = module._check_by_columns(view, header)
     finally:
         module.CHUNK_RECORDS = before
     try:
-        walked: int | None = module._walk(view, header)
+        walked: int | None = module._check_by_record(view, header)
     except InvalidRecordsError:
         walked = None
     assert by_columns == walked
@@ -177,10 +177,10 @@ def test_runs_and_walk_agree_on_batches_of_few_shapes(
         payload[at % len(payload) : at % len(payload) + len(piece)] = piece
     header, view = check_header(sealed(bytes(payload), len(rows))), memoryview(payload)
     try:
-        walked: int | None = module._walk(view, header)
+        walked: int | None = module._check_by_record(view, header)
     except InvalidRecordsError:
         walked = None
-    assert module._by_runs(view, header) in (walked, None)
+    assert module._check_by_runs(view, header) in (walked, None)
 
 
 @pytest.mark.parametrize("count", [48, 64, 65, 70, 200, 8_192, 8_200, 20_000])
@@ -192,9 +192,9 @@ def test_records_of_one_shape_are_runs_at_every_place(
     for step_ms in (0, 1) if count < 8_192 else (0,):
         batch = encode_batch([Record(b"key", bytes(50), headers, 1_000 + i * step_ms) for i in range(count)])
         header, view = check_header(batch), memoryview(batch)[61:]
-        assert module._by_runs(view, header) == 1_000 + (count - 1) * step_ms
-        assert module._by_runs(memoryview(batch)[61:-1], header) is None
-        assert module._by_runs(memoryview(batch + b"x")[61:], header) is None
+        assert module._check_by_runs(view, header) == 1_000 + (count - 1) * step_ms
+        assert module._check_by_runs(memoryview(batch)[61:-1], header) is None
+        assert module._check_by_runs(memoryview(batch + b"x")[61:], header) is None
 
 
 @pytest.mark.parametrize("changed", [1, 2, 0x40, 0x80, 0xFF])
@@ -208,11 +208,11 @@ def test_no_byte_of_a_record_in_a_run_changes_unseen(changed: int) -> None:
     for at in range(last, last + 60):
         payload[at] ^= changed
         try:
-            walked: int | None = module._walk(memoryview(payload), header)
+            walked: int | None = module._check_by_record(memoryview(payload), header)
         except InvalidRecordsError:
             walked = None
             refused += 1
-        assert module._by_runs(memoryview(payload), header) in (walked, None), at - last
+        assert module._check_by_runs(memoryview(payload), header) in (walked, None), at - last
         payload[at] ^= changed
     assert refused > 10
 
@@ -220,7 +220,7 @@ def test_no_byte_of_a_record_in_a_run_changes_unseen(changed: int) -> None:
 def test_a_batch_of_many_short_runs_is_looked_at_otherwise() -> None:
     batch = encode_batch([Record(None, bytes(50 + i // 10 % 2), (), 1_000) for i in range(400)])
     header, view = check_header(batch), memoryview(batch)[61:]
-    assert module._by_runs(view, header) is None
+    assert module._check_by_runs(view, header) is None
     assert check_body(header, batch) == 1_000
 
 

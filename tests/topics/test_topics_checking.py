@@ -20,7 +20,7 @@ def test_who_sends_thousands_of_dear_batches_delays_another_sender_by_one() -> N
         done: list[str] = []
 
         async def work(sender: str, number: int) -> None:
-            await checker.run(sender, gate.wait if number == 0 else lambda: None)
+            await checker.run_in_thread(sender, gate.wait if number == 0 else lambda: None)
             done.append(sender)
 
         hostile = [asyncio.create_task(work("hostile", n if n >= THREADS else 0)) for n in range(500)]
@@ -41,11 +41,11 @@ def test_a_compressed_batch_is_answered_on_the_loop_and_a_closed_checker_takes_n
         checker = BatchValidator()
         data = batch("a", compression="zstd")
         heard: asyncio.Future[ValidatedBatch | TidemillError] = asyncio.get_running_loop().create_future()
-        checker.check(check_header(data), data, 1, heard.set_result)
+        checker.validate(check_header(data), data, 1, heard.set_result)
         assert not heard.done(), "never in the plain call"
         assert await heard == ValidatedBatch(1000)
         checker.close()
         with pytest.raises(ClosedError):
-            checker.check(check_header(data), data, 1, heard.set_result)
+            checker.validate(check_header(data), data, 1, heard.set_result)
 
     run(scenario())

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.topics.api import UnreadableBatchError
-from tidemill.topics.batch import Columns, Record, decode_opened, encode_batch, open_batch
-from tidemill.topics.batch.decode import Opened, _alone, _together
+from tidemill.topics.batch import Record, RecordColumns, decode_opened, encode_batch, open_batch
+from tidemill.topics.batch.decode import OpenedBatch, _decode_group, _decode_single
 
 fields = st.none() | st.binary(max_size=3) | st.binary(min_size=60, max_size=200) | st.just(b"x" * 20_000)
 records = st.builds(
@@ -24,7 +24,7 @@ batches = st.lists(st.lists(records, min_size=1, max_size=20), min_size=1, max_s
 spoils = st.lists(st.tuples(st.integers(0, 7), st.floats(0, 1), st.integers(0, 255)), max_size=3)
 
 
-def rows_of(columns: Columns) -> list[tuple[object, ...]]:
+def rows_of(columns: RecordColumns) -> list[tuple[object, ...]]:
     rows = list(zip(columns.offsets.tolist(), columns.timestamps_ms.tolist(), columns.keys, columns.values,
                     columns.headers, strict=True))  # fmt: skip
     for at, row in enumerate(rows):
@@ -32,9 +32,9 @@ def rows_of(columns: Columns) -> list[tuple[object, ...]]:
     return rows
 
 
-def read_alone(opened: Opened) -> list[tuple[object, ...]] | tuple[int, int]:
+def read_alone(opened: OpenedBatch) -> list[tuple[object, ...]] | tuple[int, int]:
     try:
-        return rows_of(_alone(opened))
+        return rows_of(_decode_single(opened))
     except UnreadableBatchError as bad:
         return bad.base_offset, bad.last_offset
 
@@ -59,7 +59,7 @@ def spoilt(batch: bytes, at: float, value: int) -> bytes:
 @settings(max_examples=150, deadline=None)
 def test_good_batches_are_read_together(groups: list[list[Record]]) -> None:
     opened = [open_batch(batch) for batch in encoded(groups)]
-    together = _together(opened)
+    together = _decode_group(opened)
     assert together is not None
     assert rows_of(together) == [row for one in opened for row in read_alone(one)]
 
@@ -79,7 +79,7 @@ def test_a_bad_batch_among_good_ones_is_alone_with_its_harm(
         expected += found if isinstance(found, list) else [found]
     told: list[object] = []
     for part in decode_opened(opened):
-        told += rows_of(part) if isinstance(part, Columns) else [(part[1].base_offset, part[1].last_offset)]
+        told += rows_of(part) if isinstance(part, RecordColumns) else [(part[1].base_offset, part[1].last_offset)]
     assert told == expected
 
 
@@ -93,4 +93,4 @@ def test_no_more_is_opened_than_the_next_group_needs() -> None:
 
     found = decode_opened(source())  # type: ignore[arg-type]
     first = next(found)
-    assert isinstance(first, Columns) and len(first) == len(taken) == 8
+    assert isinstance(first, RecordColumns) and len(first) == len(taken) == 8

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tidemill.topics.api import BatchRef, InvalidRecordsError, Marker
 from tidemill.topics.batch import Record, decode_batch, encode_batch, parse_header
-from tidemill.topics.batch.columns import of_fields
-from tidemill.topics.batch.control_batch import encode_marker, transactional
+from tidemill.topics.batch.columns import columns_from_fields
+from tidemill.topics.batch.control_batch import as_transactional, encode_marker
 from tidemill.topics.batch.validation import check_body
-from tidemill.topics.compaction.clean import Pass, Stored, clean, take_keys
+from tidemill.topics.compaction.clean import PassRules, StoredBatch, collect_keys, compact_batches
 from tidemill.topics.compaction.hashes import LONG_BYTES, KeyHash
 from tidemill.topics.compaction.keymap import KeyMap
-from tidemill.topics.fetch.timestamp_lookup import first_at
+from tidemill.topics.fetch.timestamp_lookup import first_offset_at
 
 HASH = KeyHash(b"secret")
 keys = st.none() | st.sampled_from([b"", b"a", b"b", b"\0", b"\0\0", b"longer key", b"k" * 300, b"k" * 301])
@@ -39,14 +39,14 @@ batches = st.lists(
 )
 
 
-def stored(groups: list[tuple[list[Record], str, str]]) -> tuple[list[Stored], dict[int, Record]]:
+def stored(groups: list[tuple[list[Record], str, str]]) -> tuple[list[StoredBatch], dict[int, Record]]:
     """The batches, with a marker behind each of a transaction; and what anybody may see."""
-    base, out, seen = 100, list[Stored](), dict[int, Record]()
+    base, out, seen = 100, list[StoredBatch](), dict[int, Record]()
     for rows, codec, kind in groups:
         data = encode_batch(rows, base_offset=base, compression=codec, producer_id=7, producer_epoch=3, base_sequence=5)
         aborted: tuple[int, ...] = (7,) if kind == "aborted" else ()
         if kind != "plain":
-            data = transactional(data)
+            data = as_transactional(data)
         out.append((BatchRef("o", 0, len(data), base, len(rows), parse_header(data).max_timestamp_ms, aborted), data))
         if kind != "aborted":
             seen |= {base + i: row for i, row in enumerate(rows)}
@@ -59,10 +59,10 @@ def stored(groups: list[tuple[list[Record], str, str]]) -> tuple[list[Stored], d
     return out, seen
 
 
-def rules(known: list[Stored], end: int, tombstones_below: int = 0, *, captured: bool = False) -> Pass:
+def rules(known: list[StoredBatch], end: int, tombstones_below: int = 0, *, captured: bool = False) -> PassRules:
     found = KeyMap(1 << 20)
-    take_keys([each for each in known if each[0].base_offset < end], HASH, found, captured=captured)
-    return Pass(found, HASH, end, tombstones_below, 0, captured)
+    collect_keys([each for each in known if each[0].base_offset < end], HASH, found, captured=captured)
+    return PassRules(found, HASH, end, tombstones_below, 0, captured)
 
 
 def visible(cleaned: list[tuple[bytes, tuple[int, ...]]]) -> dict[int, tuple[object, ...]]:
@@ -101,7 +101,7 @@ def test_what_stays_is_the_newest_record_of_each_key(
             and not (deletes(row) and offset < tombstones_below)
         )
     }
-    done = clean(known, rules(known, end, tombstones_below, captured=captured))
+    done = compact_batches(known, rules(known, end, tombstones_below, captured=captured))
     aborted = {ref.base_offset: ref.aborted for ref, _ in known}
     assert visible([(bytes(b.data), aborted[b.base_offset]) for b in done.batches]) == expected
     assert done.tombstones == sum(offset < end and deletes(row) for offset, row in expected.items())
@@ -126,7 +126,7 @@ def test_what_stays_is_the_newest_record_of_each_key(
         )
         for b in done.batches
     ]
-    twice = clean(again, rules(again, end, tombstones_below, captured=captured))
+    twice = compact_batches(again, rules(again, end, tombstones_below, captured=captured))
     assert not twice.changed and [bytes(b.data) for b in twice.batches] == [bytes(b.data) for b in done.batches]
     assert done.changed == ([bytes(b.data) for b in done.batches] != [bytes(data) for _, data in known])
 
@@ -141,22 +141,22 @@ def test_what_cannot_be_read_stays_as_it_is_and_its_neighbours_are_cleaned() -> 
     broken = bytearray(known[1][1])
     broken[-2] ^= 1
     known[1] = known[1][0], bytes(broken)
-    done = clean(known, rules(known, 103))
+    done = compact_batches(known, rules(known, 103))
     assert [(b.base_offset, bytes(b.data)) for b in done.batches] == [(101, bytes(broken)), (102, known[2][1])]
 
 
 def test_a_marker_of_a_commit_goes_and_one_of_an_abort_stays() -> None:
     known, _ = stored([([Record(b"a", b"1", (), 1000)], "none", kind) for kind in ("committed", "aborted", "plain")])
-    assert [b.base_offset for b in clean(known, rules(known, 105)).batches] == [103, 104]
+    assert [b.base_offset for b in compact_batches(known, rules(known, 105)).batches] == [103, 104]
 
 
 def test_a_marker_of_an_abort_goes_when_no_fetch_names_any_more_what_it_ended() -> None:
     known, _ = stored([([Record(b"a", b"1", (), 1000)], "none", kind) for kind in ("aborted", "aborted", "plain")])
     known = [(msgspec.structs.replace(ref, aborted=()), data) for ref, data in known[1::2] + known[4:]]
     for below, kept in ((101, [101, 103, 104]), (103, [103, 104]), (200, [104])):
-        done = clean(known, msgspec.structs.replace(rules(known, 105), markers_below=below))
+        done = compact_batches(known, msgspec.structs.replace(rules(known, 105), markers_below=below))
         assert [b.base_offset for b in done.batches] == kept and done.changed == (len(kept) < 3)
-    done = clean(known, msgspec.structs.replace(rules(known, 103), markers_below=200))
+    done = compact_batches(known, msgspec.structs.replace(rules(known, 103), markers_below=200))
     assert [b.base_offset for b in done.batches] == [103, 104], "what the pass does not reach stays"
 
 
@@ -164,13 +164,13 @@ def test_the_hash_of_a_key_depends_on_it_alone() -> None:
     source = np.random.default_rng(3)
     some = [source.bytes(int(n)) for n in source.integers(0, LONG_BYTES + 40, 3_000)]
     some += [b"\0" * n for n in range(LONG_BYTES + 40)]
-    columns = of_fields(some, [None] * len(some))
-    found = HASH.of(columns.body, columns.key_at, columns.key_bytes)
-    backwards = of_fields(some[::-1], [None] * len(some))
-    again = HASH.of(backwards.body, backwards.key_at, backwards.key_bytes)[::-1]
+    columns = columns_from_fields(some, [None] * len(some))
+    found = HASH.hash_keys(columns.body, columns.key_at, columns.key_bytes)
+    backwards = columns_from_fields(some[::-1], [None] * len(some))
+    again = HASH.hash_keys(backwards.body, backwards.key_at, backwards.key_bytes)[::-1]
     assert (found == again).all()
     assert len({tuple(row) for row in found.tolist()}) == len(set(some))
-    assert (KeyHash(b"another").of(columns.body, columns.key_at, columns.key_bytes) != found).any(axis=1).all()
+    assert (KeyHash(b"another").hash_keys(columns.body, columns.key_at, columns.key_bytes) != found).any(axis=1).all()
 
 
 @given(
@@ -185,21 +185,21 @@ def test_the_map_is_a_dictionary_also_where_halves_of_hashes_meet(
         known.add(np.array(call, np.uint64).reshape(-1, 2), np.arange(offset, offset + len(call)))
         model |= {key: offset + i for i, key in enumerate(call)}
         offset += len(call)
-        assert len(known) == len(model) and known.full == (len(model) >= room)
+        assert len(known) == len(model) and known.is_full == (len(model) >= room)
     every = [(a, b) for a in range(10) for b in range(4)]
     for at in (-1, offset // 2, offset):
-        found = known.superseded(np.array(every, np.uint64), np.full(len(every), at))
+        found = known.is_superseded(np.array(every, np.uint64), np.full(len(every), at))
         assert found.tolist() == [model.get(key, -1) > at for key in every]
 
 
 def test_a_time_is_found_in_a_batch_with_gaps() -> None:
     rows = [Record(b"%d" % (i % 4), b"v", (), 1_000 + i) for i in range(10)]
     known, _ = stored([(rows, "lz4", "plain")])
-    done = clean(known, rules(known, 110))
+    done = compact_batches(known, rules(known, 110))
     ref = BatchRef("o", 0, 0, 100, 10, 1_009)
     assert [r.offset for r in decode_batch(done.batches[0].data).records] == [106, 107, 108, 109]
-    assert first_at(done.batches[0].data, ref, 0) == (106, 1_006)
-    assert first_at(done.batches[0].data, ref, 1_008) == (108, 1_008)
+    assert first_offset_at(done.batches[0].data, ref, 0) == (106, 1_006)
+    assert first_offset_at(done.batches[0].data, ref, 1_008) == (108, 1_008)
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])

@@ -15,11 +15,17 @@ from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import BatchTooLargeError, InvalidTimestampError
 from tidemill.topics.batch import decode_batch
 from tidemill.topics.batch.compression import CODECS, codec_number
-from tidemill.topics.batch.encode import recompressed
+from tidemill.topics.batch.encode import recompress_batch
 from tidemill.topics.batch.header import parse_header
 from tidemill.topics.batch.validation import check_batch, check_body, check_records
-from tidemill.topics.config.alter import Op, altered
-from tidemill.topics.config.configs import SETTINGS, VALUE_CHARS_MAX, TopicConfig, stored_config, topic_config
+from tidemill.topics.config.alter import AlterOp, apply_changes
+from tidemill.topics.config.configs import (
+    SETTINGS,
+    VALUE_CHARS_MAX,
+    TopicConfig,
+    parse_stored_config,
+    parse_topic_config,
+)
 
 KAFKA_4 = re.findall(
     r"\S+",
@@ -39,14 +45,14 @@ segment.bytes segment.index.bytes segment.jitter.ms segment.ms unclean.leader.el
 def test_every_config_of_kafka_has_a_meaning_here_and_takes_its_own_default() -> None:
     assert sorted(SETTINGS) == KAFKA_4
     for name, setting in SETTINGS.items():
-        assert topic_config({name: setting.default}) == TopicConfig(), name
+        assert parse_topic_config({name: setting.default}) == TopicConfig(), name
         assert setting.says.endswith(".")
         assert bool(setting.fix) == setting.single, "what is refused says what to do instead"
 
 
 def _refused(config: dict[str, str]) -> str:
     try:
-        topic_config(config)
+        parse_topic_config(config)
     except InvalidError as error:
         return error.message
     return ""
@@ -56,29 +62,31 @@ def _refused(config: dict[str, str]) -> str:
 def test_any_config_is_taken_or_refused_and_one_that_is_stored_is_read_whatever_it_holds(
     config: dict[str, str],
 ) -> None:
-    stored = stored_config(config)
+    stored = parse_stored_config(config)
     singly = [name for name, value in config.items() if _refused({name: value})]
     contradict = stored.compaction_lag_ms > stored.compaction_lag_max_ms
     assert bool(_refused(config)) == bool(singly or contradict)
     assert all(name in _refused({name: config[name]}) for name in singly)
     if not singly and not contradict:
-        assert topic_config(config) == stored
+        assert parse_topic_config(config) == stored
 
 
 @given(st.integers(0, 9), st.integers(1, 9))
 def test_what_would_have_to_be_compacted_before_it_may_be_is_refused(least: int, most: int) -> None:
     lags = {"min.compaction.lag.ms": str(least), "max.compaction.lag.ms": str(most)}
     assert bool(_refused(lags)) == (least > most)
-    assert stored_config(lags).compaction_lag_ms == least, "what stands is read"
+    assert parse_stored_config(lags).compaction_lag_ms == least, "what stands is read"
     for name, value in lags.items():
         others = {key: text for key, text in lags.items() if key != name}
         if least > most:
             with pytest.raises(InvalidError, match=name):
-                altered(others, [(name, Op.SET, value)])
+                apply_changes(others, [(name, AlterOp.SET, value)])
         else:
-            assert altered(others, [(name, Op.SET, value)]) == lags
-        assert altered(lags, [(name, Op.DELETE, None)]) == others, "either may go"
-    assert altered(lags, [("retention.ms", Op.SET, "1")])["retention.ms"] == "1", "what is not touched is not judged"
+            assert apply_changes(others, [(name, AlterOp.SET, value)]) == lags
+        assert apply_changes(lags, [(name, AlterOp.DELETE, None)]) == others, "either may go"
+    assert apply_changes(lags, [("retention.ms", AlterOp.SET, "1")])["retention.ms"] == "1", (
+        "what is not touched is not judged"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,16 +101,16 @@ def test_what_would_have_to_be_compacted_before_it_may_be_is_refused(least: int,
 )  # fmt: skip
 def test_a_value_that_is_not_served_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(InvalidError, match=name) as refused:
-        topic_config({name: value})
+        parse_topic_config({name: value})
     assert refused.value.fix
     assert len(str(refused.value)) < 2000
 
 
 def test_a_topic_of_no_cleanup_policy_keeps_all_of_it() -> None:
     """KIP-1161."""
-    config = topic_config({"cleanup.policy": " ", "retention.ms": "1", "retention.bytes": "1"})
-    assert (config.cleanup, config.forgets, config.compacts) == ((), False, False)
-    assert topic_config({"cleanup.policy": "delete", "retention.ms": "1"}).forgets
+    config = parse_topic_config({"cleanup.policy": " ", "retention.ms": "1", "retention.bytes": "1"})
+    assert (config.cleanup, config.has_retention, config.is_compacted) == ((), False, False)
+    assert parse_topic_config({"cleanup.policy": "delete", "retention.ms": "1"}).has_retention
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -187,7 +195,7 @@ def test_a_batch_that_is_compressed_anew_holds_the_same_records(
 ) -> None:
     sent = batch(*values, compression=compression, pid=3, epoch=2, seq=2**31 - 2)
     header = parse_header(sent)
-    again = recompressed(header, check_records(header, sent)[1], codec)
+    again = recompress_batch(header, check_records(header, sent)[1], codec)
     new = check_batch(again)
     assert new.codec == codec
     assert decode_batch(again).records == decode_batch(sent).records
@@ -209,7 +217,7 @@ def test_open_partitions_follow_a_changed_config_without_a_restart() -> None:
         async def change(**config: str) -> None:
             new = {name.replace("_", "."): value for name, value in config.items()}
             await world.catalogue.change_topic("t", lambda row: TopicRow(row.name, row.topic_id, 1, config=new))
-            await eventually(lambda: led.config == topic_config(new))
+            await eventually(lambda: led.config == parse_topic_config(new))
 
         await change(max_message_bytes="2000")
         with pytest.raises(BatchTooLargeError):

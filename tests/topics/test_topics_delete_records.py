@@ -68,7 +68,7 @@ def test_what_somebody_has_yet_to_read_stays() -> None:
                 raise UnavailableError("cannot be told")
             return held
 
-        node.hold(holds)
+        node.set_retention_holds(holds)
         with pytest.raises(RecordsStillNeededError, match="read_to=3"):
             await node.delete_records(row.topic_id, 0, -1)
         assert await node.delete_records(row.topic_id, 0, 3) == 3
@@ -143,14 +143,14 @@ def test_the_record_with_the_greatest_time_is_found_wherever_it_is() -> None:
         world = World()
         row = await world.topic(partitions=1)
         node = world.node()
-        assert await node.newest_time(row.topic_id, 0) is None
+        assert await node.newest_timestamp(row.topic_id, 0) is None
         for time_ms in (5000, 9000, 7000, 9000):
             await node.produce_nowait(row.topic_id, 0, batch("a", "b", timestamp_ms=time_ms))
-        assert await node.newest_time(row.topic_id, 0) == (2, 9000), "the first of those that share it"
+        assert await node.newest_timestamp(row.topic_id, 0) == (2, 9000), "the first of those that share it"
         await node.delete_records(row.topic_id, 0, 4)
-        assert await node.newest_time(row.topic_id, 0) == (6, 9000)
+        assert await node.newest_timestamp(row.topic_id, 0) == (6, 9000)
         await node.delete_records(row.topic_id, 0, -1)
-        assert await node.newest_time(row.topic_id, 0) is None
+        assert await node.newest_timestamp(row.topic_id, 0) is None
         await world.aclose()
 
     run(scenario())

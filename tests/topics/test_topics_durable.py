@@ -15,12 +15,12 @@ from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import open_objects
 from tidemill.topics.api import NotLeaderError
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Membership, NodeInfo
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 PARTITIONS = 3
 SCRIPT = Path(__file__).with_name("killed_producer.py")
@@ -30,7 +30,7 @@ async def create_topic(directory: Path) -> str:
     clock, rand = SystemClock(), Rand()
     consensus = await open_consensus(f"sqlite:{directory / 'consensus.db'}", clock, rand)
     objects = await open_objects(str(directory / "objects"), clock, rand)
-    metastore = metastore_on(consensus, objects, clock, rand)
+    metastore = create_metastore(consensus, objects, clock, rand)
     row = await Catalogue(metastore, clock, rand).create_topic("t", PARTITIONS)
     await metastore.aclose()
     await consensus.aclose()
@@ -42,7 +42,7 @@ async def read_back(directory: Path, topic_id: str) -> list[list[tuple[int, str]
     clock, rand = SystemClock(), Rand()
     consensus = await open_consensus(f"sqlite:{directory / 'consensus.db'}", clock, rand)
     objects = await open_objects(str(directory / "objects"), clock, rand)
-    reader = PartitionReaderImpl(consensus, objects)
+    reader = LogPartitionReader(consensus, objects)
     logs = []
     for partition in range(PARTITIONS):
         end = await reader.high_watermark(topic_id, partition)
@@ -93,7 +93,7 @@ async def two_nodes(dsn: str, directory: Path) -> None:
         objects = await open_objects(str(directory / "objects"), clock, rand)
         membership = Membership(consensus, name, NodeInfo(), clock, rand, poll_s=0.05)
         await membership.start()
-        metastore = metastore_on(consensus, objects, clock, rand)
+        metastore = create_metastore(consensus, objects, clock, rand)
         catalogue = Catalogue(metastore, clock, rand)
         stores += [metastore, consensus, objects]
         members.append(membership)
@@ -118,7 +118,7 @@ async def two_nodes(dsn: str, directory: Path) -> None:
         await nodes[0].aclose()
         await members[0].aclose()
         await asyncio.gather(*(produce(p, 1) for p in range(16)))
-        reader = PartitionReaderImpl(consensus, objects)
+        reader = LogPartitionReader(consensus, objects)
         for partition in range(16):
             refs = await reader.plan(row.topic_id, partition, 0, 2)
             assert values_of(await reader.read(refs)) == [(0, f"{partition}.0"), (1, f"{partition}.1")]

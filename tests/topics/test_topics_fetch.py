@@ -10,12 +10,12 @@ from patience import DEADLINE_S
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.topics.api import BatchRef, FetchRead, NotLeaderError, OffsetOutOfRangeError
-from tidemill.topics.batch.header import patch
+from tidemill.topics.batch.header import patch_base_offset
 from tidemill.topics.batch_reads import read_batches
 from tidemill.topics.fetch import fetch_planner
 from tidemill.topics.fetch.fetch_planner import COLD_OBJECTS_MAX
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 
 def in_world(scenario: Coroutine[object, object, None], world: World) -> None:
@@ -246,7 +246,7 @@ def test_of_a_batch_of_one_record_the_index_says_the_time() -> None:
             await topics.produce_nowait(row.topic_id, 0, batch("v", timestamp_ms=at_ms))
         found = [await topics.offset_for_time(row.topic_id, 0, at_ms) for at_ms in (0, 5, 6, 9, 10)]
         assert found == [(0, 5), (0, 5), (1, 9), (1, 9), None]
-        assert await topics.newest_time(row.topic_id, 0) == (1, 9)
+        assert await topics.newest_timestamp(row.topic_id, 0) == (1, 9)
         assert world.objects.gets == 0
         await topics.produce_nowait(row.topic_id, 0, batch("v", "w", timestamp_ms=20))
         assert await topics.offset_for_time(row.topic_id, 0, 20) == (3, 20)
@@ -297,7 +297,7 @@ def test_an_executor_reads_with_nothing_but_the_bucket() -> None:
     async def scenario() -> None:
         _, topic_id = await filled(world)
         refs: list[BatchRef] = await world.reader.plan(topic_id, 0, 0, 20)
-        executor = PartitionReaderImpl(None, world.objects)
+        executor = LogPartitionReader(None, world.objects)
         found = await executor.read(list(reversed(refs)))
         assert [v for _, v in values_of(found)][:2] == ["9a", "9b"]
         with pytest.raises(InvalidError):
@@ -425,14 +425,14 @@ def test_what_is_stored_as_it_is_read_is_not_copied(stored: list[int], epoch: in
     async def scenario() -> None:
         parts = [bytearray(batch("a", "b")), bytearray(batch("c"))]
         for part, base_offset in zip(parts, stored, strict=True):
-            patch(part, 0, base_offset, epoch)
+            patch_base_offset(part, 0, base_offset, epoch)
         objects = Stored(b"".join(parts))
         sizes = [len(part) for part in parts]
         refs = [BatchRef("k", 0, sizes[0], 7, 2, 0), BatchRef("k", sizes[0], sizes[1], 9, 1, 0)]
         (found,) = await read_batches(objects, [refs])  # type: ignore[arg-type]
         assert isinstance(found, list)
         for part, base_offset in zip(parts, (7, 9), strict=True):
-            patch(part, 0, base_offset)
+            patch_base_offset(part, 0, base_offset)
         assert found == parts
         as_they_are = stored == [7, 9] and epoch == -1
         assert [isinstance(each, memoryview) and each.obj is objects.handed[0] for each in found] == [as_they_are] * 2

@@ -11,7 +11,7 @@ from topics_world import fetch, values_of
 from tidemill.topics.batch.header import is_intact
 from tidemill.topics.l1.read_ahead import ReadAhead
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 WRITTEN = [(i, f"{n}{half}") for i, (n, half) in enumerate((n, half) for n in range(6) for half in "ab")]
 
@@ -24,7 +24,7 @@ class Flips:
         self._get, self._get_ranges = world.objects.get, world.objects.get_ranges
         world.objects.get = self.get  # type: ignore[method-assign]
         world.objects.get_ranges = self.get_ranges  # type: ignore[method-assign]
-        world.objects.notice = self.notices.append  # type: ignore[attr-defined]
+        world.objects.record_notice = self.notices.append  # type: ignore[attr-defined]
 
     def flipped(self, data: bytes) -> bytes:
         if self.left <= 0 or not data:
@@ -74,7 +74,7 @@ def test_f620_a_fetch_of_an_answer_with_a_flipped_bit_serves_what_was_written(mo
         assert "answered a read with damaged bytes, and then with valid ones" in said
         assert ("key=l1/" if moved else "key=l0/") in said
         flips.left = 1
-        reader = PartitionReaderImpl(world.consensus, world.objects, world.l1)
+        reader = LogPartitionReader(world.consensus, world.objects, world.l1)
         planned = await reader.plan(topic_id, 0, 0, len(WRITTEN))
         assert values_of(await reader.read(planned)) == WRITTEN, "a pipeline"
 
@@ -88,7 +88,7 @@ def test_a_flipped_bit_of_the_header_before_the_checksum_is_seen(byte: int) -> N
 
     async def scenario() -> None:
         node, topic_id = await filled(world)
-        reader = PartitionReaderImpl(world.consensus, world.objects, world.l1)
+        reader = LogPartitionReader(world.consensus, world.objects, world.l1)
         planned = await reader.plan(topic_id, 0, 0, len(WRITTEN))
         flips = Flips(world, 1, byte)
         assert values_of(await reader.read(planned)) == WRITTEN

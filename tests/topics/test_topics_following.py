@@ -14,9 +14,9 @@ from topics_world import World, batch, eventually, run, values_of
 
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import Fetched, FetchRead, Marker, NotLeaderError, ProduceTransaction
-from tidemill.topics.batch.control_batch import transactional
+from tidemill.topics.batch.control_batch import as_transactional
 from tidemill.topics.batch.header import parse_header
-from tidemill.topics.fetch.fetch_interest import LocalFollowing
+from tidemill.topics.fetch.fetch_interest import LocalFetchSubscription
 from tidemill.topics.local_topics import LocalTopics
 
 PARTITIONS = 3
@@ -47,7 +47,7 @@ class Model:
     def __init__(self, topics: LocalTopics, row: TopicRow, *, committed: bool, max_bytes: int) -> None:
         self.topics, self.row = topics, row
         self.committed, self.max_bytes = committed, max_bytes
-        self.following: LocalFollowing = topics.follow()
+        self.following: LocalFetchSubscription = topics.subscribe()
         self.at: dict[int, int] = {}
         self.known: dict[int, Known] = {}
         self.open: dict[int, int] = {}
@@ -63,7 +63,7 @@ class Model:
 
     async def begin(self, partition: int) -> None:
         sequence = self.open.get(partition, 0)
-        data = transactional(batch("in", pid=7 + partition, epoch=0, seq=sequence))
+        data = as_transactional(batch("in", pid=7 + partition, epoch=0, seq=sequence))
         await self.topics.produce_nowait(self.row.topic_id, partition, data, within=WITHIN)
         self.open[partition] = sequence + 1
 
@@ -176,7 +176,7 @@ def test_whoever_follows_is_given_what_a_plain_fetch_gives(steps: list[Step], co
         async def confirm(*_: object) -> None:
             return None
 
-        topics.coordinated_by(confirm)
+        topics.set_coordinator(confirm)
         row = await world.topic("t", PARTITIONS)
         model = Model(topics, row, committed=committed, max_bytes=max_bytes)
         for what, partition in steps:
@@ -203,7 +203,7 @@ def test_what_stands_still_is_not_looked_at_and_what_moves_alone_is() -> None:
         world = World()
         topics = world.node()
         row = await world.topic("t", 40)
-        following = topics.follow()
+        following = topics.subscribe()
         for partition in range(40):
             following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
         looked: list[int] = []
@@ -234,7 +234,7 @@ def test_what_arrives_while_it_waits_for_more_bytes_is_counted() -> None:
         world = World()
         topics = world.node()
         row = await world.topic("t", 2)
-        following = topics.follow()
+        following = topics.subscribe()
         for partition in range(2):
             following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
         size = len(batch("v"))
@@ -259,7 +259,7 @@ def test_a_partition_that_is_followed_takes_half_a_kilobyte() -> None:
         gc.collect()
         tracemalloc.start()
         try:
-            following = topics.follow()
+            following = topics.subscribe()
             for partition in range(2_000):
                 following.put(("the-name-of-a-topic", partition), FetchRead(row.topic_id, partition, 0, 1 << 20))
             await following.fetch(max_wait_s=0.0, min_bytes=1, max_bytes=1 << 20)
@@ -277,7 +277,7 @@ def test_a_reader_that_ends_leaves_nobody_watched_and_one_that_waits_is_let_go()
         world = World()
         topics = world.node()
         row = await world.topic("t", 3)
-        following = topics.follow()
+        following = topics.subscribe()
         for partition in range(3):
             following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
         waiting = asyncio.ensure_future(following.fetch(max_wait_s=50.0, min_bytes=1, max_bytes=1 << 20))

@@ -13,8 +13,8 @@ from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import FetchRead, NotLeaderError
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition.state import LED_BYTES
-from tidemill.topics.status_report import OWN_MARKS
+from tidemill.topics.partition.state import PARTITION_BYTES
+from tidemill.topics.status_report import OWN_STATUSES_MAX
 
 WEEK_MS = 604_800_000
 
@@ -62,15 +62,15 @@ def test_a_round_of_retention_asks_once_whatever_stands_still(led: bool) -> None
             topics = world.node()
         await topics.refresh()
         calls = Calls(world)
-        await topics._retainer.round(topics._topics)
+        await topics._retainer.run_round(topics._topics)
         calls.taken()
         for _ in range(3):
-            await topics._retainer.round(topics._topics)
+            await topics._retainer.run_round(topics._topics)
             assert calls.taken() == {"changed": 1}
         other = world.node()
         await other.produce_nowait(rows[3].topic_id, 0, batch("w", timestamp_ms=world.clock.now_ms()))
         calls.taken()
-        await topics._retainer.round(topics._topics)
+        await topics._retainer.run_round(topics._topics)
         taken = calls.taken()
         assert taken.pop("changed") == 1 and sum(taken.values()) <= 2, "the one that was written to"
         await world.aclose()
@@ -83,13 +83,13 @@ def test_a_look_at_who_leads_asks_once_whatever_stands_still() -> None:
         world = World()
         topics = world.node()
         calls = Calls(world)
-        await topics._heads.look()
+        await topics._heads.check_heads()
         assert calls.taken() == {}, "nothing is led"
         await filled(world, topics, 12)
-        await topics._heads.look()
+        await topics._heads.check_heads()
         calls.taken()
         for _ in range(3):
-            await topics._heads.look()
+            await topics._heads.check_heads()
             assert calls.taken() == {"changed": 1}
         assert all(led.is_open for led in topics._led.values()) and len(topics._led) == 24
         await world.aclose()
@@ -105,13 +105,13 @@ def test_what_becomes_due_is_trimmed_though_nothing_was_written_since() -> None:
         row = await world.topic("t", 1)
         await topics.produce_nowait(row.topic_id, 0, batch("old", timestamp_ms=old_ms))
         await topics.refresh()
-        await topics._retainer.round(topics._topics)
+        await topics._retainer.run_round(topics._topics)
         assert topics._led[row.topic_id, 0].state.log_start == 0, "it keeps everything"
         await world.catalogue.put(
             TopicRow(row.name, row.topic_id, 1, row.kind, row.created_ms, {"retention.ms": str(WEEK_MS)})
         )
         await topics.refresh()
-        await topics._retainer.round(topics._topics)
+        await topics._retainer.run_round(topics._topics)
         await eventually(lambda: topics._led[row.topic_id, 0].state.log_start == 1)
         await world.aclose()
 
@@ -126,11 +126,11 @@ def test_a_round_of_the_checkpoint_asks_once_whatever_stands_still() -> None:
         stage = PartitionsStage(world.consensus, world.objects, world.metastore, world.clock)
         await stage.load()
         assert len(await stage.gather()) == 12, "one that was opened and holds nothing needs no rows"
-        stage.written(set())
+        stage.mark_written(set())
         calls = Calls(world)
         for _ in range(3):
             assert await stage.gather() == {}
-            stage.written(set())
+            stage.mark_written(set())
             assert calls.taken() == {"changed": 1}
         await topics.produce_nowait(rows[5].topic_id, 0, batch("w"))
         calls.taken()
@@ -150,9 +150,9 @@ def test_what_a_late_partition_holds_is_gathered_again_though_it_stands_still() 
         await stage.load()
         name = f"{row.topic_id}/0"
         first = await stage.gather()
-        stage.written({name})
+        stage.mark_written({name})
         assert await stage.gather() == first
-        stage.written(set())
+        stage.mark_written(set())
         assert await stage.gather() == {}
         await world.aclose()
 
@@ -160,7 +160,7 @@ def test_what_a_late_partition_holds_is_gathered_again_though_it_stands_still() 
 
 
 def test_a_partition_that_was_let_go_is_followed_on_from_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.topics.lifecycle.checkpoint.FOLLOWED_ROUNDS", 2)
+    monkeypatch.setattr("tidemill.topics.lifecycle.checkpoint.IDLE_ROUNDS_MAX", 2)
 
     async def scenario() -> None:
         world = World()
@@ -174,7 +174,7 @@ def test_a_partition_that_was_let_go_is_followed_on_from_its_row(monkeypatch: py
             groups = [group for unit in units.values() for group in unit]
             for group in groups:
                 await world.metastore.commit(group)
-            stage.written(set())
+            stage.mark_written(set())
             return len(groups)
 
         assert await round() == 2
@@ -188,7 +188,7 @@ def test_a_partition_that_was_let_go_is_followed_on_from_its_row(monkeypatch: py
     run(scenario())
 
 
-@pytest.mark.parametrize("count", [3, OWN_MARKS + 5])
+@pytest.mark.parametrize("count", [3, OWN_STATUSES_MAX + 5])
 def test_marks_are_the_sums_of_the_open_partitions_whatever_opened_moved_and_closed(count: int) -> None:
     async def scenario() -> None:
         world = World()
@@ -197,10 +197,10 @@ def test_marks_are_the_sums_of_the_open_partitions_whatever_opened_moved_and_clo
         await topics.refresh()
 
         def position() -> int:
-            topics.update_marks()
+            topics.update_statuses()
             marks = [mark for mark in world.tracker.report("p", 0).marks if mark.name.startswith("topic")]
             assert all(mark.target == mark.position for mark in marks)
-            assert len(marks) == (len({key[0] for key in topics._led}) if count <= OWN_MARKS else 1)
+            assert len(marks) == (len({key[0] for key in topics._led}) if count <= OWN_STATUSES_MAX else 1)
             return sum(mark.position for mark in marks)
 
         for row in rows:
@@ -208,12 +208,12 @@ def test_marks_are_the_sums_of_the_open_partitions_whatever_opened_moved_and_clo
         assert position() == 2 * count
         await topics.produce_nowait(rows[0].topic_id, 1, batch("c"))
         topics._led[rows[1].topic_id, 0].close(NotLeaderError("moved by this test."))
-        if count > OWN_MARKS:
+        if count > OWN_STATUSES_MAX:
             assert position() == 2 * count - 1
         await topics.produce_nowait(rows[1].topic_id, 0, batch("d"))
         assert position() == 2 * count + 2
         states = [led.state for led in topics._led.values()]
-        assert topics.partitions_bytes == sum(state.memory_bytes for state in states) > LED_BYTES * len(states)
+        assert topics.partitions_bytes == sum(state.memory_bytes for state in states) > PARTITION_BYTES * len(states)
         await world.aclose()
 
     run(scenario())
@@ -224,14 +224,14 @@ def test_a_look_at_the_marks_adds_up_only_what_moved() -> None:
         world = World()
         topics = world.node()
         rows = await filled(world, topics, 8)
-        topics.update_marks()
+        topics.update_statuses()
         looked: list[Any] = []
         add = topics._sums._add
         topics._sums._add = lambda *given: (looked.append(given), add(*given))[1]  # type: ignore[method-assign,func-returns-value]
-        topics.update_marks()
+        topics.update_statuses()
         assert looked == []
         await topics.produce_nowait(rows[2].topic_id, 0, batch("w"))
-        topics.update_marks()
+        topics.update_statuses()
         assert {topic_id for topic_id, *_ in looked} == {rows[2].topic_id}
         await world.aclose()
 

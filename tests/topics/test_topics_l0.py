@@ -10,15 +10,15 @@ from topics_world import GatedObjects, eventually, run
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
-from tidemill.topics.batch_reads import choose
+from tidemill.topics.batch_reads import select_batches
 from tidemill.topics.config.settings import TopicSettings
-from tidemill.topics.l0.format import Region, decode_footer, encode_footer, object_key
+from tidemill.topics.l0.format import L0Region, decode_footer, encode_footer, object_key
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l0.writer import L0Writer
 
 regions = st.lists(
     st.builds(
-        Region,
+        L0Region,
         topic_id=st.text(max_size=20),
         partition=st.integers(0, 2**32 - 1),
         position=st.integers(0, 2**40),
@@ -29,12 +29,12 @@ regions = st.lists(
 
 
 @given(regions, st.binary(max_size=50))
-def test_a_footer_is_found_from_the_end(rows: list[Region], before: bytes) -> None:
+def test_a_footer_is_found_from_the_end(rows: list[L0Region], before: bytes) -> None:
     assert decode_footer(before + encode_footer(rows)) == rows
 
 
 @given(regions, st.data())
-def test_any_damage_to_a_footer_is_noticed(rows: list[Region], data: st.DataObject) -> None:
+def test_any_damage_to_a_footer_is_noticed(rows: list[L0Region], data: st.DataObject) -> None:
     footer = bytearray(encode_footer(rows))
     at = data.draw(st.integers(0, len(footer) - 1))
     footer[at] ^= data.draw(st.integers(1, 255))
@@ -59,11 +59,11 @@ def test_the_cache_keeps_its_budget_and_drops_the_oldest() -> None:
 
 def test_choose_takes_whole_batches() -> None:
     sizes = [10, 20, 30]
-    assert choose(sizes, 0, 30, 9, at_least_one=False) == (2, 30)
-    assert choose(sizes, 0, 99, 1, at_least_one=False) == (1, 10)
-    assert choose(sizes, 1, 5, 9, at_least_one=True) == (2, 20)
-    assert choose(sizes, 1, 5, 9, at_least_one=False) == (1, 0)
-    assert choose(sizes, 3, 5, 9, at_least_one=True) == (3, 0)
+    assert select_batches(sizes, 0, 30, 9, at_least_one=False) == (2, 30)
+    assert select_batches(sizes, 0, 99, 1, at_least_one=False) == (1, 10)
+    assert select_batches(sizes, 1, 5, 9, at_least_one=True) == (2, 20)
+    assert select_batches(sizes, 1, 5, 9, at_least_one=False) == (1, 0)
+    assert select_batches(sizes, 3, 5, 9, at_least_one=True) == (3, 0)
 
 
 class Member:
@@ -120,13 +120,13 @@ def test_members_hear_in_order_and_in_stretches_while_their_object_stays_open(er
         telling = Telling()
         telling.stage(*range(50))
         await telling.objects.let_go(error=error)
-        assert telling.writer.first_open == 0
+        assert telling.writer.first_open_number == 0
         seen = await telling.stretches(5)
-        assert telling.writer.first_open == 0 and telling.writer.staged_bytes > 0, "some have not heard"
+        assert telling.writer.first_open_number == 0 and telling.writer.staged_bytes > 0, "some have not heard"
         seen += await telling.stretches(50)
         assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= 6
         assert telling.heard == [n if error is None else f"failed {n}" for n in range(50)]
-        await eventually(lambda: telling.writer.first_open == 1)
+        await eventually(lambda: telling.writer.first_open_number == 1)
         assert telling.writer.staged_bytes == 0
         await telling.writer.aclose()
 
@@ -143,11 +143,11 @@ def test_who_waits_for_others_to_be_answered_waits_a_moment_from_their_answer_on
         await eventually(lambda: telling.heard == [1])
         telling.stage(2)
         waiting = telling.writer._flush_due
-        telling.writer.answered(first)
+        telling.writer.batch_answered(first)
         sooner = telling.writer._flush_due
         assert isinstance(waiting, asyncio.TimerHandle) and waiting.cancelled()
         assert isinstance(sooner, asyncio.TimerHandle) and sooner.when() < waiting.when()
-        telling.writer.answered(first)
+        telling.writer.batch_answered(first)
         assert telling.writer._flush_due is sooner, "it has been answered already"
         await eventually(lambda: bool(telling.objects.waiting))
         await telling.objects.let_go()

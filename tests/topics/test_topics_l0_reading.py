@@ -14,7 +14,7 @@ from tidemill.base.errors import MissingError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l0 import shared_reads
-from tidemill.topics.l0.shared_reads import AT_ONCE, NEAR_BYTES, SharedReads
+from tidemill.topics.l0.shared_reads import READ_BEFORE_BYTES, READS_IN_FLIGHT_MAX, SharedReads
 
 DATA = bytes(range(256)) * 1024
 KEY = "l0/e/o"
@@ -67,13 +67,13 @@ def test_readers_of_one_moment_and_of_the_next_share_one_request() -> None:
 
 def test_what_lies_before_comes_along_as_far_as_it_costs_no_request_and_only_what_is_missing_is_asked_for() -> None:
     async def body(objects: Counted, shared: SharedReads) -> None:
-        far = NEAR_BYTES + 10_000
+        far = READ_BEFORE_BYTES + 10_000
         await read(shared, (far, far + 5))
         await read(shared, (10_000, far + 5), (200_000, 200_007))
         await read(shared, (9_999, 10_001))
         assert objects.asked == [
             (KEY, [(10_000, far + 5)]),
-            (KEY, [(200_000 - NEAR_BYTES, 200_007)]),
+            (KEY, [(200_000 - READ_BEFORE_BYTES, 200_007)]),
             (KEY, [(0, 10_001)]),
         ]
 
@@ -128,15 +128,15 @@ def test_who_stops_waiting_disturbs_nobody() -> None:
 
 def test_so_many_requests_at_once_leave_the_store_to_others() -> None:
     async def body(objects: Counted, shared: SharedReads) -> None:
-        names = [f"l0/e/{n}" for n in range(AT_ONCE + 3)]
+        names = [f"l0/e/{n}" for n in range(READS_IN_FLIGHT_MAX + 3)]
         for name in names:
             await objects.put(name, DATA)
         objects.gate.clear()
         readers = [asyncio.ensure_future(read(shared, (0, 10), key=name)) for name in names]
         for _ in range(5):
             await asyncio.sleep(0)
-        assert len(objects.asked) == AT_ONCE
-        assert shared.holds(names[-1], 2, 10) and not shared.holds(names[-1], 2, 11)
+        assert len(objects.asked) == READS_IN_FLIGHT_MAX
+        assert shared.has_range(names[-1], 2, 10) and not shared.has_range(names[-1], 2, 11)
         objects.gate.set()
         await asyncio.gather(*readers)
         assert len(objects.asked) == len(names)
@@ -205,5 +205,5 @@ def test_whatever_readers_ask_for_each_has_its_bytes(
         assert held == shared.held_bytes <= limit_bytes
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shared_reads, "NEAR_BYTES", 100)
+        patched.setattr(shared_reads, "READ_BEFORE_BYTES", 100)
         run(body, limit_bytes=limit_bytes)

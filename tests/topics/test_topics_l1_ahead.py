@@ -55,7 +55,7 @@ def run(body: Callable[[Counted, ReadAhead], Awaitable[None]], *, limit_bytes: i
 
 
 async def read(ahead: ReadAhead, begin: int, end: int, limit: int = len(DATA)) -> None:
-    ahead.expect(KEY, begin, end, limit)
+    ahead.announce_read(KEY, begin, end, limit)
     [data] = await ahead.get_ranges(KEY, [(begin, end)])
     assert bytes(data) == DATA[begin:end]
 

@@ -8,12 +8,12 @@ from topics_world import batch
 
 from tidemill.base.errors import CorruptError
 from tidemill.metastore.rows.l1 import NO_TIMESTAMP, l1_key
-from tidemill.topics.batch import parse_header, patch, split_batches
+from tidemill.topics.batch import parse_header, patch_base_offset, split_batches
 from tidemill.topics.l1 import builder, format
 from tidemill.topics.l1.builder import ObjectBuilder
 from tidemill.topics.l1.format import (
     Footer,
-    Region,
+    L1Region,
     created_ms,
     decode_index,
     encode_footer,
@@ -39,10 +39,10 @@ def entries(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def region_of(batches: list[tuple[int, int, int, int]]) -> Region:
+def region_of(batches: list[tuple[int, int, int, int]]) -> L1Region:
     base, end = (batches[0][0], batches[-1][1]) if batches else (0, 1)
     size = sum(each[2] for each in batches)
-    return Region(0, 0, size, base, end - 1, 0, len(batches), size, 0)
+    return L1Region(0, 0, size, base, end - 1, 0, len(batches), size, 0)
 
 
 @given(entries())
@@ -83,15 +83,15 @@ def test_any_damage_to_an_index_is_noticed(batches: list[tuple[int, int, int, in
 @pytest.mark.parametrize(
     "region",
     [
-        Region(0, 0, 150, 5, 9, 0, 2, 150, 0),  # another number of batches
-        Region(0, 0, 151, 5, 9, 0, 1, 150, 0),  # another size
-        Region(0, 0, 150, 10, 19, 0, 1, 150, 0),  # a batch before it
-        Region(0, 0, 150, 5, 8, 0, 1, 150, 0),  # a batch beyond it
+        L1Region(0, 0, 150, 5, 9, 0, 2, 150, 0),  # another number of batches
+        L1Region(0, 0, 151, 5, 9, 0, 1, 150, 0),  # another size
+        L1Region(0, 0, 150, 10, 19, 0, 1, 150, 0),  # a batch before it
+        L1Region(0, 0, 150, 5, 8, 0, 1, 150, 0),  # a batch beyond it
     ],
 )
-def test_an_index_of_another_region_is_refused(region: Region) -> None:
+def test_an_index_of_another_region_is_refused(region: L1Region) -> None:
     data = encode_index([(5, 10, 150, 0)])
-    assert len(decode_index(data, Region(0, 0, 150, 5, 9, 0, 1, 150, 0))) == 1
+    assert len(decode_index(data, L1Region(0, 0, 150, 5, 9, 0, 1, 150, 0))) == 1
     with pytest.raises(CorruptError):
         decode_index(data, region)
 
@@ -116,7 +116,7 @@ def test_regular_batches_take_a_byte_or_two_each() -> None:
 
 
 REGIONS = st.builds(
-    Region,
+    L1Region,
     partition=st.integers(0, 2**32 - 1),
     first_byte=st.integers(0, 500),
     size_bytes=st.integers(0, 500),
@@ -158,33 +158,33 @@ def test_what_is_no_l1_object_is_corrupt(tail: bytes) -> None:
 
 
 def test_a_footer_that_names_more_than_the_object_holds_is_corrupt() -> None:
-    region = Region(0, 0, 100, 0, 0, 0, 1, 100, 9)
+    region = L1Region(0, 0, 100, 0, 0, 0, 1, 100, 9)
     whole = encode_footer(Footer("t", (region,)))
     assert parse_tail(bytes(109) + whole, 109 + len(whole))
     with pytest.raises(CorruptError, match="names bytes outside"):
         parse_tail(bytes(108) + whole, 108 + len(whole))
     with pytest.raises(CorruptError, match="names bytes outside"):
-        parse_tail(bytes(109) + encode_footer(Footer("t", (region, Region(0, 0, 0, 5, 4, 0, 0, 0, 0)))), 300)
+        parse_tail(bytes(109) + encode_footer(Footer("t", (region, L1Region(0, 0, 0, 5, 4, 0, 0, 0, 0)))), 300)
 
 
 def stored(base: int, *values: str, timestamp_ms: int = 1000) -> tuple[bytes, int, int, int]:
     data = bytearray(batch(*values, timestamp_ms=timestamp_ms))
-    patch(data, 0, base)
+    patch_base_offset(data, 0, base)
     return bytes(data), base, base + len(values), timestamp_ms
 
 
 def test_an_object_holds_its_partitions_in_order_and_covers_their_gaps() -> None:
     build = ObjectBuilder("topic")
-    build.begin(3, 10)
+    build.begin_range(3, 10)
     build.add(*stored(12, "a", "b", timestamp_ms=7))  # 10 and 11 were markers, say
     build.add(*stored(14, "c", timestamp_ms=5))
     build.end(18)
-    build.begin(0, 0)
+    build.begin_range(0, 0)
     build.add(*stored(0, "x"))
     build.end(1)
-    build.begin(5, 4)  # nothing but markers
+    build.begin_range(5, 4)  # nothing but markers
     build.end(6)
-    build.begin(6, 8)  # nothing at all
+    build.begin_range(6, 8)  # nothing at all
     build.end(8)
     parts, footer = build.finish()
     data = b"".join(parts)
@@ -207,7 +207,7 @@ def test_a_range_of_many_batches_becomes_several_regions_without_a_gap(monkeypat
     monkeypatch.setattr(builder, "REGION_BATCHES", 3)
     monkeypatch.setattr(format, "REGION_BATCHES", 3)
     build = ObjectBuilder("topic")
-    build.begin(0, 100)
+    build.begin_range(0, 100)
     for i in range(7):
         build.add(*stored(101 + 2 * i, "v"))
     build.end(120)
@@ -221,7 +221,7 @@ def test_a_range_of_many_batches_becomes_several_regions_without_a_gap(monkeypat
 
 def test_batches_out_of_order_are_refused() -> None:
     build = ObjectBuilder("topic")
-    build.begin(0, 5)
+    build.begin_range(0, 5)
     with pytest.raises(ValueError, match="ascend"):
         build.add(*stored(4, "v"))
     build.add(*stored(4, "before the cut", "w", "x"))

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from topics_world import batch
 
 from tidemill.metastore.rows.l1 import L1ExtentRow
-from tidemill.topics.batch import patch
+from tidemill.topics.batch import patch_base_offset
 from tidemill.topics.l1.builder import ObjectBuilder
-from tidemill.topics.l1.extent_merge import FANOUT, add_run, run_of
+from tidemill.topics.l1.extent_merge import FANOUT, find_mergeable_run, merge_run
 from tidemill.topics.l1.format import decode_index
 
 TARGET = 32 << 20
@@ -22,7 +22,7 @@ def extents_of(sizes: list[int]) -> list[L1ExtentRow]:
 def merged(extents: list[L1ExtentRow], target: int = TARGET) -> tuple[list[L1ExtentRow], int]:
     """Until no run is left; (what stands, bytes rewritten)."""
     rewritten = 0
-    while run := run_of(extents, target):
+    while run := find_mergeable_run(extents, target):
         size = sum(extent.size_bytes for extent in run)
         rewritten += size
         at = extents.index(run[0])
@@ -42,13 +42,13 @@ def test_a_month_of_small_extents_becomes_a_few_and_each_byte_is_copied_a_few_ti
 
 
 def test_a_large_extent_is_not_copied_for_the_sake_of_small_ones() -> None:
-    assert run_of(extents_of([TARGET // 2, *[4096] * (FANOUT - 1)]), TARGET) == ()
-    assert len(run_of(extents_of([TARGET // 2, *[4096] * FANOUT]), TARGET)) == FANOUT
+    assert find_mergeable_run(extents_of([TARGET // 2, *[4096] * (FANOUT - 1)]), TARGET) == ()
+    assert len(find_mergeable_run(extents_of([TARGET // 2, *[4096] * FANOUT]), TARGET)) == FANOUT
 
 
 def test_extents_without_batches_go_with_their_neighbours() -> None:
-    assert len(run_of(extents_of([0, 10, 10, 10, 0, 0, 0, 10]), TARGET)) == 8
-    assert len(run_of(extents_of([0] * 8), TARGET)) == 8
+    assert len(find_mergeable_run(extents_of([0, 10, 10, 10, 0, 0, 0, 10]), TARGET)) == 8
+    assert len(find_mergeable_run(extents_of([0] * 8), TARGET)) == 8
 
 
 @given(st.lists(st.integers(1, TARGET * 2), max_size=60))
@@ -62,16 +62,16 @@ def test_runs_are_neighbours_that_fit_and_what_is_left_is_bounded(sizes: list[in
 def test_extents_with_a_gap_between_them_are_not_merged() -> None:
     extents = extents_of([10] * (2 * FANOUT - 2))
     del extents[FANOUT - 1]
-    assert run_of(extents, TARGET) == ()
+    assert find_mergeable_run(extents, TARGET) == ()
 
 
 def test_a_merged_range_holds_the_batches_of_its_extents_in_order() -> None:
     build = ObjectBuilder("t")
     for base, starts in ((5, (4, 6)), (8, (8, 10))):  # the first extent begins within its first batch
-        build.begin(0, base)
+        build.begin_range(0, base)
         for start in starts:
             data = bytearray(batch(f"{start}", "more"))
-            patch(data, 0, start)
+            patch_base_offset(data, 0, start)
             build.add(bytes(data), start, start + 2, start)
         build.end(starts[-1] + 2)
     parts, footer = build.finish()
@@ -97,7 +97,7 @@ def test_a_merged_range_holds_the_batches_of_its_extents_in_order() -> None:
         index = decode_index(whole[r.index_byte : r.index_byte + r.index_bytes], r)
         held.append((index, whole[r.first_byte : r.first_byte + r.size_bytes]))
     again = ObjectBuilder("t")
-    add_run(again, rows, held)
+    merge_run(again, rows, held)
     parts, merged_footer = again.finish()
     [region] = merged_footer.regions
     assert (region.base_offset, region.last_offset, region.batch_count) == (5, 11, 4)

@@ -8,7 +8,7 @@ from topics_world import run
 
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.memory import MemoryObjects
-from tidemill.topics.l1.extent_cache import AT_ONCE, RecentExtents
+from tidemill.topics.l1.extent_cache import LOOKUP_EXTENTS_MIN, ExtentCache
 from tidemill.topics.l1.format import RegionIndex, decode_index, encode_index
 from tidemill.topics.l1.reader import L1Reader, region_of
 
@@ -18,7 +18,7 @@ class Counted:
 
     def __init__(self, rows: Faulty) -> None:
         self.scans = 0
-        real = rows.some_extents
+        real = rows.first_extents
 
         async def some(
             topic_id: str, partition: int, offset: int, count: int, *, fresh: bool = True
@@ -26,24 +26,24 @@ class Counted:
             self.scans += 1
             return await real(topic_id, partition, offset, count, fresh=fresh)
 
-        rows.some_extents = some  # type: ignore[method-assign]
+        rows.first_extents = some  # type: ignore[method-assign]
 
 
-async def base_at(recent: RecentExtents, offset: int, partition: int = 0) -> int | None:
-    found = await recent.at("t", partition, offset, fresh=False)
+async def base_at(recent: ExtentCache, offset: int, partition: int = 0) -> int | None:
+    found = await recent.extent_at("t", partition, offset, fresh=False)
     return found.base_offset if found is not None else None
 
 
 def test_who_reads_on_scans_once_for_several_extents() -> None:
     async def scenario() -> None:
         async with opened() as rows:
-            spans = [(10 * n, 10 * n + 9, 5) for n in range(AT_ONCE + 2)]
+            spans = [(10 * n, 10 * n + 9, 5) for n in range(LOOKUP_EXTENTS_MIN + 2)]
             await added(rows, add_of("o", *spans))
-            counted, recent = Counted(rows), RecentExtents(rows)
-            for offset in range(10 * AT_ONCE):
+            counted, recent = Counted(rows), ExtentCache(rows)
+            for offset in range(10 * LOOKUP_EXTENTS_MIN):
                 assert await base_at(recent, offset) == offset // 10 * 10
             assert counted.scans == 1
-            assert await base_at(recent, 10 * AT_ONCE) == 10 * AT_ONCE
+            assert await base_at(recent, 10 * LOOKUP_EXTENTS_MIN) == 10 * LOOKUP_EXTENTS_MIN
             assert counted.scans == 2
             # Before what is known another one may lie.
             assert await base_at(recent, 0) == 0
@@ -57,9 +57,9 @@ def test_a_thousand_small_extents_take_a_few_looks() -> None:
         async with opened() as rows:
             spans = [(n, n, 5) for n in range(1_000)]
             await added(rows, add_of("o", *spans))
-            counted, recent = Counted(rows), RecentExtents(rows)
+            counted, recent = Counted(rows), ExtentCache(rows)
             for offset in range(1_000):
-                found = await recent.at("t", 0, offset, fresh=False, passed=offset)
+                found = await recent.extent_at("t", 0, offset, fresh=False, passed=offset)
                 assert found is not None and found.base_offset == offset
             assert counted.scans <= 8
 
@@ -69,7 +69,7 @@ def test_a_thousand_small_extents_take_a_few_looks() -> None:
 def test_what_comes_and_what_goes_is_seen_at_once() -> None:
     async def scenario() -> None:
         async with opened() as rows:
-            recent = RecentExtents(rows)
+            recent = ExtentCache(rows)
             assert await base_at(recent, 0) is None
             await added(rows, add_of("o", (0, 9, 5)))
             assert await base_at(recent, 3) == 0
@@ -87,13 +87,13 @@ def test_what_is_kept_stays_within_its_limit() -> None:
         async with opened() as rows:
             for partition in range(3):
                 await added(rows, add_of(f"o{partition}", (0, 9, 5), (10, 19, 5), partition=partition))
-            recent = RecentExtents(rows, extents_max=4)
+            recent = ExtentCache(rows, extents_max=4)
             for partition in range(3):
                 assert await base_at(recent, 0, partition) == 0
-            assert [recent.known("t", partition, 0) is not None for partition in range(3)] == [False, True, True]
+            assert [recent.peek("t", partition, 0) is not None for partition in range(3)] == [False, True, True]
             assert await base_at(recent, 0, 1) == 0
             assert await base_at(recent, 0, 0) == 0
-            assert [recent.known("t", partition, 0) is not None for partition in range(3)] == [True, False, True]
+            assert [recent.peek("t", partition, 0) is not None for partition in range(3)] == [True, False, True]
 
     run(scenario())
 
@@ -118,7 +118,7 @@ def test_an_extent_that_takes_the_place_of_two_within_a_plan_gives_no_batch_twic
                 batches = [(n, n + 1, 5, 0) for n in range(extent.base_offset, extent.last_offset + 1)]
                 return decode_index(encode_index(batches), region_of(extent))
 
-            monkeypatch.setattr(reader._recent, "at", at)
+            monkeypatch.setattr(reader._recent, "extent_at", at)
             monkeypatch.setattr(reader, "index", index)
             found = await reader.plan("t", 0, 3, 20)
             assert [ref.base_offset for ref in found] == list(range(3, 20))

@@ -20,14 +20,14 @@ from tidemill.metastore.rows.l1 import (
     L1TermRow,
 )
 from tidemill.topics.l1 import row_transitions
-from tidemill.topics.l1.format import Region
-from tidemill.topics.l1.row_transitions import Add, ReadRows, Replace, Written
+from tidemill.topics.l1.format import L1Region
+from tidemill.topics.l1.row_transitions import AddRequest, ReadRows, ReplaceRequest, RowWrites
 
 T = "topic"
 
 
-def region(partition: int, base: int, last: int, *, size: int = 100, max_ms: int = 0, index: int = 10) -> Region:
-    return Region(partition, 0, size, base, last, max_ms, 1, 0, index)
+def region(partition: int, base: int, last: int, *, size: int = 100, max_ms: int = 0, index: int = 10) -> L1Region:
+    return L1Region(partition, 0, size, base, last, max_ms, 1, 0, index)
 
 
 class Table:
@@ -36,7 +36,7 @@ class Table:
     def __init__(self) -> None:
         self.rows: dict[bytes, Any] = {}
 
-    def write(self, written: Written) -> None:
+    def write(self, written: RowWrites) -> None:
         for key, value in written:
             if value:
                 self.rows[key] = BY_TAG[key[0]].decode(key, value)
@@ -61,20 +61,20 @@ class Table:
         return ReadRows(partitions, terms, {row.object_id: row for row in self.of(L1ObjectRow)})
 
     def register(self, name: str) -> None:
-        self.write([L1_OBJECTS.encode(row_transitions.register(T, name, 1))])
+        self.write([L1_OBJECTS.encode(row_transitions.new_object_row(T, name, 1))])
 
     def add(
-        self, name: str, *regions: Region, terms: Mapping[int, Sequence[tuple[int, int]]] | None = None
+        self, name: str, *regions: L1Region, terms: Mapping[int, Sequence[tuple[int, int]]] | None = None
     ) -> dict[int, int]:
         self.register(name)
         return self.add_registered(name, *regions, terms=terms)
 
     def add_registered(
-        self, name: str, *regions: Region, terms: Mapping[int, Sequence[tuple[int, int]]] | None = None
+        self, name: str, *regions: L1Region, terms: Mapping[int, Sequence[tuple[int, int]]] | None = None
     ) -> dict[int, int]:
         if terms is None:
             terms = {each.partition: [(1, each.base_offset)] for each in reversed(regions)}
-        added = row_transitions.add(self.held(), Add(T, name, 1000, regions, terms), 5)
+        added = row_transitions.add_object(self.held(), AddRequest(T, name, 1000, regions, terms), 5)
         self.write(added.rows)
         return added.next
 
@@ -103,13 +103,13 @@ def test_an_object_whose_registration_expired_cannot_be_added_and_is_garbage() -
     table = Table()
     table.register("o")
     assert not row_transitions.is_garbage(table.object("o"))
-    expired = row_transitions.expire(table.object("o"), 7)
+    expired = row_transitions.expire_registration(table.object("o"), 7)
     assert expired is not None and row_transitions.is_garbage(expired) and not row_transitions.was_added(expired)
     table.write([L1_OBJECTS.encode(expired)])
     with pytest.raises(InvalidError, match="expired=True"):
         table.add_registered("o", region(0, 0, 9))
     table.add("p", region(0, 0, 9))
-    assert row_transitions.expire(table.object("p"), 7) is None
+    assert row_transitions.expire_registration(table.object("p"), 7) is None
 
 
 def test_a_partition_begins_at_its_first_extent_and_goes_on_where_it_ends() -> None:
@@ -155,7 +155,7 @@ def test_an_object_of_which_every_extent_was_left_out_is_garbage() -> None:
     ],
     ids=["none", "inverted", "gap", "overlap", "interleaved", "without an index"],
 )
-def test_a_request_that_contradicts_itself_changes_nothing(regions: tuple[Region, ...]) -> None:
+def test_a_request_that_contradicts_itself_changes_nothing(regions: tuple[L1Region, ...]) -> None:
     table = Table()
     table.register("o")
     with pytest.raises(InvalidError):
@@ -238,7 +238,7 @@ def test_an_object_that_lost_more_than_it_held_is_left_alone() -> None:
     assert not row_transitions.is_garbage(L1ObjectRow(T, "o", 100, 101, registered=True))
 
 
-def replaced(table: Table, name: str, *regions: Region, epochs: Mapping[int, int] | None = None) -> tuple[int, ...]:
+def replaced(table: Table, name: str, *regions: L1Region, epochs: Mapping[int, int] | None = None) -> tuple[int, ...]:
     table.register(name)
     held = table.held()
     standing = {
@@ -252,7 +252,7 @@ def replaced(table: Table, name: str, *regions: Region, epochs: Mapping[int, int
     }
     if epochs is None:
         epochs = {p: held.partitions[p].compaction_epoch for p in standing}
-    done = row_transitions.replace_extents(held, standing, Replace(T, name, 1000, regions, epochs), 9)
+    done = row_transitions.replace_extents(held, standing, ReplaceRequest(T, name, 1000, regions, epochs), 9)
     table.write(done.rows)
     return done.stale
 
@@ -308,7 +308,7 @@ class Rows(RuleBasedStateMachine):
         max_ms=st.integers(0, 50),
     )
     def add(self, pieces: list[tuple[int, int]], cuts: int, max_ms: int) -> None:
-        regions: list[Region] = []
+        regions: list[L1Region] = []
         terms: dict[int, list[tuple[int, int]]] = {}
         for partition, (away, count) in enumerate(pieces):
             base = max(0, self.next.get(partition, 3) + away)

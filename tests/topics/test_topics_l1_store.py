@@ -12,29 +12,29 @@ from topics_world import run
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import L1_OBJECTS, PARTITIONS
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l1 import row_transitions
-from tidemill.topics.l1.extent_store import TRIES, ExtentStore
-from tidemill.topics.l1.format import Region
-from tidemill.topics.l1.row_transitions import Add
+from tidemill.topics.l1.extent_store import COMMIT_TRIES, ExtentStore
+from tidemill.topics.l1.format import L1Region
+from tidemill.topics.l1.row_transitions import AddRequest
 
 Rows = Sequence[tuple[bytes, bytes]]
 Commit = Callable[[], Awaitable[int]]
 
 
-def add_of(name: str, *spans: tuple[int, int, int], partition: int = 0, max_ms: Sequence[int] = ()) -> Add:
+def add_of(name: str, *spans: tuple[int, int, int], partition: int = 0, max_ms: Sequence[int] = ()) -> AddRequest:
     """Regions of (base, last, size)."""
     times = max_ms or [base for base, _, _ in spans]
     regions = tuple(
-        Region(partition, 0, size, base, last, ms, 1, 0, 10)
+        L1Region(partition, 0, size, base, last, ms, 1, 0, 10)
         for (base, last, size), ms in zip(spans, times, strict=True)
     )
-    return Add("t", name, 1000, regions, {partition: [(1, spans[0][0])]})
+    return AddRequest("t", name, 1000, regions, {partition: [(1, spans[0][0])]})
 
 
 class Faulty(ExtentStore):
@@ -58,14 +58,16 @@ class Faulty(ExtentStore):
 @asynccontextmanager
 async def opened() -> AsyncIterator[Faulty]:
     clock = ManualClock()
-    metastore = metastore_on(MemoryConsensus(SystemClock()), MemoryObjects(clock), SystemClock(), Rand(7), domains=2)
+    metastore = create_metastore(
+        MemoryConsensus(SystemClock()), MemoryObjects(clock), SystemClock(), Rand(7), domains=2
+    )
     try:
         yield Faulty(metastore)
     finally:
         await metastore.aclose()
 
 
-async def added(rows: ExtentStore, request: Add) -> dict[int, int]:
+async def added(rows: ExtentStore, request: AddRequest) -> dict[int, int]:
     await rows.register(request.topic_id, request.object_id)
     return await rows.add(request)
 
@@ -177,7 +179,7 @@ def test_a_registration_that_expires_under_an_add_refuses_it() -> None:
 
             async def expire_first(real: Commit) -> int:
                 rows.fault = None
-                expired = row_transitions.expire(row_transitions.register("t", "o", 1), 2)
+                expired = row_transitions.expire_registration(row_transitions.new_object_row("t", "o", 1), 2)
                 assert expired is not None
                 await rows._metastore.commit([L1_OBJECTS.encode(expired)])
                 return await real()
@@ -195,7 +197,7 @@ def test_a_start_removes_any_number_of_extents_and_goes_on_after_a_lost_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("tidemill.topics.l1.extent_store.TRIMMED_AT_ONCE", 3)
+        monkeypatch.setattr("tidemill.topics.l1.extent_store.TRIM_EXTENTS_MAX", 3)
         async with opened() as rows:
             await added(rows, add_of("o", *[(i, i, 5) for i in range(10)]))
 
@@ -234,7 +236,7 @@ def test_rows_that_keep_changing_end_as_unavailable() -> None:
             rows.fault = interfere
             with pytest.raises(UnavailableError, match="change too often"):
                 await rows.add(add_of("o", (0, 9, 5)))
-            assert turn == TRIES
+            assert turn == COMMIT_TRIES
 
     run(scenario())
 
@@ -244,10 +246,10 @@ def test_places_hold_both_rows_of_each_partition() -> None:
         async with opened() as rows:
             await added(rows, add_of("o", (0, 9, 5), partition=1))
             await rows._metastore.commit([PARTITIONS.encode(PartitionRow("t", 0, 0, 7))])
-            found = await rows.places("t", [0, 1])
+            found = await rows.partition_rows("t", [0, 1])
             assert found[0].l1 is None and found[0].checkpoint == PartitionRow("t", 0, 0, 7)
             assert found[1].l1 is not None and found[1].checkpoint is None
-            assert await rows.places("t", []) == {}
+            assert await rows.partition_rows("t", []) == {}
 
     run(scenario())
 
@@ -258,17 +260,17 @@ def test_an_extent_that_is_added_while_the_start_moves_is_not_left_behind() -> N
     async def scenario() -> None:
         async with opened() as rows:
             await added(rows, add_of("o", (0, 9, 5)))
-            real = rows.some_extents
+            real = rows.first_extents
 
             async def oldest(
                 topic_id: str, partition: int, offset: int, count: int, *, fresh: bool = True
             ) -> list[L1ExtentRow]:
-                rows.some_extents = real  # type: ignore[method-assign]
+                rows.first_extents = real  # type: ignore[method-assign]
                 found = await real(topic_id, partition, offset, count, fresh=fresh)
                 await added(rows, add_of("p", (10, 14, 5)))
                 return found
 
-            rows.some_extents = oldest  # type: ignore[method-assign]
+            rows.first_extents = oldest  # type: ignore[method-assign]
             await rows.set_start("t", 0, 20)
             assert [extent async for extent in rows.extents("t", 0)] == []
             row = await rows.partition("t", 0)

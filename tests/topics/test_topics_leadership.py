@@ -12,8 +12,8 @@ from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.topics import leader_check
 from tidemill.topics.api import FetchRead, NotLeaderError
-from tidemill.topics.membership import Membership, NodeInfo, rendezvous
-from tidemill.topics.produce.producer_ids import BLOCK, ProducerIds
+from tidemill.topics.membership import Membership, NodeInfo, rendezvous_leader
+from tidemill.topics.produce.producer_ids import BLOCK_IDS, ProducerIds
 
 
 async def member(world: World, name: str, ttl_ms: int = 2000, poll_s: float = 0.02) -> Membership:
@@ -25,12 +25,12 @@ async def member(world: World, name: str, ttl_ms: int = 2000, poll_s: float = 0.
 
 def test_a_node_that_leaves_moves_only_its_own_partitions() -> None:
     names = ["a", "b", "c", "d"]
-    before = {p: rendezvous(names, "t", p) for p in range(200)}
-    after = {p: rendezvous(["a", "b", "d"], "t", p) for p in range(200)}
+    before = {p: rendezvous_leader(names, "t", p) for p in range(200)}
+    after = {p: rendezvous_leader(["a", "b", "d"], "t", p) for p in range(200)}
     assert all(after[p] == before[p] for p in before if before[p] != "c")
     counts = [list(before.values()).count(name) for name in names]
     assert min(counts) > 20
-    assert rendezvous([], "t", 0) == ""
+    assert rendezvous_leader([], "t", 0) == ""
 
 
 def test_members_see_each_other_and_agree_on_leaders_and_ids() -> None:
@@ -64,7 +64,7 @@ def test_who_comes_and_who_leaves_is_heard_of_without_a_poll() -> None:
         for _ in range(3):
             b = await member(world, "b", ttl_ms=600_000, poll_s=600.0)
             await eventually(lambda: len(a.members()) == 2)
-            await b.leave()
+            await b.leave_cluster()
             assert [m.name for m in b.members()] == ["a"], "it tells its clients who leads now"
             await eventually(lambda: [m.name for m in a.members()] == ["a"])
             await b.aclose()
@@ -81,7 +81,7 @@ def test_others_see_which_captures_a_node_offers_with_the_next_renewal_and_it_ke
         a, b = await member(world, "a", ttl_ms=300), await member(world, "b")
         (before,) = (lease for lease in await world.consensus.leases("node/") if lease.name == "node/a")
         for offered in (("x", "y"), ("y",), ()):
-            a.offer(offered)
+            a.set_captures(offered)
             await eventually(lambda offered=offered: b.members()[0].captures == offered)
         (after,) = (lease for lease in await world.consensus.leases("node/") if lease.name == "node/a")
         assert (after.holder, after.term) == (before.holder, before.term)
@@ -97,7 +97,7 @@ def test_of_many_that_come_at_once_each_is_seen_by_all() -> None:
         world = World()
         members = await asyncio.gather(*(member(world, f"n{n}", 600_000, 600.0) for n in range(6)))
         await eventually(lambda: all(len(each.members()) == 6 for each in members))
-        await asyncio.gather(*(each.leave() for each in members[:5]))
+        await asyncio.gather(*(each.leave_cluster() for each in members[:5]))
         await eventually(lambda: [m.name for m in members[5].members()] == ["n5"])
         await asyncio.gather(*(each.aclose() for each in members))
 
@@ -117,9 +117,9 @@ def test_a_node_that_leaves_leads_nothing_though_its_lease_is_still_there(lost: 
             raise UnavailableError("refused by this test.")
 
         setattr(world.consensus, lost, refused)
-        await a.leave()
+        await a.leave_cluster()
         setattr(world.consensus, lost, real)
-        looks = a._look
+        looks = a._refresh_view
         await looks()
         assert [m.name for m in a.members()] == ["b"]
         assert {a.leader_of("t", p) for p in range(50)} == {"b"}
@@ -218,7 +218,7 @@ def test_when_consensus_was_away_who_lives_stays_a_member_and_who_died_meanwhile
         while any(lease.live for lease in await MemoryConsensus(SystemClock(), world.consensus.state).leases("node/")):
             await asyncio.sleep(0.01)
         consensus[first].goes_on.set()
-        await nodes[first]._look()
+        await nodes[first]._refresh_view()
         for each in consensus.values():
             each.goes_on.set()
         await eventually(lambda: all(len(nodes[name].members()) == 2 for name in "ab"))
@@ -330,9 +330,9 @@ def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_who_lead
         await second.produce_nowait(row.topic_id, mine, batch("w"))
         assert a.leader_of(row.topic_id, mine) == "a"
         if renewed:
-            before = a.lapses()
+            before = a.lease_lapses()
             halting.goes_on.set()
-            await eventually(lambda: a.lapses() == before + 1)
+            await eventually(lambda: a.lease_lapses() == before + 1)
         [found] = await first.fetch(
             [FetchRead(row.topic_id, mine, 0, 1 << 20)], max_wait_s=0, min_bytes=1, max_bytes=1 << 20
         )
@@ -357,7 +357,7 @@ def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_who_lead
 
 
 def test_reads_go_on_while_consensus_is_away_for_longer_than_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_check, "SURE_S", 0.05)
+    monkeypatch.setattr(leader_check, "CONFIRM_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         world = World(leaders_check_s=600.0)
@@ -367,9 +367,9 @@ def test_reads_go_on_while_consensus_is_away_for_longer_than_a_lease(monkeypatch
         a = await member(world, "a", ttl_ms=300)
         node = world.node(a)
         await node.produce_nowait(row.topic_id, 0, batch("v"))
-        before = a.lapses()
+        before = a.lease_lapses()
         halting.goes_on.clear()
-        await eventually(lambda: a.lapses() != before)
+        await eventually(lambda: a.lease_lapses() != before)
         for _ in range(3):
             assert (await node.offsets(row.topic_id, 0)).high_watermark == 1
             assert values_of((await fetch(node, row.topic_id, 0, 0)).batches) == [(0, "v")]
@@ -418,7 +418,7 @@ def test_a_leader_that_was_deposed_while_it_opened_hears_of_it() -> None:
         with pytest.raises(NotLeaderError):
             await second.produce_nowait(row.topic_id, 0, batch("w"))
         await second.produce_nowait(row.topic_id, 0, batch("w"))
-        await first._heads.look()
+        await first._heads.check_heads()
         answered.set()
         with pytest.raises(NotLeaderError):
             await opening
@@ -440,13 +440,13 @@ def test_a_leader_that_writes_is_not_taken_for_deposed() -> None:
 
         async def slow(append: Any) -> LogHead:
             head: LogHead = await append()
-            await node._heads.look()
+            await node._heads.check_heads()
             return head
 
         world.consensus.on_append = slow
         for number in range(3):
             assert (await node.produce_nowait(row.topic_id, 0, batch("v"))).base_offset == number
-            await node._heads.look()
+            await node._heads.check_heads()
         assert node._led[row.topic_id, 0] is led and led.is_open
         await world.aclose()
 
@@ -457,8 +457,8 @@ def test_producer_ids_are_unique_over_processes() -> None:
     async def scenario() -> None:
         world = World()
         one, two = ProducerIds(world.consensus, Rand()), ProducerIds(world.consensus, Rand())
-        ids = await asyncio.gather(*(source.allocate() for _ in range(BLOCK) for source in (one, two)))
-        assert len(set(ids)) == 2 * BLOCK
+        ids = await asyncio.gather(*(source.allocate() for _ in range(BLOCK_IDS) for source in (one, two)))
+        assert len(set(ids)) == 2 * BLOCK_IDS
         assert min(ids) > 0
 
     run(scenario())

@@ -16,7 +16,7 @@ from tidemill.topics.partition import rollup_scheduler
 from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.recovery import partition_log
-from tidemill.topics.status_report import OWN_MARKS
+from tidemill.topics.status_report import OWN_STATUSES_MAX
 
 
 def test_a_topic_made_while_the_catalogue_is_being_read_is_found() -> None:
@@ -151,7 +151,7 @@ def test_f208_a_partition_that_fails_is_told_tried_again_and_heals_by_itself_whi
             await node.produce_nowait(row.topic_id, 0, batch("b"))
         for n in range(1, 20):
             assert (await node.produce_nowait(row.topic_id, 1, batch("c"))).base_offset == n
-            node.update_marks()
+            node.update_statuses()
         mark = f"topic:{row.name}"
         await eventually(lambda: (failure := world.tracker.failure(mark)) is not None and failure.tries >= 3)
         failure = world.tracker.failure(mark)
@@ -237,17 +237,17 @@ def test_a_process_with_thousands_of_topics_reports_few_marks() -> None:
     async def scenario() -> None:
         world = World()
         node = world.node()
-        rows = [await world.topic(f"t{n}", 1) for n in range(OWN_MARKS + 20)]
+        rows = [await world.topic(f"t{n}", 1) for n in range(OWN_STATUSES_MAX + 20)]
         await node.start()
         for row in rows:
             await node.produce_nowait(row.topic_id, 0, batch("a"))
-        node.update_marks()
+        node.update_statuses()
         names = {mark.name for mark in world.tracker.report("p", 0).marks if mark.name.startswith("topic")}
         assert names == {"topics"}
         world.objects.gated = True
         waiting = node.produce_nowait(rows[5].topic_id, 0, batch("b"))
         await eventually(lambda: len(world.objects.waiting) == 1)
-        node.update_marks()
+        node.update_statuses()
         marks = {mark.name: mark for mark in world.tracker.report("p", 0).marks if mark.name.startswith("topic")}
         assert set(marks) == {"topics", "topic:t5"}
         assert (marks["topic:t5"].position, marks["topic:t5"].target) == (1, 2)

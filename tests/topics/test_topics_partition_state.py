@@ -52,12 +52,12 @@ def test_positions_are_applied_once_and_in_order() -> None:
 def test_an_offset_is_found_in_the_batch_that_holds_it() -> None:
     state = PartitionState()
     place(state, placed(0, 3), placed(3, 2, obj=1), placed(5, 4))
-    assert [state.first_batch(o) for o in range(10)] == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
-    assert state.ref(1).object_key == "o2"
-    assert (state.ref(2).base_offset, state.ref(2).record_count) == (5, 4)
+    assert [state.batch_index(o) for o in range(10)] == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
+    assert state.batch_ref(1).object_key == "o2"
+    assert (state.batch_ref(2).base_offset, state.batch_ref(2).record_count) == (5, 4)
     for bad in (-1, 10):
         with pytest.raises(OffsetOutOfRangeError):
-            state.first_batch(bad)
+            state.batch_index(bad)
 
 
 def test_a_time_finds_the_first_batch_that_reaches_it() -> None:
@@ -149,15 +149,15 @@ def test_what_lies_in_l1_leaves_the_state_and_never_comes_back() -> None:
     assert apply(state, Advance(0, 0, "w", 1, 3), state.applied, 1) is None
     assert state.reconciled == 5
     assert isinstance(apply(state, Advance(0, 0, "w", 1, 10), state.applied, 1), Rejected)
-    assert state.first_batch(5) == 0
+    assert state.batch_index(5) == 0
     with pytest.raises(ValueError, match="L1"):
-        state.first_batch(4)
+        state.batch_index(4)
     assert apply(state, Advance(0, 7, "w", 1), state.applied, 1) is None
     assert (state.hot_start, list(state.bases)) == (7, [5])
     with pytest.raises(OffsetOutOfRangeError):
-        state.first_batch(6)
+        state.batch_index(6)
     assert apply(state, Advance(0, 0, "w", 1, 9), state.applied, 1) is None
-    assert (state.hot_start, len(state), state.first_batch(9)) == (9, 0, 0)
+    assert (state.hot_start, len(state), state.batch_index(9)) == (9, 0, 0)
     assert decode_state(encode_state(state), "k").reconciled == 9
 
 

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from topics_world import run
 
 from tidemill.base.errors import UnavailableError
-from tidemill.topics.produce import ProducerLine, ProducerQueue, QueueCore, Ticket, TicketState
+from tidemill.topics.produce import ProducerLine, ProducerQueue, ProducerQueueCore, Ticket, TicketState
 
 
 def test_basic_the_first_ticket_redeems_at_once() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     ticket = queue.reserve(1)
     assert ticket.state is TicketState.READY
     assert queue.release(ticket) == []
@@ -24,7 +24,7 @@ def test_basic_the_first_ticket_redeems_at_once() -> None:
 
 
 def test_ordering_enforced_the_second_has_its_turn_only_after_the_first_is_released() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second = queue.reserve(1), queue.reserve(1)
     assert second.state is TicketState.WAITING
     assert queue.release(first) == [second]
@@ -32,7 +32,7 @@ def test_ordering_enforced_the_second_has_its_turn_only_after_the_first_is_relea
 
 
 def test_the_second_may_follow_as_soon_as_the_first_is_placed() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second = queue.reserve(1), queue.reserve(1)
     assert queue.place(first) == [second]
     assert queue.reserve(1).state is TicketState.WAITING
@@ -41,14 +41,14 @@ def test_the_second_may_follow_as_soon_as_the_first_is_placed() -> None:
 
 
 def test_without_a_producer_id_a_connection_is_a_line() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second, elsewhere = queue.reserve(("c", 1)), queue.reserve(("c", 1)), queue.reserve(("c", 2))
     assert [t.state for t in (first, second, elsewhere)] == [TicketState.READY, TicketState.WAITING, TicketState.READY]
     assert queue.place(first) == [second]
 
 
 def test_a_failed_batch_of_a_connection_poisons_nothing_and_its_successors_go_on() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second, third = (queue.reserve(("c", 1)) for _ in range(3))
     assert queue.abandon(second) == []
     assert third.state is TicketState.WAITING
@@ -58,13 +58,13 @@ def test_a_failed_batch_of_a_connection_poisons_nothing_and_its_successors_go_on
 
 
 def test_multiple_producers_do_not_block_each_other() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     queue.reserve(1)
     assert queue.reserve(2).state is TicketState.READY
 
 
 def test_release_of_the_middle_does_not_free_the_third_before_the_first() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second, third = (queue.reserve(1) for _ in range(3))
     assert queue.release(second) == []
     assert third.state is TicketState.WAITING
@@ -72,7 +72,7 @@ def test_release_of_the_middle_does_not_free_the_third_before_the_first() -> Non
 
 
 def test_release_of_the_tail_makes_its_predecessor_the_tail() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second = queue.reserve(1), queue.reserve(1)
     queue.release(second)
     third = queue.reserve(1)
@@ -81,7 +81,7 @@ def test_release_of_the_tail_makes_its_predecessor_the_tail() -> None:
 
 
 def test_continuation_cleanup_drop_the_second_release_the_first_and_no_link_dangles() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second = queue.reserve(1), queue.reserve(1)
     queue.abandon(second)
     assert queue.release(first) == []
@@ -90,7 +90,7 @@ def test_continuation_cleanup_drop_the_second_release_the_first_and_no_link_dang
 
 
 def test_release_is_idempotent() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second, third = (queue.reserve(1) for _ in range(3))
     queue.release(first)
     assert queue.release(first) == []
@@ -100,24 +100,24 @@ def test_release_is_idempotent() -> None:
 
 
 def test_poison_an_abandoned_predecessor_poisons_its_successors_transitively() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second, third = (queue.reserve(1) for _ in range(3))
     assert queue.abandon(first) == [second, third]
-    assert second.poisoned and third.poisoned
-    assert queue.reserve(1).poisoned, "a later arrival behind a poisoned ticket is poisoned too"
+    assert second.is_poisoned and third.is_poisoned
+    assert queue.reserve(1).is_poisoned, "a later arrival behind a poisoned ticket is poisoned too"
 
 
 def test_poison_reaches_a_successor_that_already_had_its_turn() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second = queue.reserve(1), queue.reserve(1)
     queue.place(first)
     queue.place(second)
     assert queue.abandon(first) == []
-    assert second.poisoned
+    assert second.is_poisoned
 
 
 def test_poison_ends_with_the_last_poisoned_ticket() -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second = queue.reserve(1), queue.reserve(1)
     queue.abandon(first)
     queue.release(second)
@@ -128,7 +128,7 @@ def test_redeem_with_abort_is_an_error_while_waiting_and_leaves_nothing() -> Non
     async def scenario() -> None:
         queue = ProducerQueue()
         first, second = queue.reserve(1), queue.reserve(1)
-        waiting = asyncio.ensure_future(queue.turn(second))
+        waiting = asyncio.ensure_future(queue.wait_turn(second))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -143,7 +143,7 @@ def test_redeem_with_abort_afterwards_does_nothing() -> None:
     async def scenario() -> None:
         queue = ProducerQueue()
         ticket = queue.reserve(1)
-        waiting = asyncio.ensure_future(queue.turn(ticket))
+        waiting = asyncio.ensure_future(queue.wait_turn(ticket))
         await waiting
         waiting.cancel()
         assert ticket.state is TicketState.READY
@@ -157,7 +157,7 @@ def test_redeeming_a_poisoned_ticket_raises_and_ends_it() -> None:
     async def scenario() -> None:
         queue = ProducerQueue()
         first, second = queue.reserve(1), queue.reserve(1)
-        waiting = asyncio.ensure_future(queue.turn(second))
+        waiting = asyncio.ensure_future(queue.wait_turn(second))
         await asyncio.sleep(0)
         queue.abandon(first)
         with pytest.raises(UnavailableError):
@@ -180,7 +180,7 @@ def test_concurrent_producers_keep_their_order_and_leave_nothing(producers: int,
             if source.random() < drop:
                 queue.release(ticket)
                 return
-            await queue.turn(ticket)
+            await queue.wait_turn(ticket)
             order.append((producer, number))
             queue.place(ticket)
             await asyncio.sleep(0)
@@ -218,7 +218,7 @@ class QueueModel(RuleBasedStateMachine):
 
     @initialize()
     def empty(self) -> None:
-        self.queue = QueueCore()
+        self.queue = ProducerQueueCore()
         self.lines: dict[ProducerLine, list[Ticket]] = {}
         self.placed: set[Ticket] = set()
         self.poisoned: set[Ticket] = set()
@@ -257,7 +257,7 @@ class QueueModel(RuleBasedStateMachine):
             del self.lines[ticket.line]
         after = {t for t in self.tickets() if t.state is TicketState.WAITING}
         assert set(resolved) == before - after - {ticket}
-        assert ticket.ended
+        assert ticket.is_ended
 
     @invariant()
     def states_follow_the_line(self) -> None:

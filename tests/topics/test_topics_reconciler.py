@@ -19,11 +19,11 @@ from tidemill.objects.store import Buffer
 from tidemill.topics.api import Marker, OffsetOutOfRangeError, ProduceTransaction
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.header import is_intact
-from tidemill.topics.l1.object_planner import ROUND_BATCHES, next_interval_s, part_moved, terms_of
-from tidemill.topics.l1.reconciler import Round
+from tidemill.topics.l1.object_planner import ROUND_BATCHES_TARGET, moved_share, next_interval_s, select_terms
+from tidemill.topics.l1.reconciler import RoundResult
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.lost_objects import let_go, lost_ranges
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.lost_objects import drop_lost_object, lost_ranges
+from tidemill.topics.partition_reader import LogPartitionReader
 
 EVERY = [(i, f"{n}{half}") for i, (n, half) in enumerate((n, half) for n in range(10) for half in "ab")]
 
@@ -48,7 +48,7 @@ async def all_read(world: L1World, node: LocalTopics, topic_id: str) -> list[tup
         found += [each for each in values_of(got.batches) if each[0] >= at]
         at = found[-1][0] + 1
     for start in {0, 1, at // 2, at}:
-        reader = PartitionReaderImpl(world.consensus, world.objects, world.l1)
+        reader = LogPartitionReader(world.consensus, world.objects, world.l1)
         planned = await reader.read(await reader.plan(topic_id, 0, start, at))
         start = max(start, log_start)
         assert [each for each in values_of(planned) if each[0] >= start] == [each for each in found if each[0] >= start]
@@ -192,7 +192,7 @@ def test_f250_what_was_lost_for_good_is_passed_over_once_it_is_let_go_and_not_be
         node, topic_id = await filled(world, 3)
         await produced(node, topic_id, "x", partition=1)
         state = world.state(node, topic_id)
-        keys = [state.ref(index).object_key for index in which]
+        keys = [state.batch_ref(index).object_key for index in which]
         for key in keys:
             await world.objects.delete(key)
         found = await lost_ranges(world.objects, [(0, state), (1, world.state(node, topic_id, 1))])
@@ -204,10 +204,10 @@ def test_f250_what_was_lost_for_good_is_passed_over_once_it_is_let_go_and_not_be
         assert state.reconciled == 0 and world.state(node, topic_id, 1).reconciled == 2
         assert isinstance((await fetch(node, topic_id, 0, 2 * which[0])).error, CorruptError)
         for key in keys[1:]:
-            await let_go(world.objects, key)
+            await drop_lost_object(world.objects, key)
         assert isinstance((await world.move(node, topic_id)).failed, CorruptError), "one of them may come back"
         for key in keys:
-            await let_go(world.objects, key)
+            await drop_lost_object(world.objects, key)
         assert isinstance((await fetch(node, topic_id, 0, 2 * which[0])).error, CorruptError), "nothing is read from it"
         assert all(each.let_go for each in await lost_ranges(world.objects, [(0, state)]))
         assert (await world.move(node, topic_id)).failed is None
@@ -228,7 +228,7 @@ def test_an_object_that_is_there_is_not_let_go() -> None:
         node, topic_id = await filled(world, 1)
         [key] = world.state(node, topic_id).live_objects()
         with pytest.raises(ConflictError):
-            await let_go(world.objects, key)
+            await drop_lost_object(world.objects, key)
         assert await lost_ranges(world.objects, [(0, world.state(node, topic_id))]) == []
         assert await all_read(world, node, topic_id) == EVERY[:2]
 
@@ -275,7 +275,7 @@ def test_an_add_that_nobody_answers_is_corrected_by_the_next_round(landed: bool)
             raise UnknownOutcomeError("nobody answers.")
 
         world.rows.add = add  # type: ignore[method-assign,assignment]
-        assert isinstance((await reconciler.round(topic_id, range(2))).failed, UnknownOutcomeError)
+        assert isinstance((await reconciler.run_round(topic_id, range(2))).failed, UnknownOutcomeError)
         assert world.state(node, topic_id).reconciled == 0
         world.rows.add = real  # type: ignore[method-assign]
         done = await world.move(node, topic_id)
@@ -323,7 +323,7 @@ def test_f15_two_leaders_that_reconcile_at_once_copy_nothing_twice() -> None:
         new = world.node()
         await produced(new, topic_id, "x")  # fences the old one, which does not know it
         await world.checkpoint()
-        done = await asyncio.gather(deposed.round(topic_id, range(2)), world.round(new, topic_id))
+        done = await asyncio.gather(deposed.run_round(topic_id, range(2)), world.round(new, topic_id))
         assert [each.failed for each in done] == [None, None]
         await new._commits.drain(30.0)
         spans = await world.extents(topic_id)
@@ -345,10 +345,10 @@ def test_nothing_moves_that_its_checkpoint_row_does_not_hold_yet() -> None:
     async def scenario() -> None:
         node, topic_id = await filled(world, 3)
         reconciler = world.reconciler(node)
-        assert (await reconciler.round(topic_id, range(2))).size_bytes == 0
+        assert (await reconciler.run_round(topic_id, range(2))).size_bytes == 0
         await world.checkpoint()
         await produced(node, topic_id, "late")
-        assert (await reconciler.round(topic_id, range(2))).size_bytes > 0
+        assert (await reconciler.run_round(topic_id, range(2))).size_bytes > 0
         await node._commits.drain(30.0)
         assert await world.extents(topic_id) == [(0, 5)] and world.state(node, topic_id).hot_start == 6
 
@@ -368,7 +368,7 @@ def test_times_are_answered_over_both() -> None:
         for at_ms in range(995, 1012):
             expected = (max(0, at_ms - 1000) * 2, max(1000, at_ms)) if at_ms <= 1009 else None
             assert await node.offset_for_time(topic_id, 0, at_ms) == expected, at_ms
-        world.led_start = node._led[topic_id, 0].start_at(7)  # type: ignore[attr-defined]
+        world.led_start = node._led[topic_id, 0].advance_log_start(7)  # type: ignore[attr-defined]
         await node._commits.drain(30.0)
         assert await node.offset_for_time(topic_id, 0, 0) == (7, 1003), "within a batch"
         assert await node.offset_for_time(topic_id, 0, 1008) == (16, 1008)
@@ -407,11 +407,11 @@ def test_the_greatest_time_is_found_over_both_and_after_its_extent_is_gone() -> 
             await produced(node, topic_id, str(at_ms), at_ms=at_ms)
             await world.move(node, topic_id)
         await produced(node, topic_id, "hot", at_ms=4000)
-        assert await node.newest_time(topic_id, 0) == (0, 9000)
+        assert await node.newest_timestamp(topic_id, 0) == (0, 9000)
         assert await node.delete_records(topic_id, 0, 2) == 2
-        assert await node.newest_time(topic_id, 0) == (4, 5000)
+        assert await node.newest_timestamp(topic_id, 0) == (4, 5000)
         assert await node.delete_records(topic_id, 0, 6) == 6
-        assert await node.newest_time(topic_id, 0) == (6, 4000)
+        assert await node.newest_timestamp(topic_id, 0) == (6, 4000)
 
     in_world(scenario(), world)
 
@@ -446,12 +446,12 @@ def test_terms_are_those_that_placed_the_records() -> None:
     ],
 )
 def test_terms_of_a_range(start: int, end: int, expected: tuple[tuple[int, int], ...]) -> None:
-    assert terms_of([(1, 0), (3, 2), (4, 5)], start, end) == expected
+    assert select_terms([(1, 0), (3, 2), (4, 5)], start, end) == expected
 
 
 def test_the_interval_moves_towards_what_fills_an_object() -> None:
     def after(interval_s: float, size: int, *, full: bool = False, took_s: float = 0.0) -> float:
-        return next_interval_s(interval_s, part_moved(size, 1000, 0), 10, 600, full=full, took_s=took_s)
+        return next_interval_s(interval_s, moved_share(size, 1000, 0), 10, 600, full=full, took_s=took_s)
 
     assert after(100, 1000) == 100
     assert 10 < after(100, 4000) < 50, "quickly down"
@@ -464,8 +464,8 @@ def test_the_interval_moves_towards_what_fills_an_object() -> None:
 
 
 def test_many_small_batches_of_a_partition_fill_a_round_as_well() -> None:
-    assert part_moved(10, 1000, ROUND_BATCHES) == 1.0 and part_moved(1000, 1000, 1) == 1.0
-    assert part_moved(10, 1000, 0) == 0.01 and part_moved(0, 1000, 0) == 0
+    assert moved_share(10, 1000, ROUND_BATCHES_TARGET) == 1.0 and moved_share(1000, 1000, 1) == 1.0
+    assert moved_share(10, 1000, 0) == 0.01 and moved_share(0, 1000, 0) == 0
 
 
 def test_a_topic_that_is_written_faster_than_an_object_an_interval_is_caught_up_with() -> None:
@@ -503,7 +503,7 @@ def test_retention_passes_extents_and_what_is_hot_alike() -> None:
         await produced(node, row.topic_id, "d", at_ms=now_ms - 7000)
         await produced(node, row.topic_id, "e", at_ms=now_ms + 10**6)
         assert await world.extents(row.topic_id) == [(0, 3), (4, 5)]
-        await node._retainer.round(node._topics)
+        await node._retainer.run_round(node._topics)
         await node._commits.drain(30.0)
         assert world.state(node, row.topic_id).log_start == 8
         assert await all_read(world, node, row.topic_id) == [(8, "ea"), (9, "eb")]
@@ -530,7 +530,7 @@ def test_retention_by_size_counts_both(limit: int) -> None:
         await world.move(node, row.topic_id)
         spans = await world.extents(row.topic_id)
         for _ in range(3):  # the rows of what went are still there: it goes once
-            await node._retainer.round(node._topics)
+            await node._retainer.run_round(node._topics)
             await node._commits.drain(30.0)
         exact = max(0, 8 - -(-limit // size)) * 2
         expected = max([base for base, _ in spans if base <= exact], default=0) if exact < spans[-1][1] else exact
@@ -549,10 +549,10 @@ def test_a_log_that_was_cut_anywhere_moves_on_from_there(start: int) -> None:
         node, topic_id = await filled(world)
         for cut_first in (True, False):
             if cut_first:
-                node._led[topic_id, 0].start_at(1)
+                node._led[topic_id, 0].advance_log_start(1)
                 await node._commits.drain(30.0)
             else:
-                node._led[topic_id, 0].start_at(start)
+                node._led[topic_id, 0].advance_log_start(start)
                 await node._commits.drain(30.0)
             await world.move(node, topic_id)
             await world.move(node, topic_id)
@@ -734,16 +734,16 @@ def test_a_round_that_breaks_is_tried_again_and_keeps_no_other_topic_waiting() -
             settings=world.settings, tracker=world.tracker, metastore=world.metastore,
         )  # fmt: skip
         world.nodes.append(node)
-        real, broke = node.reconciler.round, 0
+        real, broke = node.reconciler.run_round, 0
 
-        async def round_(topic_id: str, partitions: Collection[int]) -> Round:
+        async def round_(topic_id: str, partitions: Collection[int]) -> RoundResult:
             nonlocal broke
             if topic_id == rows[0].topic_id and broke < 3:
                 broke += 1
                 raise ZeroDivisionError("a bug")
             return await real(topic_id, partitions)
 
-        node.reconciler.round = round_  # type: ignore[method-assign]
+        node.reconciler.run_round = round_  # type: ignore[method-assign]
         await node.start()
         for row in rows:
             await produced(node, row.topic_id, "x")

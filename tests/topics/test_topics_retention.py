@@ -9,7 +9,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import OffsetOutOfRangeError
 from tidemill.topics.config.configs import TopicConfig
-from tidemill.topics.lifecycle.retention import kept_start
+from tidemill.topics.lifecycle.retention import retained_start
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import decode_state, encode_state
@@ -39,14 +39,14 @@ def columns(state: PartitionState) -> object:
 def test_by_time_whole_batches_go_oldest_first_and_a_younger_one_holds_back_what_is_behind_it() -> None:
     state = placed((2, 10, 100, "a"), (3, 10, 300, "b"), (1, 10, 50, "c"), (4, 10, 400, "d"))
     for now_ms, start in ((199, 0), (200, 0), (201, 2), (400, 2), (401, 6), (501, 10)):
-        assert kept_start(state, TopicConfig(retention_ms=100), now_ms) == start, now_ms
-    assert kept_start(state, TopicConfig(), 10**15) == 0
+        assert retained_start(state, TopicConfig(retention_ms=100), now_ms) == start, now_ms
+    assert retained_start(state, TopicConfig(), 10**15) == 0
 
 
 def test_by_size_what_is_left_never_falls_below_the_limit() -> None:
     state = placed((1, 10, 0, "a"), (1, 20, 0, "b"), (1, 30, 0, "c"))
     for limit, start in ((60, 0), (51, 0), (50, 1), (31, 1), (30, 2), (1, 2), (0, 3)):
-        assert kept_start(state, TopicConfig(retention_bytes=limit), 0) == start, limit
+        assert retained_start(state, TopicConfig(retention_bytes=limit), 0) == start, limit
 
 
 def test_the_log_start_never_goes_back_and_never_passes_the_end() -> None:
@@ -59,7 +59,7 @@ def test_the_log_start_never_goes_back_and_never_passes_the_end() -> None:
     assert apply(state, Advance(0, 7, "w", 9), 5, 1) is not None
     assert columns(state) == before
     assert apply(state, Advance(0, 6, "w", 3), 6, 1) is None
-    assert len(state) == 0 and state.object_keys == [] and state.first_batch(6) == 0
+    assert len(state) == 0 and state.object_keys == [] and state.batch_index(6) == 0
 
 
 def test_leader_epochs_that_nothing_left_was_written_in_are_forgotten() -> None:
@@ -81,8 +81,8 @@ def test_a_state_after_retention_is_the_same_from_its_rollup() -> None:
 def test_an_own_object_is_covered_by_number_and_anothers_by_position() -> None:
     state = placed((1, 1, 1, "a"))
     apply(state, Advance(0, 0, "w", 5), 1, 1)
-    assert state.settled.covers("w", 4, 99) and not state.settled.covers("w", 5, 0)
-    assert state.settled.covers("other", 99, 1) and not state.settled.covers("other", 0, 2)
+    assert state.settled.is_settled("w", 4, 99) and not state.settled.is_settled("w", 5, 0)
+    assert state.settled.is_settled("other", 99, 1) and not state.settled.is_settled("other", 0, 2)
 
 
 async def _topic(world: World, **config: str) -> tuple[LocalTopics, TopicRow]:
@@ -148,7 +148,7 @@ def test_a_hold_keeps_what_was_not_read_and_one_that_cannot_be_told_keeps_everyt
                 raise answer
             return answer
 
-        node.hold(holds)
+        node.set_retention_holds(holds)
         for value in ("a", "b", "c"):
             await node.produce_nowait(row.topic_id, 0, batch(value))
         led = node._led[row.topic_id, 0]

@@ -12,10 +12,10 @@ from tidemill.base.limits import MIB
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.group_commit import (
     GATHER_BYTES,
-    GATHER_LEAST_S,
-    GATHER_MOST_S,
-    PLACING_MOST_S,
-    SPREAD_LEAST_S,
+    GATHER_MAX_S,
+    GATHER_MIN_S,
+    PLACING_MAX_S,
+    SPREAD_MIN_S,
     GroupCommitPolicy,
 )
 
@@ -31,9 +31,9 @@ def delay(
 
 
 def answer(rhythm: GroupCommitPolicy, now_s: float, *lines: Hashable, took_s: float = SHORT_S) -> None:
-    rhythm.ended(now_s, took_s, lines)
+    rhythm.upload_ended(now_s, took_s, lines)
     for line in lines:
-        rhythm.answered(now_s, line)
+        rhythm.batch_answered(now_s, line)
 
 
 @given(
@@ -53,11 +53,11 @@ def test_an_idle_writer_waits_a_moment_at_most_and_only_for_lines_it_answered(
         answer(rhythm, now_s, *answered, took_s=took_s)
         missing |= answered
         for line in came:
-            rhythm.came(now_s, line)
+            rhythm.batch_arrived(now_s, line)
         missing -= came
     found = delay(rhythm, now_s + later_s)
-    assert 0 <= found <= max(0.0, GATHER_MOST_S - later_s) + 1e-9
-    if not missing or later_s > GATHER_MOST_S:
+    assert 0 <= found <= max(0.0, GATHER_MAX_S - later_s) + 1e-9
+    if not missing or later_s > GATHER_MAX_S:
         assert found == 0
 
 
@@ -68,7 +68,7 @@ def test_who_was_not_answered_a_moment_ago_is_waited_for_by_nobody() -> None:
 def test_a_lone_producer_that_sends_again_at_once_waits_for_nobody() -> None:
     rhythm = GroupCommitPolicy(SETTINGS)
     answer(rhythm, 1.0, "a")
-    rhythm.came(1.0005, "a")
+    rhythm.batch_arrived(1.0005, "a")
     assert delay(rhythm, 1.0005) == 0
 
 
@@ -76,11 +76,11 @@ def test_the_others_of_a_group_are_waited_for_until_they_are_back() -> None:
     rhythm = GroupCommitPolicy(SETTINGS)
     answer(rhythm, 1.0, "a", "b", "c")
     for line in ("c", "a"):
-        rhythm.came(1.0, line)
-        assert delay(rhythm, 1.0) == pytest.approx(GATHER_LEAST_S)
-    rhythm.came(1.0, "stranger")
+        rhythm.batch_arrived(1.0, line)
+        assert delay(rhythm, 1.0) == pytest.approx(GATHER_MIN_S)
+    rhythm.batch_arrived(1.0, "stranger")
     assert delay(rhythm, 1.0) > 0
-    rhythm.came(1.0, "b")
+    rhythm.batch_arrived(1.0, "b")
     assert delay(rhythm, 1.0) == 0
 
 
@@ -90,36 +90,36 @@ def test_producers_that_do_not_come_back_at_once_are_soon_not_waited_for() -> No
     waits = []
     for number in range(60):
         answer(rhythm, now_s, number)
-        rhythm.came(now_s + 0.0005, f"other {number}")
+        rhythm.batch_arrived(now_s + 0.0005, f"other {number}")
         waits.append(delay(rhythm, now_s + 0.0005))
         now_s += 0.05
     assert waits[0] > 0 and not any(waits[10:])
     for _ in range(20):  # now they do
         answer(rhythm, now_s, "a", "b")
         for line in ("a", "b"):
-            rhythm.came(now_s + 0.001, line)
+            rhythm.batch_arrived(now_s + 0.001, line)
         now_s += 0.003
     answer(rhythm, now_s, "a", "b")
-    rhythm.came(now_s, "a")
+    rhythm.batch_arrived(now_s, "a")
     assert delay(rhythm, now_s) > 0
 
 
 def test_who_is_about_to_be_answered_is_waited_for_however_long_the_logs_take() -> None:
     rhythm = GroupCommitPolicy(SETTINGS)
-    rhythm.ended(1.0, SHORT_S, ["a", "b"])
-    assert delay(rhythm, 1.1) == pytest.approx(GATHER_MOST_S), "no batch waits longer, whoever is missing"
-    assert rhythm.answered(1.101, "a") and rhythm.answered(1.101, "b")
-    rhythm.came(1.1015, "a")
-    assert delay(rhythm, 1.1015) == pytest.approx(GATHER_LEAST_S - 0.0005)
-    rhythm.came(1.102, "b")
+    rhythm.upload_ended(1.0, SHORT_S, ["a", "b"])
+    assert delay(rhythm, 1.1) == pytest.approx(GATHER_MAX_S), "no batch waits longer, whoever is missing"
+    assert rhythm.batch_answered(1.101, "a") and rhythm.batch_answered(1.101, "b")
+    rhythm.batch_arrived(1.1015, "a")
+    assert delay(rhythm, 1.1015) == pytest.approx(GATHER_MIN_S - 0.0005)
+    rhythm.batch_arrived(1.102, "b")
     assert delay(rhythm, 1.102) == 0
 
 
 def test_who_is_not_answered_at_all_is_given_up() -> None:
     rhythm = GroupCommitPolicy(SETTINGS)
-    rhythm.ended(1.0, SHORT_S, ["a"])
-    assert delay(rhythm, 1.0 + PLACING_MOST_S) == 0
-    assert not rhythm.answered(3.0, "a") and not rhythm.answered(3.0, "never uploaded")
+    rhythm.upload_ended(1.0, SHORT_S, ["a"])
+    assert delay(rhythm, 1.0 + PLACING_MAX_S) == 0
+    assert not rhythm.batch_answered(3.0, "a") and not rhythm.batch_answered(3.0, "never uploaded")
     assert delay(rhythm, 3.0) == 0
 
 
@@ -128,25 +128,25 @@ def test_nobody_waits_for_long_however_many_are_answered() -> None:
     now_s = 1.0
     for number in range(10):
         answer(rhythm, now_s, number, took_s=0.1)
-        assert delay(rhythm, now_s, first_s=1.0) <= max(0.0, 1.0 + GATHER_MOST_S - now_s)
+        assert delay(rhythm, now_s, first_s=1.0) <= max(0.0, 1.0 + GATHER_MAX_S - now_s)
         now_s += 0.001
 
 
 def test_much_that_waits_waits_for_nobody() -> None:
     rhythm = GroupCommitPolicy(SETTINGS)
     answer(rhythm, 1.0, "a")
-    assert delay(rhythm, 1.0) == pytest.approx(GATHER_LEAST_S)
+    assert delay(rhythm, 1.0) == pytest.approx(GATHER_MIN_S)
     assert delay(rhythm, 1.0, size=GATHER_BYTES) == 0
 
 
 def test_short_uploads_are_waited_for_and_long_ones_overlap_evenly() -> None:
     short, long = GroupCommitPolicy(SETTINGS), GroupCommitPolicy(SETTINGS)
     for _ in range(50):
-        short.ended(1.0, SHORT_S, ())
-        long.ended(1.0, 0.1, ())
+        short.upload_ended(1.0, SHORT_S, ())
+        long.upload_ended(1.0, 0.1, ())
     for rhythm in (short, long):
-        rhythm.started(2.0)
-    assert delay(short, 2.0, uploads=1) == pytest.approx(SPREAD_LEAST_S)
+        rhythm.upload_started(2.0)
+    assert delay(short, 2.0, uploads=1) == pytest.approx(SPREAD_MIN_S)
     assert delay(long, 2.0, uploads=1) == pytest.approx(0.1 / SETTINGS.uploads_in_flight, rel=0.01)
     assert delay(long, 2.0, size=SETTINGS.object_bytes, uploads=1) == 0
 
@@ -178,7 +178,7 @@ def closed_loop(producers: int, upload_s: float, log_s: float, again_s: float, s
             if (left_s := delay(rhythm, now_s, len(waiting) * 65_536, uploads, first_s)) > 0:
                 flush_s = now_s + left_s  # as the writer looks again when its timer ends
                 continue
-            rhythm.started(now_s)
+            rhythm.upload_started(now_s)
             groups.append(len(waiting))
             heapq.heappush(events, (now_s + upload_s * chance.uniform(0.8, 1.5), UPLOADED, waiting))
             waiting, uploads = [], uploads + 1
@@ -186,16 +186,16 @@ def closed_loop(producers: int, upload_s: float, log_s: float, again_s: float, s
             now_s, what, members = heapq.heappop(events)
             if what == LINE:
                 first_s = first_s if waiting else now_s
-                rhythm.came(now_s, members[0])
+                rhythm.batch_arrived(now_s, members[0])
                 waiting += members
             elif what == UPLOADED:
                 uploads -= 1
                 placing: set[Hashable] = {*members} - {*waiting}
-                rhythm.ended(now_s, upload_s, placing)
+                rhythm.upload_ended(now_s, upload_s, placing)
                 heapq.heappush(events, (now_s + log_s * chance.uniform(0.8, 1.5), ANSWERED, members))
             else:
                 for member in members:
-                    rhythm.answered(now_s, member)
+                    rhythm.batch_answered(now_s, member)
                     heapq.heappush(events, (now_s + again_s * chance.uniform(0.8, 1.4), LINE, [member]))
         if waiting:
             due_s = now_s + delay(rhythm, now_s, len(waiting) * 65_536, uploads, first_s)

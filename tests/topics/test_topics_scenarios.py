@@ -1,4 +1,5 @@
-"""Scenarios of docs/internals/topics-scenarios.md that belong to no other file: terms, openings, closings, hand-overs."""
+"""Scenarios of docs/internals/topics-scenarios.md that belong to no other file: terms, openings, closings,
+hand-overs."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ from tidemill.topics.partition.codec import encode_command
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
 from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.produce import QueueCore, TicketState
+from tidemill.topics.produce import ProducerQueueCore, TicketState
 
 # producer queue -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("line", [1, ("connection", 1)])
 def test_auto_release_dropping_the_second_does_not_free_the_third_before_the_first(line: Any) -> None:
-    queue = QueueCore()
+    queue = ProducerQueueCore()
     first, second, third = (queue.reserve(line) for _ in range(3))
     queue.abandon(second)
     assert third.state is (TicketState.POISONED if line == 1 else TicketState.WAITING)
@@ -160,7 +161,7 @@ def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_came_back
         stale = first.produce_nowait(row.topic_id, 0, batch("stale", pid=9, seq=1))
         await eventually(lambda: len(world.objects.waiting) == 1)
         await other.offsets(row.topic_id, 0)
-        await first._led[row.topic_id, 0].prove()  # it hears that its term is over
+        await first._led[row.topic_id, 0].prove_leadership()  # it hears that its term is over
         await first.offsets(row.topic_id, 0)  # it leads again
         assert first._led[row.topic_id, 0].is_open
         await world.objects.let_go(0)
@@ -201,8 +202,10 @@ def test_what_an_idle_partition_has_decided_moves_with_each_advance_and_never_ba
     state = PartitionState()
     for position, below in enumerate((5, 10, 15)):
         assert apply(state, Advance(0, 0, "w", below), position, 1) is None
-        assert state.settled.covers("w", below - 1, 0) and not state.settled.covers("w", below, 0)
-        assert state.settled.covers("other", 99, position) and not state.settled.covers("other", 0, position + 1)
+        assert state.settled.is_settled("w", below - 1, 0) and not state.settled.is_settled("w", below, 0)
+        assert state.settled.is_settled("other", 99, position) and not state.settled.is_settled(
+            "other", 0, position + 1
+        )
 
 
 # idempotence and transactions ---------------------------------------------------------------------

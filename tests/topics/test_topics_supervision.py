@@ -10,23 +10,25 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
-from tidemill.topics.partition_supervisor import TOGETHER, TOLD_BY_NAME, PartitionKey, Supervision
+from tidemill.topics.partition_supervisor import OWN_STATUS_MAX, SHARED_STATUS, PartitionKey, PartitionSupervisor
 
 
 def test_thousands_that_fail_at_once_are_a_few_marks_and_all_heal() -> None:
     async def scenario() -> None:
         tracker, tasks = StatusTracker(), Tasks(lambda name, error: None)
-        watched = Supervision(SystemClock(), tracker, tasks, lambda key: f"topic:{key[0]}", lambda key: None)
+        watched = PartitionSupervisor(SystemClock(), tracker, tasks, lambda key: f"topic:{key[0]}", lambda key: None)
         keys = [(f"t{n}", p) for n in range(2_000) for p in (0, 1)]
         for key in keys:
             watched.failed(key, UnavailableError("the bucket is away."))
-        assert len(tracker.report("p", 0).marks) == TOLD_BY_NAME + 1
-        assert TOGETHER in watched.marks() and "topic:t0" in watched.marks()
-        watched.healed(("t0", 0))
+        assert len(tracker.report("p", 0).marks) == OWN_STATUS_MAX + 1
+        assert SHARED_STATUS in watched.marks() and "topic:t0" in watched.marks()
+        watched.clear_failure(("t0", 0))
         assert tracker.failure("topic:t0") is not None, "its other partition still fails"
         for key in keys:
-            watched.healed(key)
-        assert watched.marks() == set() and tracker.failure(TOGETHER) is None and tracker.failure("topic:t0") is None
+            watched.clear_failure(key)
+        assert (
+            watched.marks() == set() and tracker.failure(SHARED_STATUS) is None and tracker.failure("topic:t0") is None
+        )
         await tasks.aclose()
 
     run(scenario())
@@ -36,14 +38,14 @@ def test_the_first_try_is_at_once_later_ones_wait_and_what_cannot_be_read_is_par
     async def scenario() -> None:
         tracker, tasks = StatusTracker(), Tasks(lambda name, error: None)
         opened: list[PartitionKey] = []
-        watched = Supervision(SystemClock(), tracker, tasks, lambda key: "topic:t", opened.append)
+        watched = PartitionSupervisor(SystemClock(), tracker, tasks, lambda key: "topic:t", opened.append)
         watched.failed(("t", 0), UnavailableError("away."))
-        watched.check(("t", 0))
+        watched.check_available(("t", 0))
         await eventually(lambda: len(opened) == 1)
         watched.failed(("t", 0), UnavailableError("away."))
         refused = False
         try:
-            watched.check(("t", 0))
+            watched.check_available(("t", 0))
         except UnavailableError as error:
             refused = "away." in str(error)
         assert refused

@@ -15,7 +15,7 @@ from topics_world import World, batch, eventually, fetch, run, values_of
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.metastore.rows.aborted_transactions import AbortedRow
 from tidemill.spark.decode.offset_slices import Slice
-from tidemill.spark.decode.records import blocks_of
+from tidemill.spark.decode.records import cut_blocks
 from tidemill.topics.api import (
     Fetched,
     FetchRead,
@@ -28,16 +28,16 @@ from tidemill.topics.api import (
     OutOfOrderSequenceError,
     ProduceTransaction,
 )
-from tidemill.topics.batch.control_batch import encode_marker, transactional
+from tidemill.topics.batch.control_batch import as_transactional, encode_marker
 from tidemill.topics.batch.header import CONTROL, parse_header
 from tidemill.topics.config.configs import TopicConfig
-from tidemill.topics.lifecycle.retention import kept_start
+from tidemill.topics.lifecycle.retention import retained_start
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.apply import Rejected, apply
 from tidemill.topics.partition.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
-from tidemill.topics.partition.rollup import copy_of
-from tidemill.topics.partition.row_codec import aborted_rows, extents, partition_row, partition_state
+from tidemill.topics.partition.rollup import copy_state
+from tidemill.topics.partition.row_codec import build_aborted_rows, build_extents, build_partition_row, rebuild_state
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import ABORT, COMMIT, OPEN_LIMIT, PLAIN, TRANSACTIONAL
 
@@ -68,12 +68,12 @@ class Coordinator:
 
 def open_node(world: World, coordinator: Coordinator, *, fault: str = "") -> LocalTopics:
     node = world.node(fault=fault)
-    node.coordinated_by(coordinator.confirm)
+    node.set_coordinator(coordinator.confirm)
     return node
 
 
 def data(*values: str, pid: int, epoch: int = 0, seq: int = 0) -> bytes:
-    return transactional(batch(*values, pid=pid, epoch=epoch, seq=seq))
+    return as_transactional(batch(*values, pid=pid, epoch=epoch, seq=seq))
 
 
 async def committed(node: LocalTopics, topic_id: str, offset: int = 0, wait_s: float = 0.0) -> Fetched:
@@ -105,7 +105,7 @@ async def planned(world: World, topic_id: str) -> list[str]:
     piece = Slice("t", topic_id, 0, 0, end, (end,), (1,))
     return [
         (value or b"").decode()
-        for block in blocks_of(piece, await world.reader.read(refs), refs)
+        for block in cut_blocks(piece, await world.reader.read(refs), refs)
         for value in block.values
     ]
 
@@ -341,8 +341,8 @@ def test_the_log_does_not_start_within_an_open_transaction_by_itself() -> None:
         await node.mark(topic_id, 0, Marker(1, 0, False))
         await node.produce_nowait(topic_id, 0, data("kept", pid=2), within=WITHIN)
         state = node._led[topic_id, 0].state
-        assert kept_start(state, TopicConfig(retention_ms=1), 1 << 50) == 2
-        state.start_at(2)
+        assert retained_start(state, TopicConfig(retention_ms=1), 1 << 50) == 2
+        state.set_log_start(2)
         assert (len(state.aborted), state.last_stable) == (0, 2)
         await world.aclose()
 
@@ -454,15 +454,15 @@ def test_what_is_open_stable_and_aborted_is_what_the_records_say(
     state, model = PartitionState(), Model()
     place(state, model, before)
     if through != "none":
-        state = decode_state(encode_state(copy_of(state) if through == "copy" else state), "key")
+        state = decode_state(encode_state(copy_state(state) if through == "copy" else state), "key")
     place(state, model, after)
     start, end = min(cut, state.last_stable), state.last_stable
-    state.start_at(start)
+    state.set_log_start(start)
     wanted = [offset for _, offset, fate in model.records[:end] if fate in ("plain", "committed")]
     for at in range(start, end + 1):
         assert consumed(state, model, at, end) == [offset for offset in wanted if offset >= at]
-    for index in range(state.end_batch(end)):
-        ref = state.committed_ref(index)
+    for index in range(state.batch_end_index(end)):
+        ref = state.committed_batch_ref(index)
         producer, _, fate = model.records[ref.base_offset]
         if fate in ("committed", "aborted"):
             assert (producer in ref.aborted) == (fate == "aborted")
@@ -478,7 +478,7 @@ def test_what_was_aborted_is_forgotten_where_compaction_has_taken_it_and_nowhere
     clean = min(cut, state.last_stable)
     assert isinstance(apply(state, Advance(0, 0, "w", 0, clean, clean + 1), state.applied, 1), Rejected)
     assert apply(state, Advance(0, 0, "w", 0, clean, clean), state.applied, 1) is None
-    state = decode_state(encode_state(copy_of(state)), "key")
+    state = decode_state(encode_state(copy_state(state)), "key")
     gone = {offset for _, offset, fate in model.records[:clean] if fate == "aborted"}
     assert all(last >= clean for last in state.aborted.lasts)
     place(state, model, after)
@@ -487,9 +487,9 @@ def test_what_was_aborted_is_forgotten_where_compaction_has_taken_it_and_nowhere
     for at in range(end + 1):
         shown = [offset for offset in consumed(state, model, at, end) if offset not in gone]
         assert shown == [offset for offset in wanted if offset >= at]
-    row = partition_row(state, "t", 0)
-    stale = [AbortedRow("t", 0, 0, 1, 0, 1), *aborted_rows(state, "t", 0, 0)] if clean else []
-    back = partition_state(row, extents(state, "t", 0, 0), stale)
+    row = build_partition_row(state, "t", 0)
+    stale = [AbortedRow("t", 0, 0, 1, 0, 1), *build_aborted_rows(state, "t", 0, 0)] if clean else []
+    back = rebuild_state(row, build_extents(state, "t", 0, 0), stale)
     assert clean == 0 or back.aborted.lasts[: len(state.aborted)] == state.aborted.lasts
 
 
@@ -498,9 +498,9 @@ def test_what_was_aborted_is_forgotten_where_compaction_has_taken_it_and_nowhere
 def test_rows_bring_back_what_was_decided_and_abort_what_was_open(some: list[Step], cut: int) -> None:
     state, model = PartitionState(), Model()
     place(state, model, some)
-    state.start_at(min(cut, state.last_stable))
-    row = partition_row(state, "t", 0)
-    back = partition_state(row, extents(state, "t", 0, 0), aborted_rows(state, "t", 0, 0))
+    state.set_log_start(min(cut, state.last_stable))
+    row = build_partition_row(state, "t", 0)
+    back = rebuild_state(row, build_extents(state, "t", 0, 0), build_aborted_rows(state, "t", 0, 0))
     assert back.last_stable == back.high_watermark == state.high_watermark
     kept = [back.aborted[at] for at in range(len(state.aborted))]
     assert kept == [state.aborted[at] for at in range(len(state.aborted))]
@@ -509,7 +509,7 @@ def test_rows_bring_back_what_was_decided_and_abort_what_was_open(some: list[Ste
     for index in range(len(back)):
         producer, offset, _ = model.records[back.bases[index]]
         if producer in state.transactions and offset >= state.transactions[producer].first_offset:
-            assert producer in back.committed_ref(index).aborted
+            assert producer in back.committed_batch_ref(index).aborted
 
 
 def test_records_written_before_there_were_transactions_are_read() -> None:
@@ -534,7 +534,7 @@ def test_the_transactions_of_a_partition_are_bounded() -> None:
         sent = [node.produce_nowait(topic_id, 0, data("x", pid=pid), within=WITHIN) for pid in range(OPEN_LIMIT + 1)]
         results = await asyncio.gather(*sent, return_exceptions=True)
         assert sum(isinstance(result, InvalidTransactionError) for result in results) == 1
-        row = partition_row(node._led[topic_id, 0].state, topic_id, 0)
+        row = build_partition_row(node._led[topic_id, 0].state, topic_id, 0)
         assert len(row.transactions) < 48 << 10
         await world.aclose()
 
@@ -573,8 +573,8 @@ def test_a_late_marker_ends_no_later_transaction_of_its_epoch(fault: str, began:
         node = open_node(world, coordinator, fault=fault)
         coordinator.open.add((1, 0))
         await node.produce_nowait(topic_id, 0, data("a", pid=1), within=WITHIN)
-        slow = await node.open_here(topic_id, 0, 1)
-        await node.mark(topic_id, 0, Marker(1, 0, True), await node.open_here(topic_id, 0, 1))
+        slow = await node.transaction_snapshot(topic_id, 0, 1)
+        await node.mark(topic_id, 0, Marker(1, 0, True), await node.transaction_snapshot(topic_id, 0, 1))
         if began:
             await node.produce_nowait(topic_id, 0, data("b", pid=1, seq=1), within=WITHIN)
         if fault:
@@ -584,9 +584,9 @@ def test_a_late_marker_ends_no_later_transaction_of_its_epoch(fault: str, began:
                 await node.mark(topic_id, 0, Marker(1, 0, True), slow)
         if began:
             assert shown(await committed(node, topic_id)) == (["a", "b"] if fault else ["a"])
-            await node.mark(topic_id, 0, Marker(1, 0, False), await node.open_here(topic_id, 0, 1))
+            await node.mark(topic_id, 0, Marker(1, 0, False), await node.transaction_snapshot(topic_id, 0, 1))
         # Of nothing at all it ends nothing, however often it is sent.
-        await node.mark(topic_id, 0, Marker(1, 0, True), await node.open_here(topic_id, 0, 1))
+        await node.mark(topic_id, 0, Marker(1, 0, True), await node.transaction_snapshot(topic_id, 0, 1))
         assert shown(await committed(node, topic_id)) == (["a", "b"] if fault and began else ["a"])
         await world.aclose()
 
@@ -600,7 +600,7 @@ def test_a_marker_ends_what_it_saw_though_its_producer_asks_for_more() -> None:
         node = open_node(world, coordinator)
         coordinator.open.add((1, 0))
         await node.produce_nowait(topic_id, 0, data("a", pid=1), within=WITHIN)
-        here = await node.open_here(topic_id, 0, 1)
+        here = await node.transaction_snapshot(topic_id, 0, 1)
         await node.produce_nowait(topic_id, 0, data("b", pid=1, seq=1), within=WITHIN)
         await node.mark(topic_id, 0, Marker(1, 0, True), here)
         assert shown(await committed(node, topic_id)) == ["a", "b"]

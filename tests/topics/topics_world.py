@@ -14,15 +14,15 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import Fetched, FetchRead
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.membership import Alone, Assignment
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.membership import Assignment, SingleNodeAssignment
+from tidemill.topics.partition_reader import LogPartitionReader
 
 T = TypeVar("T")
 
@@ -87,12 +87,12 @@ class World:
         self.rand = Rand(7)
         # The catalogue has clients of its own: faults, gates and counts here are of the topic room alone.
         quiet = MemoryConsensus(self.clock, self.consensus.state)
-        self.metastore = metastore_on(quiet, MemoryObjects(self.clock), self.clock, self.rand)
+        self.metastore = create_metastore(quiet, MemoryObjects(self.clock), self.clock, self.rand)
         self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
         self.settings = TopicSettings(**({"retry_pause_s": 0.002} | settings))
         self.tracker = StatusTracker()
         self.nodes: list[LocalTopics] = []
-        self.reader = PartitionReaderImpl(self.consensus, self.objects)
+        self.reader = LogPartitionReader(self.consensus, self.objects)
 
     async def topic(self, name: str = "t", partitions: int = 2) -> TopicRow:
         return await self.catalogue.create_topic(name, partitions)
@@ -104,7 +104,7 @@ class World:
             self.catalogue,
             clock=self.clock,
             rand=self.rand,
-            assignment=assignment or Alone(f"n{len(self.nodes)}", len(self.nodes)),
+            assignment=assignment or SingleNodeAssignment(f"n{len(self.nodes)}", len(self.nodes)),
             settings=TopicSettings(**({"retry_pause_s": 0.002} | settings)) if settings else self.settings,
             tracker=self.tracker,
         )
@@ -153,6 +153,6 @@ def values_of(batches: Sequence[Buffer]) -> list[tuple[int, str]]:
 
 async def read_all(world: World, topic_id: str, partition: int = 0) -> list[tuple[int, str]]:
     """What the log and the bucket hold, without any node."""
-    reader = PartitionReaderImpl(world.consensus, world.objects)
+    reader = LogPartitionReader(world.consensus, world.objects)
     end = await reader.high_watermark(topic_id, partition)
     return values_of(await reader.read(await reader.plan(topic_id, partition, 0, end)))

@@ -29,7 +29,7 @@ class Address(NamedTuple):
         return cls(bare, int(port))
 
     def __str__(self) -> str:
-        return f"{bracketed(self.host)}:{self.port}"
+        return f"{bracket_ipv6(self.host)}:{self.port}"
 
     @property
     def family(self) -> socket.AddressFamily:
@@ -51,17 +51,17 @@ class Address(NamedTuple):
             return self.host == "localhost"
 
 
-def bracketed(host: str) -> str:
+def bracket_ipv6(host: str) -> str:
     """Return the host as written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
-def bare(host: str) -> str:
+def strip_brackets(host: str) -> str:
     """Return a host without brackets, if it has any."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def plain_host(host: str) -> str:
+def canonical_host(host: str) -> str:
     """Return the canonical address of a peer.
 
     A socket that listens for IPv4 and IPv6 reports an IPv4 peer as ::ffff:10.0.0.5 (RFC 4291, 2.5.5.2), any other

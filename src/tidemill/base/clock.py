@@ -27,15 +27,15 @@ class Clock(Protocol):
 
 class SystemClock:
     def now_ms(self) -> int:
-        if MOVED is not None:
-            return MOVED.now_ms()
+        if TEST_CLOCK is not None:
+            return TEST_CLOCK.now_ms()
         return time.time_ns() // 1_000_000
 
     def monotonic_s(self) -> float:
-        return time.monotonic() if MOVED is None else MOVED.monotonic_s()
+        return time.monotonic() if TEST_CLOCK is None else TEST_CLOCK.monotonic_s()
 
 
-class MovedClock:
+class TestClock:
     """Clock for tests: the process believes that it started at `start_ms`, and that time runs `rate` times as fast."""
 
     def __init__(self, start_ms: int, rate: float) -> None:
@@ -64,15 +64,15 @@ class MovedClock:
         return Loop(Selector())
 
 
-def _moved(setting: str) -> MovedClock | None:
+def _parse_test_clock(setting: str) -> TestClock | None:
     start, _, rate = setting.partition(":")
     if not start:
         return None
     start_ms = int(start) if int(start) >= 0 else time.time_ns() // 1_000_000 + int(start)
-    return MovedClock(start_ms, float(rate or 1))
+    return TestClock(start_ms, float(rate or 1))
 
 
-MOVED = _moved(os.environ.get("TIDEMILL_TEST_CLOCK", ""))
+TEST_CLOCK = _parse_test_clock(os.environ.get("TIDEMILL_TEST_CLOCK", ""))
 """Clock set by `START_MS:RATE` in the environment, for the calendar test: thirty days of real processes in minutes.
 
 A negative start is relative to now, for every process that is started with it.

@@ -93,7 +93,7 @@ def ends_process(error: BaseException) -> bool:
     return isinstance(error, StoreRolledBackError | ClusterReplacedError)
 
 
-def as_unavailable(error: TidemillError) -> UnavailableError:
+def to_unavailable(error: TidemillError) -> UnavailableError:
     """Return the error as UnavailableError with the same text.
 
     A configuration that was valid at the start and is not now may be repaired, so the caller retries and reports it
@@ -102,13 +102,13 @@ def as_unavailable(error: TidemillError) -> UnavailableError:
     return UnavailableError(error.message, fix=error.fix)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest_name(name: str, known: Iterable[str]) -> str:
     """Return the known name that was probably meant, or "" if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(known), 1)), "")
 
 
-def unknown_name(name: str, known: Iterable[str]) -> str:
+def unknown_name_fix(name: str, known: Iterable[str]) -> str:
     """Return the `fix` of an error about an unknown name."""
     have = list(known)
-    near = nearest(name, have)
+    near = nearest_name(name, have)
     return f"{f'Did you mean {near}? ' if near else ''}Known are {', '.join(have)}."

@@ -57,8 +57,8 @@ Kafka's Java producer buffers this much in total by default (buffer.memory), so 
 larger batch. Without the limit, 32 KiB of zstd could become 2 GB.
 """
 
-MARK_PUBLISH_INTERVAL_S = 1.0
-MARK_BLIND_AFTER_MS = 8_000
+STATUS_PUBLISH_INTERVAL_S = 1.0
+STATUS_BLIND_AFTER_MS = 8_000
 """Silence after which a process is blind, and so are its stage statuses."""
 NODE_BLIND_AFTER_MS = 3_500
 """Silence after which a node is blind as a process.

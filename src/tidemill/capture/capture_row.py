@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 
-NO_ROW = -1
+NO_ROW_EPOCH = -1
 
 
 class FencedCaptureRow:
@@ -30,7 +30,7 @@ class FencedCaptureRow:
     def __init__(self, catalogue: Catalogue, name: str) -> None:
         self._catalogue = catalogue
         self._name = name
-        self._epoch = NO_ROW
+        self._epoch = NO_ROW_EPOCH
         self._row: CaptureRow | None = None
         self.session = ""
         """Written with every change; a successor uses it to end the connections of this session (session_lock.py)."""
@@ -41,37 +41,37 @@ class FencedCaptureRow:
         return self._row
 
     @property
-    def now(self) -> CaptureRow:
+    def current(self) -> CaptureRow:
         """The row of a capture that has one."""
         assert self._row is not None
         return self._row
 
     async def read(self) -> CaptureRow | None:
         self._row = await self._catalogue.get(CaptureRow, self._name)
-        self._epoch = self._row.epoch if self._row is not None else NO_ROW
+        self._epoch = self._row.epoch if self._row is not None else NO_ROW_EPOCH
         return self._row
 
     async def claim(self) -> CaptureRow:
         """Claim a row that was read and exists. Raises UnavailableError if another session has claimed it since."""
-        row = await self.change(lambda found: replace(found, epoch=found.epoch + 1))
+        row = await self.update(lambda found: replace(found, epoch=found.epoch + 1))
         self._epoch = row.epoch
         return row
 
-    async def begin(self, row: CaptureRow) -> CaptureRow:
+    async def replace_row(self, row: CaptureRow) -> CaptureRow:
         """Replace the row, whether or not it exists. Raises UnavailableError as `claim` does."""
-        row = await self._change(lambda found: replace(row, epoch=found.epoch if found is not None else 0))
+        row = await self._update_if_current(lambda found: replace(row, epoch=found.epoch if found is not None else 0))
         self._epoch = row.epoch
         return row
 
-    async def change(self, change: Callable[[CaptureRow], CaptureRow]) -> CaptureRow:
-        """Apply `change`, which may be called more than once. Raises UnavailableError if another session has claimed
+    async def update(self, change: Callable[[CaptureRow], CaptureRow]) -> CaptureRow:
+        """Apply `update`, which may be called more than once. Raises UnavailableError if another session has claimed
         the row.
         """
-        return await self._change(change)  # type: ignore[arg-type]
+        return await self._update_if_current(change)  # type: ignore[arg-type]
 
-    async def _change(self, change: Callable[[CaptureRow | None], CaptureRow]) -> CaptureRow:
-        def mine(found: CaptureRow | None) -> CaptureRow:
-            epoch = found.epoch if found is not None else NO_ROW
+    async def _update_if_current(self, change: Callable[[CaptureRow | None], CaptureRow]) -> CaptureRow:
+        def apply_if_current(found: CaptureRow | None) -> CaptureRow:
+            epoch = found.epoch if found is not None else NO_ROW_EPOCH
             if epoch != self._epoch:
                 raise UnavailableError(
                     f"another session has taken this capture over, or it was dropped: capture={self._name}"
@@ -79,5 +79,5 @@ class FencedCaptureRow:
                 )
             return replace(change(found), session=self.session)
 
-        self._row = row = await self._catalogue.change_capture(self._name, mine)
+        self._row = row = await self._catalogue.change_capture(self._name, apply_if_current)
         return row

@@ -18,7 +18,7 @@ import msgspec
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.naming import table_name
 
-NEVER = 1 << 64
+LSN_NEVER = 1 << 64
 """Above every LSN."""
 
 ORDINAL_STEP = 2

@@ -80,7 +80,7 @@ class CaptureConfig(msgspec.Struct, frozen=True):
             )
         if not self.tables:
             raise InvalidError(f"a capture without tables: capture={self.name}.", fix='Set tables = ["public.*"].')
-        if self.envelope != "row" and not self.whole:
+        if self.envelope != "row" and not self.requires_full_identity:
             raise InvalidError(
                 f"events contain the old row, which the stream carries only with REPLICA IDENTITY FULL:"
                 f" capture={self.name} envelope={self.envelope} identity={self.identity}.",
@@ -88,11 +88,11 @@ class CaptureConfig(msgspec.Struct, frozen=True):
             )
 
     @property
-    def topic_configs(self) -> dict[str, str]:
+    def topic_config(self) -> dict[str, str]:
         return {} if self.cleanup == "delete" else {"cleanup.policy": self.cleanup}
 
     @property
-    def whole(self) -> bool:
+    def requires_full_identity(self) -> bool:
         """True if every UPDATE and DELETE must carry its whole old row."""
         return self.identity == "full"
 
@@ -109,10 +109,10 @@ class CaptureConfig(msgspec.Struct, frozen=True):
         return f"capture:{self.name}"
 
     @property
-    def remap(self) -> str:
+    def remap_name(self) -> str:
         return f"capture/{self.name}"
 
-    def topic_of(self, schema: str, table: str) -> str:
+    def topic_name_of(self, schema: str, table: str) -> str:
         return topic_name(self.name, schema, table)
 
     def table_mark(self, table: str) -> str:

@@ -24,20 +24,20 @@ _PLAIN = frozenset(TOPIC_NAME_CHARS) - {"."}
 _LOOKS_ENCODED = re.compile(r"_(?=x[0-9a-fh])")
 _PART = re.compile(r'"((?:[^"]|"")*)"|([^."]+)')
 _HASH_CHARS = 40
-ASIDE = "_xhaside"
+SIDE_TOPIC_SUFFIX = "_xhaside"
 
 
 def table_name(schema: str, table: str) -> str:
-    return readable(f"{_quoted(schema)}.{_quoted(table)}")
+    return to_readable(f"{_quote(schema)}.{_quote(table)}")
 
 
-def odd(text: str) -> bool:
+def has_invalid_bytes(text: str) -> bool:
     """Return whether the text contains bytes that are not UTF-8."""
     return not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
 
 
-def readable(text: str) -> str:
-    return text.encode(errors="surrogateescape").decode(errors="backslashreplace") if odd(text) else text
+def to_readable(text: str) -> str:
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace") if has_invalid_bytes(text) else text
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -63,26 +63,26 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def topic_name(capture: str, schema: str, table: str) -> str:
-    return _shortened(f"{capture}.{_encoded(schema)}.{_encoded(table)}")
+    return _shorten(f"{capture}.{_encode(schema)}.{_encode(table)}")
 
 
-def aside_name(topic: str) -> str:
+def side_topic_name(topic: str) -> str:
     """Return the name of the side topic whose changes go into this topic later."""
-    return _shortened(f"{topic}{ASIDE}")
+    return _shorten(f"{topic}{SIDE_TOPIC_SUFFIX}")
 
 
-def _shortened(name: str) -> str:
+def _shorten(name: str) -> str:
     if len(name) <= TOPIC_NAME_LENGTH:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_CHARS]
     return f"{name[: TOPIC_NAME_LENGTH - _HASH_CHARS - 3]}_xh{digest}"
 
 
-def _quoted(part: str) -> str:
+def _quote(part: str) -> str:
     return '"' + part.replace('"', '""') + '"' if "." in part or '"' in part or not part else part
 
 
-def _encoded(part: str) -> str:
+def _encode(part: str) -> str:
     part = _LOOKS_ENCODED.sub("_x5f", part)
     if set(part) <= _PLAIN:
         return part

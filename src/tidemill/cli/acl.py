@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.base.errors import InvalidError, MissingError, unknown_name
-from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
+from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
+from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
 
 if TYPE_CHECKING:
-    from tidemill.security.acls import Rule
+    from tidemill.security.acls import AclRule
 
 app = typer.Typer(help="Add, list and delete access control rules (Kafka ACLs).", no_args_is_help=True)
 Principal = Annotated[str, typer.Argument(help="User:NAME, or User:* for every user.")]
 Operations = Annotated[str, typer.Argument(help="read, write, create, … or all; separate several with commas.")]
-About = Annotated[
+ResourceArgument = Annotated[
     str, typer.Argument(help="topic:NAME, group:NAME, transactional_id:NAME or cluster; the name * matches every name.")
 ]
 Prefix = Annotated[bool, typer.Option("--prefix", help="Match every resource whose name begins with NAME.")]
@@ -29,7 +29,7 @@ Deny = Annotated[
 def add(
     principal: Principal,
     operations: Operations,
-    resource: About,
+    resource: ResourceArgument,
     prefix: Prefix = False,
     host: Host = "*",
     deny: Deny = False,
@@ -39,10 +39,10 @@ def add(
     """Allow operations on a resource, or deny them: `tidemill acl add User:alice read,describe topic:orders`."""
     from tidemill.security.acl_cache import AclCache
 
-    rules = _rules(principal, operations, resource, prefix, host, deny)
-    with stores(config) as opened:
+    rules = _build_rules(principal, operations, resource, prefix, host, deny)
+    with open_stores(config) as opened:
         opened.portal.call(AclCache(opened.metastore, opened.clock).add(rules))
-    _print(rules, as_json)
+    _print_rules(rules, as_json)
 
 
 @app.command("list")
@@ -53,18 +53,18 @@ def list_rules(
 ) -> None:
     """List the access control rules."""
     from tidemill.security.acl_cache import AclCache
-    from tidemill.security.acls import Filter
+    from tidemill.security.acls import RuleFilter
 
-    with stores(config) as opened:
-        found = opened.portal.call(AclCache(opened.metastore, opened.clock).find(Filter(principal=principal)))
-    _print(found, as_json)
+    with open_stores(config) as opened:
+        found = opened.portal.call(AclCache(opened.metastore, opened.clock).find(RuleFilter(principal=principal)))
+    _print_rules(found, as_json)
 
 
 @app.command("delete")
 def delete(
     principal: Principal,
     operations: Operations,
-    resource: About,
+    resource: ResourceArgument,
     prefix: Prefix = False,
     host: Host = "*",
     deny: Deny = False,
@@ -73,44 +73,44 @@ def delete(
 ) -> None:
     """Delete the rules that `acl add` with the same arguments created."""
     from tidemill.security.acl_cache import AclCache
-    from tidemill.security.acls import Filter
+    from tidemill.security.acls import RuleFilter
 
-    rules = _rules(principal, operations, resource, prefix, host, deny)
-    with stores(config) as opened:
+    rules = _build_rules(principal, operations, resource, prefix, host, deny)
+    with open_stores(config) as opened:
         rulebook = AclCache(opened.metastore, opened.clock)
-        known = set(opened.portal.call(rulebook.find(Filter(principal=principal))))
+        known = set(opened.portal.call(rulebook.find(RuleFilter(principal=principal))))
         missing = [rule for rule in rules if rule not in known]
         if missing:
-            raise MissingError(f"no such rule: {_sentence(missing[0])}.", fix="List them with: tidemill acl list")
+            raise MissingError(f"no such rule: {_format_rule(missing[0])}.", fix="List them with: tidemill acl list")
         opened.portal.call(rulebook.delete(rules))
-    _print(rules, as_json)
+    _print_rules(rules, as_json)
 
 
-def _rules(principal: str, operations: str, resource: str, prefix: bool, host: str, deny: bool) -> list[Rule]:
+def _build_rules(principal: str, operations: str, resource: str, prefix: bool, host: str, deny: bool) -> list[AclRule]:
     """Return one rule per operation. Raises InvalidError for an unknown resource type or operation."""
     from tidemill.security.acls import (
         CLUSTER_NAME,
         OPERATIONS,
+        AclRule,
         Operation,
         Pattern,
         Permission,
         Resource,
-        Rule,
         check_rule,
     )
 
     kind, separator, name = resource.partition(":")
     kinds = {each.name.lower(): each for each in OPERATIONS}
     if kind not in kinds:
-        raise InvalidError(f"unknown resource type: resource={resource!r}.", fix=unknown_name(kind, kinds))
+        raise InvalidError(f"unknown resource type: resource={resource!r}.", fix=unknown_name_fix(kind, kinds))
     if kind == "cluster" and not separator:
         name = CLUSTER_NAME
     known = {each.name.lower(): each for each in (*OPERATIONS[Resource(kinds[kind])], Operation.ALL)}
     rules = []
     for word in operations.split(","):
         if word.strip().lower() not in known:
-            raise InvalidError(f"unknown operation on a {kind}: operation={word!r}.", fix=unknown_name(word, known))
-        rule = Rule(
+            raise InvalidError(f"unknown operation on a {kind}: operation={word!r}.", fix=unknown_name_fix(word, known))
+        rule = AclRule(
             int(kinds[kind]),
             int(Pattern.PREFIXED if prefix else Pattern.LITERAL),
             name,
@@ -124,7 +124,7 @@ def _rules(principal: str, operations: str, resource: str, prefix: bool, host: s
     return rules
 
 
-def _row(rule: Rule) -> dict[str, str]:
+def _rule_fields(rule: AclRule) -> dict[str, str]:
     from tidemill.security.acls import Operation, Pattern, Permission, Resource
 
     return {
@@ -138,15 +138,15 @@ def _row(rule: Rule) -> dict[str, str]:
     }
 
 
-def _sentence(rule: Rule) -> str:
-    row = _row(rule)
+def _format_rule(rule: AclRule) -> str:
+    row = _rule_fields(rule)
     name = f"{row['resource']}:{row['name']}{'* (prefix)' if row['pattern'] == 'prefixed' else ''}"
     return f"{row['permission']} {row['principal']} {row['operation']} {name} from {row['host']}"
 
 
-def _print(rules: list[Rule], as_json: bool) -> None:
+def _print_rules(rules: list[AclRule], as_json: bool) -> None:
     if as_json:
-        print_json([_row(rule) for rule in rules])
+        print_json([_rule_fields(rule) for rule in rules])
         return
     for rule in rules:
-        print(_sentence(rule))
+        print(_format_rule(rule))

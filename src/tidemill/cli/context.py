@@ -30,7 +30,7 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="Path 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value as the last line.")]
 
 
-class ConsensusOnly:
+class OpenConsensus:
     """Consensus of a configuration, called synchronously through a portal. It is enough for commands that report
     status, and works while the bucket is unavailable."""
 
@@ -42,7 +42,7 @@ class ConsensusOnly:
         self.rand = Rand()
 
 
-class Stores(ConsensusOnly):
+class OpenStores(OpenConsensus):
     """Consensus, the object store and, on first use, the metastore."""
 
     def __init__(self, config: Config, portal: BlockingPortal, consensus: Consensus, objects: ObjectStore) -> None:
@@ -52,10 +52,10 @@ class Stores(ConsensusOnly):
     @cached_property
     def metastore(self) -> Metastore:
         """Metastore, opened at the first use: most commands need none."""
-        from tidemill.metastore.factory import metastore_on
+        from tidemill.metastore.factory import create_metastore
 
         domains = self.config.metastore.domains
-        return metastore_on(self.consensus, self.objects, self.clock, self.rand, domains=domains)
+        return create_metastore(self.consensus, self.objects, self.clock, self.rand, domains=domains)
 
     @property
     def catalogue(self) -> Catalogue:
@@ -74,13 +74,13 @@ class Stores(ConsensusOnly):
         return self.portal.call(open_shard(self.consensus, self.objects, self.clock, self.rand, name))
 
 
-OPEN_S = 2.5
+OPEN_TIMEOUT_S = 2.5
 """Time within which a command that reports status must get a connection. An engine's own error message comes within two
 seconds."""
 
 
 @contextmanager
-def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator[ConsensusOnly]:
+def open_consensus_only(path: Path | None, within_s: float | None = None) -> Iterator[OpenConsensus]:
     """Open the consensus that the configuration names, and close it at the end.
 
     Raises InvalidError with the key and the fix, and UnavailableError when consensus is not open `within_s`.
@@ -96,26 +96,26 @@ def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator
             consensus = portal.call(opening, within_s)
         except TimeoutError as error:
             raise UnavailableError(
-                f"consensus does not answer: consensus.url={_shown(config.consensus_url)!r} waited_s={within_s:g}"
-                f"{_holder(config.consensus_url)}.",
+                f"consensus does not answer: consensus.url={_redacted_url(config.consensus_url)!r}"
+                f" waited_s={within_s:g}{_sqlite_blocker(config.consensus_url)}.",
                 fix="Check that its server runs and can be reached.",
             ) from error
         try:
-            yield ConsensusOnly(config, portal, consensus)
+            yield OpenConsensus(config, portal, consensus)
         finally:
             portal.call(consensus.aclose())
 
 
-def _holder(url: str) -> str:
+def _sqlite_blocker(url: str) -> str:
     """Return the process that SQLite's answer waits for, as fields of a message; "" for other engines."""
-    from tidemill.consensus.factory import sqlite_file
-    from tidemill.consensus.sqlite.lock_holders import who_delays
+    from tidemill.consensus.factory import sqlite_path_of_url
+    from tidemill.consensus.sqlite.lock_holders import describe_delaying_process
 
-    file = sqlite_file(url)
-    return f" {who_delays(file)}" if file is not None else ""
+    file = sqlite_path_of_url(url)
+    return f" {describe_delaying_process(file)}" if file is not None else ""
 
 
-def _shown(url: str) -> str:
+def _redacted_url(url: str) -> str:
     """Return a URL of consensus without its password."""
     if not url.startswith(("postgres:", "postgresql:")):
         return url
@@ -125,16 +125,16 @@ def _shown(url: str) -> str:
 
 
 @contextmanager
-def stores(path: Path | None) -> Iterator[Stores]:
+def open_stores(path: Path | None) -> Iterator[OpenStores]:
     """Open the stores that the configuration names, and close them at the end. Raises InvalidError with the key and the
     fix."""
     from tidemill.objects.factory import open_objects
 
-    with consensus_only(path) as opened:
+    with open_consensus_only(path) as opened:
         portal = opened.portal
         objects = portal.call(open_objects(opened.config.objects_url, opened.clock, opened.rand))
         try:
-            found = Stores(opened.config, portal, opened.consensus, objects)
+            found = OpenStores(opened.config, portal, opened.consensus, objects)
             try:
                 yield found
             finally:

@@ -46,19 +46,19 @@ def demo(
     """
     from tidemill.cli.demo.environment import prepare
     from tidemill.cli.demo.runner import Runner
-    from tidemill.node.supervise.processes import next_port
+    from tidemill.node.supervise.processes import offset_port
 
     if seconds is not None and seconds <= 0:
         raise InvalidError(f"--for must be above 0: for={seconds}.", fix="Give seconds, e.g. --for 90.")
     for number in range(nodes):
-        check_port(next_port(http, number), "--http")
-        check_port(next_port(kafka, number), "--kafka")
-    _say("Harbour Shop: starting PostgreSQL and the shop's tables")
+        check_port(offset_port(http, number), "--http")
+        check_port(offset_port(kafka, number), "--kafka")
+    _print_progress("Harbour Shop: starting PostgreSQL and the shop's tables")
     environment = prepare(data, http=http, kafka=kafka, fresh=fresh, objects_url=objects, consensus_url=consensus)
     try:
-        _say(f"{'resuming' if environment.resumed else 'new'} in {environment.directory}; logs in its logs/")
-        _say(f"page: http://{http}/   Kafka: {kafka}   Postgres: {environment.dsn}")
-        _say(f"also: tidemill status --config {environment.config_path}")
+        _print_progress(f"{'resuming' if environment.resumed else 'new'} in {environment.directory}; logs in its logs/")
+        _print_progress(f"page: http://{http}/   Kafka: {kafka}   Postgres: {environment.dsn}")
+        _print_progress(f"also: tidemill status --config {environment.config_path}")
         runner = Runner(environment, rate=rate, click_rate=clicks, crash=crash, nodes=nodes)
         report = asyncio.run(_run(runner, seconds))
     finally:
@@ -68,7 +68,7 @@ def demo(
     if as_json:
         print_json(msgspec.to_builtins(report))
     else:
-        _print(report)
+        _print_report(report)
     raise SystemExit(0 if report.clean else 1)
 
 
@@ -100,11 +100,11 @@ def check_port(address: str, option: str) -> None:
             ) from error
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(f"demo: {text}", file=sys.stderr, flush=True)
 
 
-def _print(report: Report) -> None:
+def _print_report(report: Report) -> None:
     for table, counts in report.verify.items():
         print(f"{table:24} " + "  ".join(f"{key} {value:,}" for key, value in counts.items()))
     print(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.base.errors import MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
 from tidemill.metastore.catalogue import PipelineRow
 
 
@@ -20,33 +20,33 @@ def dlq(
 ) -> None:
     """List dead letters: records that a pipeline could not decode, and rows that no column could hold. The pipeline
     skipped them."""
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         rows = [r for r in opened.portal.call(opened.catalogue.list(PipelineRow)) if pipeline in ("", r.name)]
         if pipeline and not rows:
             raise MissingError(f"no such pipeline: pipeline={pipeline}.", fix="Is its driver running?")
         total, letters = 0, list[dict[str, Any]]()
         for row in rows:
             if row.dead_letters:
-                count, newest = _newest(opened, row.dead_letters, limit)
+                count, newest = _newest_letters(opened, row.dead_letters, limit)
                 total, letters = total + count, letters + newest
-    letters = sorted(letters, key=_place)[-limit:]
+    letters = sorted(letters, key=_sort_key)[-limit:]
     if as_json:
         print_json({"total": total, "records": letters})
         return
     print(f"{total} dead letters")
     for letter in letters:
-        print("  ".join(f"{key}={_shown(value)}" for key, value in letter.items()))
+        print("  ".join(f"{key}={_format_value(value)}" for key, value in letter.items()))
 
 
-def _place(letter: dict[str, Any]) -> tuple[Any, ...]:
+def _sort_key(letter: dict[str, Any]) -> tuple[Any, ...]:
     return letter["at"], letter["topic"], letter["partition"], letter["offset"]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value.isoformat() if isinstance(value, datetime) else repr(value)
 
 
-def _newest(opened: Stores, name: str, limit: int) -> tuple[int, list[dict[str, Any]]]:
+def _newest_letters(opened: OpenStores, name: str, limit: int) -> tuple[int, list[dict[str, Any]]]:
     """Return (total number of dead letters, the newest `limit` of them). Batches are read one at a time, because the
     letters can be large."""
     try:
@@ -60,5 +60,5 @@ def _newest(opened: Stores, name: str, limit: int) -> tuple[int, list[dict[str, 
         total += rows.num_rows
         rows = rows.sort_by([(name, "ascending") for name in ("at", "topic", "partition", "offset")])
         kept += rows.slice(max(0, rows.num_rows - limit)).to_pylist()
-        kept = sorted(kept, key=_place)[-limit:]
+        kept = sorted(kept, key=_sort_key)[-limit:]
     return total, kept

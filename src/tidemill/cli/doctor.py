@@ -17,7 +17,7 @@ import typer
 
 from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config.config import Config, exposed, load
+from tidemill.base.config.config import Config, exposed_servers, load
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
@@ -43,8 +43,8 @@ def doctor(
     """Check Python, Java, bash, disk, ports, bucket, consensus and Postgres. Exit 1 when a check fails."""
     loaded = load(config)
     if deep or contents:
-        _deep(loaded, as_json, contents)
-    results = [_run(name, check, loaded) for name, check in _checks(loaded)] + _objects(loaded)
+        _run_deep_check(loaded, as_json, contents)
+    results = [_run_check(name, check, loaded) for name, check in _configured_checks(loaded)] + _check_objects(loaded)
     if as_json:
         print_json(results)
     else:
@@ -54,21 +54,21 @@ def doctor(
     raise SystemExit(0 if all(r["ok"] for r in results) else 1)
 
 
-def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
+def _run_deep_check(config: Config, as_json: bool, contents: bool) -> NoReturn:
     """Run the deep check, with nodes up or down. Exit 0 clean, 1 with findings."""
-    from tidemill.cli.progress import Bars
+    from tidemill.cli.progress import ProgressBars
     from tidemill.consensus.factory import open_consensus
     from tidemill.maintenance.check.deep_check import deep_check
     from tidemill.objects.factory import open_objects
 
     clock, rand = SystemClock(), Rand()
-    with BlockingPortal() as portal, Bars() as bars:
+    with BlockingPortal() as portal, ProgressBars() as bars:
         objects = portal.call(open_objects(config.objects_url, clock, rand))
         consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
         try:
             checked = portal.call(deep_check(consensus, objects, clock, rand, contents=contents, progress=bars.show))
             if contents:
-                _mirrors(config, checked.findings)
+                _check_mirrors(config, checked.findings)
         finally:
             portal.call(consensus.aclose())
             portal.call(objects.aclose())
@@ -97,7 +97,7 @@ def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
     raise SystemExit(0 if found.clean else 1)
 
 
-def _mirrors(config: Config, findings: Findings) -> None:
+def _check_mirrors(config: Config, findings: Findings) -> None:
     """Check the mirrors of pipelines whose scratch directory is below this node's data directory."""
     from tidemill.spark.upsert.sorted_runs import verify_run
 
@@ -112,45 +112,45 @@ def _mirrors(config: Config, findings: Findings) -> None:
         findings.walked["mirror files"] += 1
 
 
-def _run(name: str, check: Check, config: Config) -> Result:
+def _run_check(name: str, check: Check, config: Config) -> Result:
     try:
         return {"check": name, "ok": True, "found": check(config), "fix": ""}
     except TidemillError as error:
         return {"check": name, "ok": False, "found": error.message, "fix": error.fix}
 
 
-def _checks(config: Config) -> list[tuple[str, Check]]:
+def _configured_checks(config: Config) -> list[tuple[str, Check]]:
     fixed: list[tuple[str, Check]] = [
-        ("python", _python),
-        ("java", _java),
-        ("bash", _bash),
-        ("disk", _disk),
-        ("node.http", lambda c: _port(c, c.node.http, "node.http")),
-        ("node.kafka", lambda c: _port(c, c.node.kafka, "node.kafka")),
-        ("exposure", _exposure),
-        ("consensus.url", _consensus),
+        ("python", _check_python),
+        ("java", _check_java),
+        ("bash", _check_bash),
+        ("disk", _check_disk),
+        ("node.http", lambda c: _check_port(c, c.node.http, "node.http")),
+        ("node.kafka", lambda c: _check_port(c, c.node.kafka, "node.kafka")),
+        ("exposure", _check_exposure),
+        ("consensus.url", _check_consensus),
     ]
-    return fixed + [(f"capture.{name}", lambda c, n=name: _capture(c, n)) for name in config.capture]
+    return fixed + [(f"capture.{name}", lambda c, n=name: _check_capture(c, n)) for name in config.capture]
 
 
-def _python(_: Config) -> str:
+def _check_python(_: Config) -> str:
     return ".".join(str(part) for part in sys.version_info[:3])
 
 
-def _java(_: Config) -> str:
+def _check_java(_: Config) -> str:
     from tidemill.spark.session.java import find_java
 
     found = find_java()
     return f"{found.build or found.major} of {found.origin}, at {found.home}"
 
 
-def _bash(_: Config) -> str:
+def _check_bash(_: Config) -> str:
     from tidemill.spark.session.java import find_bash
 
     return find_bash()
 
 
-def _disk(config: Config) -> str:
+def _check_disk(config: Config) -> str:
     directory = Path(config.node.data).absolute()
     while not directory.exists():
         directory = directory.parent
@@ -160,14 +160,14 @@ def _disk(config: Config) -> str:
     return f"{free >> 30} GiB free below {directory}"
 
 
-def _port(config: Config, address: str, key: str) -> str:
+def _check_port(config: Config, address: str, key: str) -> str:
     bound = Address.parse(address)
     with socket.socket(bound.family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(bound)
         except OSError as error:
-            pid = own_node(config) if error.errno == errno.EADDRINUSE else 0
+            pid = own_node_pid(config) if error.errno == errno.EADDRINUSE else 0
             if pid:
                 return f"{address} is in use by this node, which is running: pid={pid}"
             raise TidemillError(
@@ -176,37 +176,37 @@ def _port(config: Config, address: str, key: str) -> str:
     return f"{address} is free"
 
 
-def own_node(config: Config) -> int:
+def own_node_pid(config: Config) -> int:
     """Return the pid of the running node of this configuration, as its own HTTP address reports it; 0 when it does not
     answer."""
     try:
-        with urlopen(f"http://{_reachable(config.node.http)}/api/status", timeout=PROBE_TIMEOUT_S) as answer:
-            processes = msgspec.json.decode(answer.read(), type=Processes).processes
+        with urlopen(f"http://{_reachable_address(config.node.http)}/api/status", timeout=PROBE_TIMEOUT_S) as answer:
+            processes = msgspec.json.decode(answer.read(), type=StatusReply).processes
     except (OSError, ValueError, msgspec.MsgspecError):
         return 0
     return processes.get(f"node:{config.node.name}", 0)
 
 
-class Processes(msgspec.Struct):
+class StatusReply(msgspec.Struct):
     """Part of the response of `/api/status`: pid by process."""
 
     processes: dict[str, int] = {}
 
 
-def _reachable(address: str) -> str:
+def _reachable_address(address: str) -> str:
     found = Address.parse(address)
     loopback = "::1" if found.family == socket.AF_INET6 else "127.0.0.1"
     return str(Address(loopback, found.port) if found.is_wildcard else found)
 
 
-def _exposure(config: Config) -> str:
-    open_to_all = exposed(config)
+def _check_exposure(config: Config) -> str:
+    open_to_all = exposed_servers(config)
     if open_to_all:
         return f"WARNING: reachable from other machines without authentication: {', '.join(open_to_all)}"
     return "endpoints without authentication are reachable from this machine only"
 
 
-def _objects(config: Config) -> list[Result]:
+def _check_objects(config: Config) -> list[Result]:
     """Return one result per probe of the object store."""
     from tidemill.objects.probe import probe_url
 
@@ -215,7 +215,7 @@ def _objects(config: Config) -> list[Result]:
     return [{"check": check.name, "ok": check.ok, "found": check.detail, "fix": check.fix} for check in checks]
 
 
-def _consensus(config: Config) -> str:
+def _check_consensus(config: Config) -> str:
     from tidemill.consensus.factory import open_consensus
 
     with BlockingPortal() as portal:
@@ -227,7 +227,7 @@ def _consensus(config: Config) -> str:
     return f"{config.consensus_url.partition(':')[0]} answers; live nodes: {sum(lease.live for lease in nodes)}"
 
 
-def _capture(config: Config, name: str) -> str:
+def _check_capture(config: Config, name: str) -> str:
     from tidemill.capture.config import CaptureConfig
     from tidemill.capture.setup.privileges import check_capture
 
@@ -237,16 +237,16 @@ def _capture(config: Config, name: str) -> str:
             name, section.dsn, tuple(section.tables), identity=section.identity, manual=section.manual,
             failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
         )  # fmt: skip
-        return portal.call(check_capture(settings, lambda asked: _keep(config, name, asked)))
+        return portal.call(check_capture(settings, lambda asked: _store_prior_identities(config, name, asked)))
 
 
-async def _keep(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
+async def _store_prior_identities(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
     """Store the replica identities that tables have before an administrator sets FULL, for `capture list` and `capture
     drop`. If the stores do not answer, the identities are only printed."""
-    from tidemill.capture.tables.table_states import asked_of
+    from tidemill.capture.tables.table_states import with_asked_identities
     from tidemill.consensus.factory import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
-    from tidemill.metastore.factory import metastore_on
+    from tidemill.metastore.factory import create_metastore
     from tidemill.objects.factory import open_objects
 
     clock, rand = SystemClock(), Rand()
@@ -256,17 +256,19 @@ async def _keep(config: Config, capture: str, asked: dict[str, dict[int, tuple[s
             opened.push_async_callback(consensus.aclose)
             objects = await open_objects(config.objects_url, clock, rand)
             opened.push_async_callback(objects.aclose)
-            metastore = metastore_on(consensus, objects, clock, rand, domains=config.metastore.domains)
+            metastore = create_metastore(consensus, objects, clock, rand, domains=config.metastore.domains)
             opened.push_async_callback(metastore.aclose)
             catalogue = Catalogue(metastore, clock, rand)
             for table, identities in asked.items():
 
-                def noted(
+                def with_identities(
                     found: CaptureTableRow | None, name: str = table, seen: dict[int, tuple[str, str]] = identities
                 ) -> CaptureTableRow:
-                    return asked_of(found or CaptureTableRow(capture, name, state="refused", reason=ASKED), seen)
+                    return with_asked_identities(
+                        found or CaptureTableRow(capture, name, state="refused", reason=PREPARATION_REQUESTED), seen
+                    )
 
-                await catalogue.change_table(capture, table, noted)
+                await catalogue.change_table(capture, table, with_identities)
 
 
-ASKED = "an administrator was asked to prepare it"
+PREPARATION_REQUESTED = "an administrator was asked to prepare it"

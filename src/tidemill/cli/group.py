@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.cli.topic.commands import Set, Unset, changes_of
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.topic.commands import Set, Unset, parse_config_changes
 
 if TYPE_CHECKING:
     from tidemill.metastore.catalogue import TopicRow
@@ -25,8 +25,8 @@ def list_groups(config: ConfigOption = None, as_json: JsonOption = False) -> Non
     """List the consumer groups with their members and their lag."""
     from tidemill.metastore.rows import GROUPS
 
-    with stores(config) as opened:
-        view = _View(opened)
+    with open_stores(config) as opened:
+        view = GroupView(opened)
         found = [view.summary(head) for head in opened.portal.call(opened.metastore.rows(GROUPS))]
     if as_json:
         print_json(found)
@@ -39,13 +39,13 @@ def list_groups(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show one group: its members and, for each partition, the committed offset, the end offset, the lag and the member
     that owns it."""
-    with stores(config) as opened:
-        found = _View(opened).describe(name)
+    with open_stores(config) as opened:
+        found = GroupView(opened).describe(name)
     if as_json:
         print_json(found)
         return
     what = f"{found['protocol_type']} {found['protocol']}  generation={found['generation']}"
-    print(f"{name}  {found['kind']}  {found['state']}  {what}{_told(found['configs'])}")
+    print(f"{name}  {found['kind']}  {found['state']}  {what}{_format_configs(found['configs'])}")
     for member in found["members"]:  # type: ignore[attr-defined]
         static = f"  instance={member['instance_id']}" if member["instance_id"] else ""
         epoch = f"  epoch={member['epoch']}" if "epoch" in member else ""
@@ -65,28 +65,28 @@ def alter(
     as_json: JsonOption = False,
 ) -> None:
     """Set configs of one group, even before it has members. The group's coordinator applies them within a moment."""
-    from tidemill.kafka.groups.config_cache import GroupConfigs
+    from tidemill.kafka.groups.config_cache import GroupConfigCache
     from tidemill.kafka.groups.configs import GROUP
-    from tidemill.kafka.groups.coordinator import is_name
+    from tidemill.kafka.groups.coordinator import is_group_name
     from tidemill.node.settings_from_config import kafka_settings
-    from tidemill.topics.config.alter import altered
+    from tidemill.topics.config.alter import apply_changes
 
-    changes = changes_of(settings, unset)
+    changes = parse_config_changes(settings, unset)
     if not changes:
         raise InvalidError("nothing to change.", fix="Give --set or --unset.")
-    if not is_name(name):
+    if not is_group_name(name):
         raise InvalidError(f"bad group name: group={name!r}.")
-    with stores(config) as opened:
-        configs = GroupConfigs(opened.catalogue, kafka_settings(opened.config).group_limits)
-        change = configs.change(name, lambda own: altered(own, changes, GROUP, typed=True), validate_only=dry_run)
+    with open_stores(config) as opened:
+        configs = GroupConfigCache(opened.catalogue, kafka_settings(opened.config).group_limits)
+        change = configs.change(name, lambda own: apply_changes(own, changes, GROUP, typed=True), validate_only=dry_run)
         found = {"group": name, "configs": opened.portal.call(change)}
     if as_json:
         print_json(found)
     else:
-        print(f"{name}{_told(found['configs'])}")
+        print(f"{name}{_format_configs(found['configs'])}")
 
 
-def _told(configs: object) -> str:
+def _format_configs(configs: object) -> str:
     """Return the configs as text, each preceded by two spaces."""
     assert isinstance(configs, dict)
     return "".join(f"  {key}={value}" for key, value in configs.items())
@@ -112,8 +112,8 @@ def reset(
         raise InvalidError(
             f"give exactly one of --to and --by: to={to!r} by={by}.", fix="Use --to earliest, latest or N, or --by N."
         )
-    with stores(config) as opened:
-        moves = _View(opened).moves(name, to, by, topic or [])
+    with open_stores(config) as opened:
+        moves = GroupView(opened).plan_moves(name, to, by, topic or [])
         if not dry_run:
             apart = OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand)
             opened.portal.call(apart.reset(name, [row for _, _, row in moves]))
@@ -132,10 +132,10 @@ def reset(
 def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete a group with all its committed offsets. The group must have no members."""
     from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
-    from tidemill.kafka.transactions.store import let_go
+    from tidemill.kafka.transactions.store import drop_group_offsets
 
-    with stores(config) as opened:
-        forget = partial(let_go, opened.consensus, opened.rand, name, None, opened.clock.now_ms())
+    with open_stores(config) as opened:
+        forget = partial(drop_group_offsets, opened.consensus, opened.rand, name, None, opened.clock.now_ms())
         opened.portal.call(OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand).delete(name, forget))
     if as_json:
         print_json({"deleted": name})
@@ -143,7 +143,7 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
         print(f"deleted {name}")
 
 
-def _member(member: GroupMemberRow) -> Row:
+def _member_fields(member: GroupMemberRow) -> Row:
     found: Row = {
         "member_id": member.member_id,
         "instance_id": member.instance_id,
@@ -156,21 +156,21 @@ def _member(member: GroupMemberRow) -> Row:
     return {**found, "epoch": consumer.epoch, "topics": consumer.topics, "pattern": consumer.pattern or None}
 
 
-class _View:
+class GroupView:
     """View of groups and the topics that they read. The parts are read one after another, not at one instant."""
 
-    def __init__(self, opened: Stores) -> None:
+    def __init__(self, opened: OpenStores) -> None:
         from tidemill.metastore.catalogue import TopicRow
-        from tidemill.topics.partition_reader import PartitionReaderImpl
+        from tidemill.topics.partition_reader import LogPartitionReader
 
         self._opened = opened
         self._call = opened.portal.call
         self._topics: dict[str, TopicRow] = {row.topic_id: row for row in self._call(opened.catalogue.list(TopicRow))}
         self._by_name = {row.name: row for row in self._topics.values()}
-        self._reader = PartitionReaderImpl(opened.consensus, opened.objects)
+        self._reader = LogPartitionReader(opened.consensus, opened.objects)
 
     def summary(self, head: GroupRow) -> Row:
-        offsets = self._offsets(head.group)
+        offsets = self._committed_offsets(head.group)
         return {
             "group": head.group,
             "kind": head.kind,
@@ -181,7 +181,7 @@ class _View:
         }
 
     def describe(self, name: str) -> Row:
-        from tidemill.kafka.groups.subscriptions import CONSUMER, assigned_in
+        from tidemill.kafka.groups.subscriptions import CONSUMER, assigned_places
         from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
 
         metastore = self._opened.metastore
@@ -197,11 +197,11 @@ class _View:
                 ]
                 holders |= {(topic.name, partition): member.member_id for topic, ps in held for partition in ps}
             elif head.protocol_type == CONSUMER and member.assignment:
-                holders |= dict.fromkeys(assigned_in(member.assignment), member.member_id)
+                holders |= dict.fromkeys(assigned_places(member.assignment), member.member_id)
         rows: list[Row] = []
-        for row in self._offsets(name):
+        for row in self._committed_offsets(name):
             topic = self._topics[row.topic_id].name
-            end = self._end(row.topic_id, row.partition)
+            end = self._end_offset(row.topic_id, row.partition)
             rows.append(
                 {
                     "topic": topic,
@@ -219,28 +219,30 @@ class _View:
             "protocol_type": head.protocol_type,
             "protocol": head.protocol,
             "generation": head.generation,
-            "configs": self._call(self._configs(name)),
-            "members": [_member(m) for m in members],
+            "configs": self._call(self._group_configs(name)),
+            "members": [_member_fields(m) for m in members],
             "offsets": rows,
         }
 
-    async def _configs(self, name: str) -> dict[str, str]:
+    async def _group_configs(self, name: str) -> dict[str, str]:
         rows = await self._opened.catalogue.group_configs()
         return next((row.config for row in rows if row.group == name), {})
 
-    def moves(self, name: str, to: str, by: int, topics: list[str]) -> list[tuple[str, int | None, GroupOffsetRow]]:
+    def plan_moves(
+        self, name: str, to: str, by: int, topics: list[str]
+    ) -> list[tuple[str, int | None, GroupOffsetRow]]:
         """Return (topic, offset committed before, row to commit) for each selected partition."""
         from tidemill.metastore.rows.groups import GroupOffsetRow
 
-        committed = {(row.topic_id, row.partition): row for row in self._offsets(name)}
-        places = [place for topic in topics for place in self._named(topic)] if topics else list(committed)
+        committed = {(row.topic_id, row.partition): row for row in self._committed_offsets(name)}
+        places = [place for topic in topics for place in self._partitions_named(topic)] if topics else list(committed)
         if not places:
             raise MissingError(f"the group has no committed offsets: group={name}.", fix="Name topics with --topic.")
         moves: list[tuple[str, int | None, GroupOffsetRow]] = []
         for topic_id, partition in dict.fromkeys(places):
             before = committed.get((topic_id, partition))
             start = self._call(self._reader.log_start(topic_id, partition))
-            end = self._end(topic_id, partition)
+            end = self._end_offset(topic_id, partition)
             if by:
                 wanted = (before.offset if before is not None else start) + by
             else:
@@ -250,7 +252,7 @@ class _View:
             moves.append((self._topics[topic_id].name, before.offset if before is not None else None, row))
         return moves
 
-    def _named(self, topic: str) -> list[tuple[str, int]]:
+    def _partitions_named(self, topic: str) -> list[tuple[str, int]]:
         name, _, number = topic.partition(":")
         row = self._by_name.get(name)
         if row is None:
@@ -263,14 +265,14 @@ class _View:
             )
         return [(row.topic_id, int(number))]
 
-    def _offsets(self, group: str) -> list[GroupOffsetRow]:
+    def _committed_offsets(self, group: str) -> list[GroupOffsetRow]:
         from tidemill.metastore.rows import GROUP_OFFSETS
 
         rows = self._call(self._opened.metastore.rows(GROUP_OFFSETS, group))
         return [row for row in rows if row.topic_id in self._topics]
 
-    def _end(self, topic_id: str, partition: int) -> int:
+    def _end_offset(self, topic_id: str, partition: int) -> int:
         return self._call(self._reader.high_watermark(topic_id, partition))
 
     def _lag(self, row: GroupOffsetRow) -> int:
-        return max(0, self._end(row.topic_id, row.partition) - row.offset)
+        return max(0, self._end_offset(row.topic_id, row.partition) - row.offset)

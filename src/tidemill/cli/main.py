@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     app: typer.Typer
 
 
-def application(only_sql: bool = False) -> typer.Typer:
+def build_application(only_sql: bool = False) -> typer.Typer:
     """Build the command tree. With `only_sql` it contains the one command `sql`, which runs often and must not import
     the others."""
     app = typer.Typer(
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     """Build `app` on the first access."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = made = application()
+    globals()[name] = made = build_application()
     return made
 
 
@@ -91,11 +91,11 @@ def run() -> None:
     configure_logs()
     only_sql = sys.argv[1:2] == ["sql"]
     if only_sql:
-        from tidemill.cli.sql import without_pandas
+        from tidemill.cli.sql import block_pandas
 
-        without_pandas()
+        block_pandas()
     try:
-        application(only_sql)()
+        build_application(only_sql)()
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 
-class Bars:
+class ProgressBars:
     """Progress bars of several steps; a context manager."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Bars:
             self._tasks[what] = self._progress.add_task(what, total=total or None)
         self._progress.update(self._tasks[what], completed=done, total=total or None)
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> ProgressBars:
         self._progress.start()
         return self
 

@@ -14,7 +14,7 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.status.logging import configure_logs
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
-from tidemill.cli.progress import Bars
+from tidemill.cli.progress import ProgressBars
 
 if TYPE_CHECKING:
     from tidemill.maintenance.restore.restore import Restorer
@@ -50,24 +50,24 @@ def restore(
 
     configure_logs("error")  # roles that this command holds briefly are not worth a log line
     loaded = load(config)
-    _create_parent(consensus or loaded.consensus_url)
+    _create_data_directory(consensus or loaded.consensus_url)
     clock, rand = SystemClock(), Rand()
-    with BlockingPortal() as portal, Bars() as bars:
+    with BlockingPortal() as portal, ProgressBars() as bars:
         objects = portal.call(open_objects(source or loaded.objects_url, clock, rand))
         target = portal.call(open_consensus(consensus or loaded.consensus_url, clock, rand))
         try:
             restorer = Restorer(target, objects, clock, rand, bars.show)
             if dry_run:
-                report = portal.call(_plan(restorer, objects, clock, rand, manifest or []))
+                report = portal.call(_plan_restore(restorer, objects, clock, rand, manifest or []))
             else:
-                report = portal.call(_run(restorer, objects, clock, rand, manifest or []))
+                report = portal.call(_run_restore(restorer, objects, clock, rand, manifest or []))
         finally:
             portal.call(target.aclose())
             portal.call(objects.aclose())
     if as_json:
         print_json(report)
     else:
-        _print(report)
+        _print_report(report)
         if source and not dry_run and source != loaded.objects_url:
             print(
                 "note    this configuration names another bucket: set objects.url to the bucket that was restored from"
@@ -75,33 +75,33 @@ def restore(
     raise SystemExit(1 if report.get("findings") else 0)
 
 
-def _create_parent(url: str) -> None:
+def _create_data_directory(url: str) -> None:
     """Create the data directory of SQLite: it may be lost with everything in it."""
     if url.startswith("sqlite:///"):
         make_private_directory(Path(url.removeprefix("sqlite://")).parent)
 
 
-async def _plan(
+async def _plan_restore(
     restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
 ) -> dict[str, Any]:
-    from tidemill.maintenance.restore.plan import plan_of
+    from tidemill.maintenance.restore.plan import plan_restore
     from tidemill.metastore.backup.restore_source import find_source
 
     refused = ""
     try:
-        source = await restorer.source(manifests)
+        source = await restorer.find_restore_source(manifests)
     except InvalidError as error:
         # The content of the bucket is worth showing even if this consensus cannot be restored into.
         source, refused = await find_source(objects, rand, manifests), str(error)
-    return {"dry_run": True, "refused": refused, **await plan_of(objects, source, clock, rand)}
+    return {"dry_run": True, "refused": refused, **await plan_restore(objects, source, clock, rand)}
 
 
-async def _run(
+async def _run_restore(
     restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
 ) -> dict[str, Any]:
-    from tidemill.maintenance.restore.plan import plan_of
+    from tidemill.maintenance.restore.plan import plan_restore
 
-    plan = await plan_of(objects, await restorer.source(manifests), clock, rand)
+    plan = await plan_restore(objects, await restorer.find_restore_source(manifests), clock, rand)
     done = await restorer.run(manifests)
     return {
         "dry_run": False,
@@ -120,7 +120,7 @@ async def _run(
     }
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any]) -> None:
     cluster = report["cluster"]
     print(f"cluster {cluster['uuid']}  incarnation {cluster['incarnation']}  {cluster['manifest']}")
     for domain in report["domains"]:

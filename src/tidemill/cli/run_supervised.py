@@ -63,33 +63,33 @@ def run_supervised(
         async with AsyncExitStack() as stack:
             await _host_consensus(config, stack)
             clock = SystemClock()
-            supervisor = make_supervisor(config, clock, fail, _say)
+            supervisor = make_supervisor(config, clock, fail, _print_message)
             tracker = supervisor.tracker
             telling = SupervisorStatus(
-                name, config.consensus_url, tracker, clock, Rand(), _say, pipelines=pipelines, label=label
+                name, config.consensus_url, tracker, clock, Rand(), _print_message, pipelines=pipelines, label=label
             )
             stack.push_async_callback(telling.aclose)
             await telling.adopt()
             tasks = await stack.enter_async_context(Tasks(lambda _, error: fail(error)))
             tasks.spawn(telling.run(), name="telling")
-            stack.push_async_callback(_end, supervisor, telling)
+            stack.push_async_callback(_stop_children, supervisor, telling)
             start(supervisor, fail)
-            telling.started = _marks(supervisor)
+            telling.started = _stage_names(supervisor)
             await failed
 
     asyncio.run(run())
 
 
-async def _end(supervisor: Supervisor, telling: SupervisorStatus) -> None:
+async def _stop_children(supervisor: Supervisor, telling: SupervisorStatus) -> None:
     await supervisor.stop()
-    await telling.retire(_marks(supervisor))
+    await telling.forget_ended(_stage_names(supervisor))
 
 
-def _marks(supervisor: Supervisor) -> list[str]:
+def _stage_names(supervisor: Supervisor) -> list[str]:
     return [mark for child in supervisor.children.values() for mark in child.marks]
 
 
-def _say(sentence: str) -> None:
+def _print_message(sentence: str) -> None:
     print(f"tidemill: {sentence}", file=sys.stderr, flush=True)
 
 

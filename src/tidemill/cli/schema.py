@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
 
 if TYPE_CHECKING:
     from tidemill.metastore.rows.registry import Reference
@@ -39,8 +39,8 @@ def list_schemas(
     as_json: JsonOption = False,
 ) -> None:
     """List the subjects with their versions."""
-    with stores(config) as opened:
-        registry = _registry(opened)
+    with open_stores(config) as opened:
+        registry = _open_registry(opened)
         found: dict[str, dict[str, Any]] = {}
         for row in opened.portal.call(registry.book.all_versions()):
             if deleted or not row.deleted:
@@ -62,8 +62,8 @@ def show(subject: Subject, version: Version = None, config: ConfigOption = None,
     """Show one version of a subject."""
     from tidemill.registry.http.responses import version_body
 
-    with stores(config) as opened:
-        found = opened.portal.call(_registry(opened).find(subject, version, deleted=bool(version)))
+    with open_stores(config) as opened:
+        found = opened.portal.call(_open_registry(opened).find(subject, version, deleted=bool(version)))
     body = version_body(found.version, found.schema, "")
     if as_json:
         print_json(body)
@@ -83,9 +83,9 @@ def register(
     as_json: JsonOption = False,
 ) -> None:
     """Register a schema. A schema that the subject already has keeps its version."""
-    given = _given(file, kind, reference, normalize)
-    with stores(config) as opened:
-        found = opened.portal.call(_registry(opened).register(_named(subject), given))
+    given = _read_schema_file(file, kind, reference, normalize)
+    with open_stores(config) as opened:
+        found = opened.portal.call(_open_registry(opened).register(_checked_subject(subject), given))
     if as_json:
         print_json({"subject": subject, "version": found.version.version, "id": found.version.id})
     else:
@@ -103,8 +103,8 @@ def delete(
     as_json: JsonOption = False,
 ) -> None:
     """Delete a subject, or one version of it. The first deletion hides it; a second one with --permanent removes it."""
-    with stores(config) as opened:
-        numbers = opened.portal.call(_registry(opened).delete(subject, version, permanent=permanent))
+    with open_stores(config) as opened:
+        numbers = opened.portal.call(_open_registry(opened).delete(subject, version, permanent=permanent))
     if as_json:
         print_json({"subject": subject, "deleted": numbers, "permanent": permanent})
     else:
@@ -122,10 +122,10 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Check whether a schema could be registered. Exit 0 if so, else 1 with the reasons."""
-    given = _given(file, kind, reference, normalize)
-    with stores(config) as opened:
-        registry = _registry(opened)
-        found = opened.portal.call(registry.check(subject, given, None, all_versions=True))
+    given = _read_schema_file(file, kind, reference, normalize)
+    with open_stores(config) as opened:
+        registry = _open_registry(opened)
+        found = opened.portal.call(registry.check_compatibility(subject, given, None, all_versions=True))
         level = opened.portal.call(registry.level(subject))
     if as_json:
         print_json({"subject": subject, "compatibility": level, "is_compatible": not found, "messages": found})
@@ -135,22 +135,22 @@ def check(
         raise typer.Exit(1)
 
 
-def _registry(opened: Stores) -> Registry:
+def _open_registry(opened: OpenStores) -> Registry:
     from tidemill.node.settings_from_config import registry_settings
     from tidemill.registry.registry import Registry
-    from tidemill.shards.executor import inline_cpu
+    from tidemill.shards.executor import run_inline
 
     settings = registry_settings(opened.config.registry)
-    return Registry(opened.metastore, opened.clock, opened.rand, inline_cpu, settings)
+    return Registry(opened.metastore, opened.clock, opened.rand, run_inline, settings)
 
 
-def _named(subject: str) -> str:
-    from tidemill.registry.http.requests import subject_of
+def _checked_subject(subject: str) -> str:
+    from tidemill.registry.http.requests import parse_subject
 
-    return subject_of(subject)
+    return parse_subject(subject)
 
 
-def _given(file: Path, kind: str, references: list[str] | None, normalize: bool) -> SubmittedSchema:
+def _read_schema_file(file: Path, kind: str, references: list[str] | None, normalize: bool) -> SubmittedSchema:
     from tidemill.registry.schema_types import SubmittedSchema
 
     kind = kind.upper() or KINDS.get(file.suffix, "")
@@ -163,10 +163,10 @@ def _given(file: Path, kind: str, references: list[str] | None, normalize: bool)
         raise InvalidError(
             f"the schema cannot be read: file={file} reason={reason}.", fix="Give a readable file."
         ) from error
-    return SubmittedSchema(kind, text, tuple(_reference(one) for one in references or ()), normalize)
+    return SubmittedSchema(kind, text, tuple(_parse_reference(one) for one in references or ()), normalize)
 
 
-def _reference(text: str) -> Reference:
+def _parse_reference(text: str) -> Reference:
     from tidemill.metastore.rows.registry import Reference
 
     name, _, place = text.partition("=")

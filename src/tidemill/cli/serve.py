@@ -12,18 +12,18 @@ import signal
 import sys
 from pathlib import Path
 
-from tidemill.base.clock import MOVED
+from tidemill.base.clock import TEST_CLOCK
 from tidemill.base.config.config import Config
 from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError
 from tidemill.base.limits import MIB
 from tidemill.base.runtime import file_descriptors
-from tidemill.base.runtime.gc_tuning import keep_pauses_short
-from tidemill.base.runtime.memory_budget import keep_freed_memory
+from tidemill.base.runtime.gc_tuning import install_gc_tuning
+from tidemill.base.runtime.memory_budget import retain_freed_memory
 from tidemill.base.status.logging import configure_logs
 from tidemill.console.app import console_routes
 from tidemill.node.supervise.supervisor import EXIT_CONFIGURATION, EXIT_REPLACED
 
-KEPT_BYTES = 64 * MIB
+RETAINED_FREE_BYTES = 64 * MIB
 """Limit of freed memory that stays with the process. The largest buffers of a node live for one request, and a page
 fault on a returned page costs more than filling it."""
 
@@ -37,7 +37,7 @@ async def _serve(config: Config) -> None:
     await Node(config, console_routes).run(stop)
 
 
-class Without:
+class HiddenModules:
     """Import hook that hides pandas and Hypothesis from this process. Arrow would load pandas at its first array, which
     costs a second on the running loop and 40 MiB, only to check whether values are pandas objects. kio would load
     Hypothesis, which costs half a second of each start, only to register test strategies for its types."""
@@ -48,7 +48,7 @@ class Without:
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
 
-def _preload(config: Config) -> None:
+def _preload_modules(config: Config) -> None:
     """Import the modules that the first request or session would import on the running loop, in 0.1 s steps."""
     import granian.server.embed  # noqa: F401
     import postgast  # noqa: F401
@@ -67,13 +67,13 @@ def _preload(config: Config) -> None:
 def main() -> int:
     configure_logs()
     file_descriptors.raise_limit()
-    keep_freed_memory(KEPT_BYTES)
-    sys.meta_path.insert(0, Without)
+    retain_freed_memory(RETAINED_FREE_BYTES)
+    sys.meta_path.insert(0, HiddenModules)
     config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text()))
-    _preload(config)
-    keep_pauses_short()
+    _preload_modules(config)
+    install_gc_tuning()
     try:
-        with asyncio.Runner(loop_factory=MOVED.loop if MOVED is not None else None) as runner:
+        with asyncio.Runner(loop_factory=TEST_CLOCK.loop if TEST_CLOCK is not None else None) as runner:
             runner.run(_serve(config))
     except InvalidError as error:
         print(f"tidemill: {error}", file=sys.stderr)

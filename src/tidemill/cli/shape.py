@@ -16,7 +16,7 @@ from tidemill.base.config.shapes import SigningSection
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
-TOKEN = "TIDEMILL_TOKEN"
+TOKEN_VARIABLE = "TIDEMILL_TOKEN"
 """Environment variable with a bearer token, for nodes that require one."""
 
 app = typer.Typer(help="List and fetch shapes, and sign shape URLs.", no_args_is_help=True)
@@ -27,7 +27,7 @@ Where = Annotated[str, typer.Option(help="Filter, in PostgreSQL syntax.")]
 @app.command("list")
 def list_shapes(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the shapes that the node currently serves."""
-    shapes = json.loads(_get(config, "/api/shapes", {})[1])
+    shapes = json.loads(_get_from_configured_node(config, "/api/shapes", {})[1])
     if as_json:
         print_json(shapes)
         return
@@ -46,7 +46,7 @@ def get(
     parameters = {"table": table, "offset": "-1", **({"where": where} if where else {})}
     rows: dict[str, Any] = {}
     while True:
-        headers, body = _get(config, "/v1/shape", parameters)
+        headers, body = _get_from_configured_node(config, "/v1/shape", parameters)
         for item in json.loads(body):
             operation = item["headers"].get("operation")
             if operation in ("insert", "update"):
@@ -83,9 +83,9 @@ def sign(
     from starlette.datastructures import QueryParams
 
     from tidemill.base.clock import SystemClock
-    from tidemill.shapes.definition.signed_urls import canonical, parameters
-    from tidemill.shapes.http.params import definition
-    from tidemill.shapes.where import WhereError, params_of
+    from tidemill.shapes.definition.signed_urls import canonical_request, signed_url_params
+    from tidemill.shapes.http.params import parse_definition
+    from tidemill.shapes.where import WhereError, param_numbers
 
     loaded = load(config)
     signing = loaded.security.signing
@@ -98,18 +98,18 @@ def sign(
     values = [(f"params[{number}]", value) for number, value in enumerate(param or [], 1)]
     given = {"table": table, "where": where, "columns": columns, "replica": replica, "log": log}
     errors: dict[str, list[str]] = {}
-    asked = definition(QueryParams([*given.items(), *values]), errors)
+    asked = parse_definition(QueryParams([*given.items(), *values]), errors)
     try:
-        used = params_of(where) if where else set()
+        used = param_numbers(where) if where else set()
     except WhereError as error:
         raise InvalidError(f"bad value: where: {error.message.rstrip('.')}.", fix="Correct --where.") from error
     if used != set(range(1, len(values) + 1)):
         errors["params"] = [f"the clause uses {sorted(used)}, but {len(values)} values are given"]
     if errors:
         raise InvalidError(f"bad value: {'; '.join(f'{field}: {said[0]}' for field, said in errors.items())}.")
-    request, expires = canonical(asked), SystemClock().now_ms() // 1000 + expires_s
+    request, expires = canonical_request(asked), SystemClock().now_ms() // 1000 + expires_s
     start = url or f"http{'s' if loaded.http.tls else ''}://{loaded.node.http}"
-    query = urlencode(parameters(request, expires, key_id, signing.keys[key_id]))
+    query = urlencode(signed_url_params(request, expires, key_id, signing.keys[key_id]))
     signed = f"{start.rstrip('/')}/v1/shape?{query}"
     if as_json:
         print_json({"url": signed, "expires": expires, "key": key_id, "table": request.table})
@@ -133,19 +133,19 @@ def live_shapes(config: Config) -> list[dict[str, Any]]:
     """Return the shapes of the configured node; none while it is down, because shapes exist only in it, and none where
     the node refuses to list them."""
     try:
-        return list(json.loads(_ask(config, "/api/shapes", {})[1]))
+        return list(json.loads(_request_node(config, "/api/shapes", {})[1]))
     except (UnavailableError, InvalidError):
         return []
 
 
-def _get(config: ConfigOption, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
-    return _ask(load(config), path, parameters)
+def _get_from_configured_node(config: ConfigOption, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
+    return _request_node(load(config), path, parameters)
 
 
-def _ask(config: Config, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
+def _request_node(config: Config, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
     address = config.node.http
     url = f"http{'s' if config.http.tls else ''}://{address}{path}"
-    token = os.environ.get(TOKEN, "")
+    token = os.environ.get(TOKEN_VARIABLE, "")
     request = Request(
         url + (f"?{urlencode(parameters)}" if parameters else ""),
         headers={"authorization": f"Bearer {token}"} if token else {},

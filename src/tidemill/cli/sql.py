@@ -33,33 +33,33 @@ def sql(
         TemporaryDirectory(prefix="tidemill-sql-") as spill,
         duckdb.connect(config={"temp_directory": spill}) as connection,
     ):
-        from tidemill.query.sql_table_names import named_tables
+        from tidemill.query.sql_table_names import find_table_names
 
-        tables, either = named_tables(connection, query)
+        tables, either = find_table_names(connection, query)
         if not tables | either:
-            columns, rows = _run(connection, query)
+            columns, rows = _run_query(connection, query)
         else:
             from tidemill.query import connect
 
             with connect(objects=found.objects_url, consensus=found.consensus_url) as cluster:
                 names = tables | (either & set(cluster.tables()) if either else set())
                 at = cluster.to_duckdb(connection, sorted(names), as_of=as_of, wait_s=0)
-                columns, rows = _run(connection, query)
+                columns, rows = _run_query(connection, query)
     if as_json:
         print_json({"as_of_ms": at if at >= 0 else None, "columns": columns, "rows": rows})
         return
     from rich.console import Console
 
-    Console().print(_table(columns, rows))
+    Console().print(_result_table(columns, rows))
     if at >= 0:
         print(f"as of {at}")
 
 
-_TEXTS = ("DATE", "TIMESTAMP", "BLOB")
+_TEXT_RENDERED_TYPES = ("DATE", "TIMESTAMP", "BLOB")
 """Types whose values are shown as DuckDB's own text."""
 
 
-def _run(connection: Any, query: str) -> tuple[list[str], list[Any]]:
+def _run_query(connection: Any, query: str) -> tuple[list[str], list[Any]]:
     import duckdb
 
     try:
@@ -68,7 +68,7 @@ def _run(connection: Any, query: str) -> tuple[list[str], list[Any]]:
         if result is None:
             return [], []
         # Converted to Python, DuckDB's infinity is the last moment of 9999, and -infinity the first of the year 1.
-        texts = [str(kind).startswith(_TEXTS) for kind in result.types]
+        texts = [str(kind).startswith(_TEXT_RENDERED_TYPES) for kind in result.types]
         shown = [f"CAST(#{at} AS VARCHAR)" if text else f"#{at}" for at, text in enumerate(texts, 1)]
         return list(result.columns), (result.project(", ".join(shown)) if any(texts) else result).fetchall()
     except duckdb.IOException as error:
@@ -80,7 +80,7 @@ def _run(connection: Any, query: str) -> tuple[list[str], list[Any]]:
         raise InvalidError(f"the query failed: {error}.", fix="Correct the query.") from error
 
 
-class _NoPandas(MetaPathFinder):
+class PandasBlocker(MetaPathFinder):
     """Import hook that hides pandas. Where pandas is installed, Arrow imports it to check whether a value is a
     DataFrame, which costs a second of processor time, half of a small query. Arrow remembers the answer, so the hook is
     only for a process that runs one command."""
@@ -90,11 +90,11 @@ class _NoPandas(MetaPathFinder):
             raise ModuleNotFoundError("pandas is disabled in this process", name=name)
 
 
-def without_pandas() -> None:
-    sys.meta_path.insert(0, _NoPandas())
+def block_pandas() -> None:
+    sys.meta_path.insert(0, PandasBlocker())
 
 
-def _table(columns: list[str], rows: list[Any]) -> Any:
+def _result_table(columns: list[str], rows: list[Any]) -> Any:
     from rich.table import Table
     from rich.text import Text  # Text, because brackets and colons in a value are no markup
 

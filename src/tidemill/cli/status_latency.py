@@ -10,34 +10,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tidemill.base.status.histogram import SINCE_BOUND, STAGES, Histogram, merged
-from tidemill.base.status.status import Report
+from tidemill.base.status.histogram import SINCE_BOUND, STAGES, Histogram, merge_histograms
+from tidemill.base.status.status import StatusReport
 from tidemill.cli.context import print_json
 
 BAR = 40
 FIGURES = ("count", "p50", "p95", "p99", "max")
 
-Found = dict[str, dict[str, Histogram]]
+LatencyBySource = dict[str, dict[str, Histogram]]
 
 
-def latencies(reports: Sequence[Report]) -> Found:
+def merge_latencies(reports: Sequence[StatusReport]) -> LatencyBySource:
     """Return {source: {stage: histogram}} with stages in their order. Unreadable entries are left out."""
     said: dict[str, list[dict[str, Histogram]]] = {}
     for report in reports:
         sources = report.facts.get("latency")
         for source, stages in sources.items() if isinstance(sources, dict) else ():
             if isinstance(stages, dict):
-                said.setdefault(source, []).append({stage: Histogram.of(plain) for stage, plain in stages.items()})
-    found: Found = {}
+                said.setdefault(source, []).append(
+                    {stage: Histogram.from_plain(plain) for stage, plain in stages.items()}
+                )
+    found: LatencyBySource = {}
     for source, several in sorted(said.items()):
-        stages = merged(several)
+        stages = merge_histograms(several)
         if stages:
             found[source] = {stage: stages[stage] for stage in (*STAGES, SINCE_BOUND) if stage in stages}
     return found
 
 
-def show_latency(reports: Sequence[Report], as_json: bool) -> None:
-    found = latencies(reports)
+def show_latency(reports: Sequence[StatusReport], as_json: bool) -> None:
+    found = merge_latencies(reports)
     if as_json:
         print_json(
             {source: {stage: each.summary() for stage, each in stages.items()} for source, stages in found.items()}
@@ -54,7 +56,7 @@ def show_latency(reports: Sequence[Report], as_json: bool) -> None:
         view.add_column(heading, justify="right", min_width=5)
     view.add_column("", no_wrap=True, overflow="crop")
     for source, stages in found.items():
-        drawn = bars(stages)
+        drawn = latency_bars(stages)
         for stage, histogram in stages.items():
             summary = histogram.summary()
             figures = ["" if summary[name] is None else f"{summary[name]:,}" for name in FIGURES]
@@ -62,7 +64,7 @@ def show_latency(reports: Sequence[Report], as_json: bool) -> None:
     Console().print(view)
 
 
-def bars(stages: Mapping[str, Histogram]) -> dict[str, str]:
+def latency_bars(stages: Mapping[str, Histogram]) -> dict[str, str]:
     """Return a line of BAR characters for each stage, all to one scale: the greatest 95th percentile."""
     p50 = {stage: each.quantile(0.5) or 0 for stage, each in stages.items()}
     p95 = {stage: each.quantile(0.95) or 0 for stage, each in stages.items()}

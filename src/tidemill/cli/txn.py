@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.cli.context import ConfigOption, JsonOption, consensus_only, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, open_consensus_only, print_json
 
 if TYPE_CHECKING:
     from tidemill.kafka.transactions.state import Transaction
@@ -21,14 +21,14 @@ def list_transactions(
     as_json: JsonOption = False,
 ) -> None:
     """List transactional ids: the state of each transaction, how long it is open, and its partitions and groups."""
-    from tidemill.kafka.transactions.store import all_of
+    from tidemill.kafka.transactions.store import read_all
 
-    with consensus_only(config) as opened:
-        found = opened.portal.call(all_of(opened.consensus))
+    with open_consensus_only(config) as opened:
+        found = opened.portal.call(read_all(opened.consensus))
         now_ms = opened.clock.now_ms()
     shown = [(each, *found[each][1:]) for each in sorted(found) if found[each][1].started_ms >= 0 or not only_open]
     if as_json:
-        print_json([_described(transactional_id, each, now_ms) for transactional_id, each in shown])
+        print_json([_transaction_fields(transactional_id, each, now_ms) for transactional_id, each in shown])
         return
     for transactional_id, each in shown:
         age_s = f"{max(0, now_ms - each.started_ms) / 1000:.1f}" if each.started_ms >= 0 else "-"
@@ -39,7 +39,7 @@ def list_transactions(
         )
 
 
-def _described(transactional_id: str, each: Transaction, now_ms: int) -> dict[str, object]:
+def _transaction_fields(transactional_id: str, each: Transaction, now_ms: int) -> dict[str, object]:
     return {
         "transactional_id": transactional_id,
         "state": each.state.kafka_name,
@@ -65,7 +65,7 @@ def abort(
     nodes."""
     from tidemill.kafka.transactions.admin import abort as abort_transaction
 
-    with consensus_only(config) as opened:
+    with open_consensus_only(config) as opened:
         aborting = abort_transaction(opened.consensus, opened.clock, opened.rand, transactional_id, wait_s=wait_s)
         after = opened.portal.call(aborting)
     ended = not after.state.prepared

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.config.config import CaptureSection, Config, exposed, load
+from tidemill.base.config.config import CaptureSection, Config, exposed_servers, load
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.runtime.tasks import sentence
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
-from tidemill.node.supervise.overrides import overridden
-from tidemill.node.supervise.processes import start_all, supervised_here
+from tidemill.node.supervise.overrides import with_overrides
+from tidemill.node.supervise.processes import start_all, supervised_pipelines
 from tidemill.node.supervise.supervisor import Supervisor
 
 
@@ -27,46 +27,46 @@ def up(
 ) -> None:
     """Run a node (Kafka, HTTP, capture) and the Spark drivers of its pipelines."""
     loaded = load(config)
-    loaded = overridden(
+    loaded = with_overrides(
         loaded, loaded.pipeline, instances=instances, master=master, driver_memory=driver_memory, conf=conf
     )
-    for key in exposed(loaded):
+    for key in exposed_servers(loaded):
         print(f"tidemill: WARNING: {key} is reachable from other machines without authentication.", file=sys.stderr)
-    for trouble in _check(loaded):
+    for trouble in _capture_problems(loaded):
         print(f"tidemill: WARNING: {trouble} The node keeps trying.", file=sys.stderr)
     print(f"tidemill: node {loaded.node.name}  http {loaded.node.http}  kafka {loaded.node.kafka}", file=sys.stderr)
 
     def start(supervisor: Supervisor, fail: Callable[[BaseException], None]) -> None:
         start_all(loaded, SystemClock(), fail, supervisor=supervisor)
 
-    run_supervised(loaded, loaded.node.name, start, pipelines=supervised_here(loaded))
+    run_supervised(loaded, loaded.node.name, start, pipelines=supervised_pipelines(loaded))
 
 
-CHECK_S = 5.0
+CAPTURE_CHECK_TIMEOUT_S = 5.0
 
 
-async def _checked(name: str, section: CaptureSection) -> str:
+async def _capture_problem(name: str, section: CaptureSection) -> str:
     """Return why a capture cannot run now, or ""."""
     from tidemill.capture.setup.privileges import check_database
 
     try:
-        async with asyncio.timeout(CHECK_S):
+        async with asyncio.timeout(CAPTURE_CHECK_TIMEOUT_S):
             await check_database(section.dsn, section.tables, section.identity)
     except TimeoutError:
-        return f"capture {name}: PostgreSQL has not answered in {CHECK_S:.0f} s."
+        return f"capture {name}: PostgreSQL has not answered in {CAPTURE_CHECK_TIMEOUT_S:.0f} s."
     except TidemillError as error:
-        return f"capture {name}: {sentence(error)}"
+        return f"capture {name}: {error_sentence(error)}"
     return ""
 
 
-def _check(config: Config) -> list[str]:
+def _capture_problems(config: Config) -> list[str]:
     """Return the errors with which captures would fail, to be printed in the foreground. They do not prevent the start:
     an unavailable database concerns its own capture, not the topics, tables and other captures of the node."""
     if not config.capture:
         return []
 
     async def all_of_them() -> list[str]:
-        return await asyncio.gather(*(_checked(name, section) for name, section in config.capture.items()))
+        return await asyncio.gather(*(_capture_problem(name, section) for name, section in config.capture.items()))
 
     with BlockingPortal() as portal:
         return [said for said in portal.call(all_of_them()) if said]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
 
 app = typer.Typer(help="Add, list and delete users of the Kafka endpoint.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="User name; as a principal it is User:NAME.")]
@@ -24,17 +24,17 @@ def add(
 ) -> None:
     """Add a user, or change the password of one. The password is asked for on a terminal, or read from the first line
     of stdin."""
-    from tidemill.security.scram import NAMES, SALT_BYTES, made_of
+    from tidemill.security.scram import NAMES, SALT_BYTES, derive_credential
     from tidemill.security.users import Users, check_iterations, check_user
 
     check_user(name)
     check_iterations(iterations)
-    password = _password(name)
-    with stores(config) as opened:
+    password = _read_password(name)
+    with open_stores(config) as opened:
         users = Users(opened.metastore, opened.clock)
         for mechanism in NAMES:
             salt = bytes.fromhex(opened.rand.nonce() + opened.rand.nonce())[:SALT_BYTES]
-            opened.portal.call(users.put(made_of(name, mechanism, password, salt, iterations)))
+            opened.portal.call(users.put(derive_credential(name, mechanism, password, salt, iterations)))
     mechanisms = list(NAMES.values())
     if as_json:
         print_json({"user": name, "mechanisms": mechanisms, "iterations": iterations})
@@ -49,7 +49,7 @@ def list_users(config: ConfigOption = None, as_json: JsonOption = False) -> None
     from tidemill.security.users import Users
 
     found: dict[str, list[Credential]] = {}
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         for credential in opened.portal.call(Users(opened.metastore, opened.clock).list()):
             found.setdefault(credential.user, []).append(credential)
     rows = [
@@ -69,7 +69,7 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
     from tidemill.security.scram import NAMES
     from tidemill.security.users import Users
 
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         users = Users(opened.metastore, opened.clock)
         have = [each.mechanism for each in opened.portal.call(users.list()) if each.user == name]
         if not have:
@@ -81,7 +81,7 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
         print(f"deleted {name}")
 
 
-def _password(name: str) -> str:
+def _read_password(name: str) -> str:
     """Return the password that the user typed or piped. Raises InvalidError for an empty or too long one."""
     if sys.stdin.isatty():
         password = str(typer.prompt(f"Password of {name}", hide_input=True, confirmation_prompt=True))

@@ -10,10 +10,10 @@ import typer
 from tidemill.base.config.config import Config
 from tidemill.base.errors import MissingError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
-from tidemill.base.status.freshness import Verdict, table_mark, verdict
-from tidemill.base.status.status import Derived, as_row, behind, behind_text, trouble
-from tidemill.cli.context import OPEN_S, ConfigOption, JsonOption, consensus_only, print_json
-from tidemill.cli.status import read_marks
+from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
+from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of, status_row
+from tidemill.cli.context import OPEN_TIMEOUT_S, ConfigOption, JsonOption, open_consensus_only, print_json
+from tidemill.cli.status import read_stage_statuses
 
 Name = Annotated[
     str,
@@ -23,16 +23,18 @@ Name = Annotated[
 
 def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 2 stuck: the worst up to its source."""
-    with consensus_only(config, OPEN_S) as opened:
-        marks = read_marks(opened)
+    with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
+        marks = read_stage_statuses(opened)
     if not marks:
         raise MissingError("no process is reporting.", fix="Start one: tidemill up.")
     try:
-        found = verdict(marks, table_mark(marks, name) if name else max(marks, key=lambda n: trouble(marks[n])))
+        found = verdict_of(
+            marks, resolve_status_name(marks, name) if name else max(marks, key=lambda n: severity_of(marks[n]))
+        )
     except KeyError as error:
         raise MissingError(f"no such stage: name={name!r}.", fix=f"Known: {', '.join(sorted(marks)[:50])}.") from error
     silent = any(derived.report_age_ms > FRESHNESS_BUDGET_MS for derived in found.chain)
-    holder = intruder(opened.config) if silent else ""
+    holder = find_lock_intruder(opened.config) if silent else ""
     if holder:
         found = msgspec.structs.replace(found, root=holder)
     exit_code = 2 if holder else found.exit_code
@@ -41,38 +43,40 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
             {
                 "state": str(found.worst.state),
                 "exit": exit_code,
-                "worst": as_row(found.worst),
+                "worst": status_row(found.worst),
                 "root": found.root,
-                "chain": [as_row(d) for d in found.chain],
+                "chain": [status_row(d) for d in found.chain],
             }
         )
     else:
-        print("\n".join(lines(found, exit_code)))
+        print("\n".join(format_verdict(found, exit_code)))
     raise SystemExit(exit_code)
 
 
-def intruder(config: Config) -> str:
+def find_lock_intruder(config: Config) -> str:
     """Return the process that locks SQLite's file when the whole cluster is silent: no process could report it."""
-    from tidemill.consensus.factory import sqlite_file
-    from tidemill.consensus.sqlite.lock_holders import intruders
+    from tidemill.consensus.factory import sqlite_path_of_url
+    from tidemill.consensus.sqlite.lock_holders import foreign_lock_holders
 
-    file = sqlite_file(config.consensus_url)
-    found = intruders(file) if file is not None else []
+    file = sqlite_path_of_url(config.consensus_url)
+    found = foreign_lock_holders(file) if file is not None else []
     return f"{found[0]}, which locks {file}" if found else ""
 
 
-def lines(found: Verdict, exit_code: int) -> list[str]:
+def format_verdict(found: Verdict, exit_code: int) -> list[str]:
     """Return the output lines: one per stage from the table to its source, then the blocker of the worst stage."""
-    out = [("  " * depth) + ("← " if depth else "") + line(derived) for depth, derived in enumerate(found.chain)]
+    out = [
+        ("  " * depth) + ("← " if depth else "") + format_stage(derived) for depth, derived in enumerate(found.chain)
+    ]
     if exit_code:
         age_s = found.worst.standing_ms / 1000
         out.append(f"blocked by {found.root}: {found.worst.mark.name} is {found.worst.state} for {age_s:.1f} s")
     return out
 
 
-def line(derived: Derived) -> str:
+def format_stage(derived: DerivedStatus) -> str:
     mark = derived.mark
-    place = behind_text(mark) if behind(mark) is None else f"{behind_text(mark)} behind"
+    place = lag_text(mark) if lag_of(mark) is None else f"{lag_text(mark)} behind"
     tries = f" (try {mark.tries})" if mark.tries > 1 else ""
     holder = f", blocked by {mark.held_by}" if mark.held_by else ""
     reason = f": {mark.reason}{tries}" if mark.reason else ""

@@ -65,7 +65,7 @@ class Changes(msgspec.Struct, frozen=True):
     more: bool
 
 
-REPORTS = "board/"
+REPORT_PREFIX = "board/"
 """Key prefix of status reports (`status.board`). Each is about its writer alone."""
 
 
@@ -179,7 +179,7 @@ class Consensus(Protocol):
     async def aclose(self) -> None: ...
 
 
-async def changes(consensus: Consensus, prefix: str, since: str = "") -> tuple[dict[str, LogHead], str]:
+async def read_all_changes(consensus: Consensus, prefix: str, since: str = "") -> tuple[dict[str, LogHead], str]:
     """Call `changed` until the answer is complete: (head by log, the next token). Raises UnavailableError."""
     heads: dict[str, LogHead] = {}
     while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tidemill.consensus.api import Consensus, LogHead, changes
+from tidemill.consensus.api import Consensus, LogHead, read_all_changes
 
 
 class ChangedLogs:
@@ -20,13 +20,13 @@ class ChangedLogs:
         self._due: dict[str, LogHead] = {}
         self._strange: set[str] = set()
 
-    async def look(self, known: Callable[[str], bool]) -> dict[str, LogHead]:
+    async def next_changed(self, known: Callable[[str], bool]) -> dict[str, LogHead]:
         """Return the due logs that are `known`, with their heads as of their last change. Raises UnavailableError.
 
         A name that is unknown in two consecutive calls is dropped. The caller refreshes its set of logs between the
         calls, so the second one sees every log that existed at the first.
         """
-        heads, self._token = await changes(self._consensus, self._prefix, self._token)
+        heads, self._token = await read_all_changes(self._consensus, self._prefix, self._token)
         cut = len(self._prefix)
         self._due.update((name[cut:], head) for name, head in heads.items())
         strange = {name for name in self._due if not known(name)}
@@ -38,7 +38,7 @@ class ChangedLogs:
         for name in names:
             self._due.pop(name, None)
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Treat every log as changed."""
         self._token = ""
         self._due.clear()

@@ -17,20 +17,20 @@ from collections.abc import Callable, Iterable
 from tidemill.consensus.api import Changes, LogHead
 from tidemill.consensus.operations import Changed
 
-PAGE = 1_000
+PAGE_HEADS = 1_000
 """Heads per answer: one or two milliseconds of an engine's thread."""
 
-REMEMBERED = 50_000
+JOURNAL_CHANGES = 50_000
 """Number of remembered changes, at about 200 bytes each."""
 
-Listed = Callable[[str, str, int], list[tuple[str, LogHead]]]
+ListHeads = Callable[[str, str, int], list[tuple[str, LogHead]]]
 """(prefix, after, limit) → the first `limit` logs with this prefix whose name is greater than `after`, by name."""
 
 
-class Journal:
+class ChangeJournal:
     """The journal of one engine."""
 
-    def __init__(self, life: str, *, remembered: int = REMEMBERED, page: int = PAGE) -> None:
+    def __init__(self, life: str, *, remembered: int = JOURNAL_CHANGES, page: int = PAGE_HEADS) -> None:
         """`life` identifies this journal: unique among all journals ever created, and without a colon."""
         self._life = life
         self._remembered = remembered
@@ -40,7 +40,7 @@ class Journal:
         self._changes: dict[str, int] = {}
         """log → number of its last change, ascending."""
 
-    def note(self, logs: Iterable[str]) -> None:
+    def record_changes(self, logs: Iterable[str]) -> None:
         """Record that these logs changed. Call it only once the change is durable."""
         changes = self._changes
         for log in logs:
@@ -50,13 +50,13 @@ class Journal:
         while len(changes) > self._remembered:
             self._forgotten = changes.pop(next(iter(changes)))
 
-    def answer(self, op: Changed, listed: Listed, head: Callable[[str], LogHead]) -> Changes:
+    def changes_since(self, op: Changed, listed: ListHeads, head: Callable[[str], LogHead]) -> Changes:
         life, _, rest = op.since.partition(":")
         digits, listing, after = rest.partition(":")
         number = int(digits) if digits.isdecimal() and digits.isascii() else 0
         known = life == self._life and self._forgotten <= number <= self._last
         if known and not listing:
-            return self._later(op.prefix, number, head)
+            return self._changes_after(op.prefix, number, head)
         if not known:
             number, after = self._last, ""
         found = listed(op.prefix, after, self._page)
@@ -64,7 +64,7 @@ class Journal:
             return Changes(tuple(found), f"{self._life}:{number}:{found[-1][0]}", True)
         return Changes(tuple(found), f"{self._life}:{number}", number < self._last)
 
-    def _later(self, prefix: str, number: int, head: Callable[[str], LogHead]) -> Changes:
+    def _changes_after(self, prefix: str, number: int, head: Callable[[str], LogHead]) -> Changes:
         names: list[tuple[str, int]] = []
         for name, changed in reversed(self._changes.items()):
             if changed <= number:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from tidemill.base.errors import ConflictError, FencedError
 from tidemill.consensus import transitions
-from tidemill.consensus.api import REPORTS, Changes, Lease, LogHead, LogSlice, Versioned
+from tidemill.consensus.api import REPORT_PREFIX, Changes, Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
@@ -33,15 +33,15 @@ from tidemill.consensus.operations import (
 from tidemill.consensus.rollback_detection import RollbackDetector
 
 
-class Owner(Protocol):
+class OwnershipCheck(Protocol):
     """Check that decides whether this process may still acknowledge writes."""
 
     @property
-    def stale(self) -> bool:
-        """Return whether `assure` must be called first. Only compares a clock."""
+    def is_stale(self) -> bool:
+        """Return whether `assert_owned` must be called first. Only compares a clock."""
         ...
 
-    async def assure(self) -> None:
+    async def assert_owned(self) -> None:
         """Raise the error that ends this process if it may not acknowledge writes."""
         ...
 
@@ -60,7 +60,7 @@ class ConsensusClientBase(abc.ABC):
     Commits may be lost between two lives, but not those that this client had seen: that is checked before a new life is
     adopted.
     """
-    owner: Owner | None = None
+    owner: OwnershipCheck | None = None
     """The check of this process's ownership.
 
     While it is stale (after the process was frozen), it is consulted before a write of a log or register is
@@ -79,70 +79,70 @@ class ConsensusClientBase(abc.ABC):
     @abc.abstractmethod
     async def aclose(self) -> None: ...
 
-    async def _checked(self, op: AnyOp) -> Any:
-        transitions.validate(op)
+    async def _submit_checked(self, op: AnyOp) -> Any:
+        transitions.validate_operation(op)
         seen = self.seen
         if seen.lost is not None:
             raise seen.lost
-        floor = seen.floor(op)
+        floor = seen.lower_bound(op)
         try:
             answer = await self._submit(op)
         except (ConflictError, FencedError) as refused:
             seen.check(op, floor, refused.current, done=False)
             raise
         seen.check(op, floor, answer, done=True)
-        if self.owner is not None and self.owner.stale and isinstance(op, Append | Cas) and not _is_report(op):
-            await self.owner.assure()
+        if self.owner is not None and self.owner.is_stale and isinstance(op, Append | Cas) and not _is_report(op):
+            await self.owner.assert_owned()
         return answer
 
     async def head(self, key: str) -> Versioned | None:
-        return cast("Versioned | None", await self._checked(Head(key)))
+        return cast("Versioned | None", await self._submit_checked(Head(key)))
 
     async def cas(self, key: str, expected_seq: int, data: bytes, nonce: str) -> Versioned:
-        return cast(Versioned, await self._checked(Cas(key, expected_seq, data, nonce)))
+        return cast(Versioned, await self._submit_checked(Cas(key, expected_seq, data, nonce)))
 
     async def drop(self, key: str, expected_seq: int) -> None:
-        await self._checked(Drop(key, expected_seq))
+        await self._submit_checked(Drop(key, expected_seq))
 
     async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
-        return cast("list[tuple[str, Versioned]]", await self._checked(Scan(prefix)))
+        return cast("list[tuple[str, Versioned]]", await self._submit_checked(Scan(prefix)))
 
     async def log_head(self, log: str) -> LogHead:
-        return cast(LogHead, await self._checked(HeadOfLog(log)))
+        return cast(LogHead, await self._submit_checked(HeadOfLog(log)))
 
     async def fence(self, log: str, term: int) -> LogHead:
-        return cast(LogHead, await self._checked(Fence(log, term)))
+        return cast(LogHead, await self._submit_checked(Fence(log, term)))
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
-        return cast(LogHead, await self._checked(Append(log, term, expected_next, tuple(records), nonce)))
+        return cast(LogHead, await self._submit_checked(Append(log, term, expected_next, tuple(records), nonce)))
 
     async def read(self, log: str, start: int, limit_records: int = 1000, limit_bytes: int = 4 << 20) -> LogSlice:
-        return cast(LogSlice, await self._checked(Read(log, start, max(1, limit_records), limit_bytes)))
+        return cast(LogSlice, await self._submit_checked(Read(log, start, max(1, limit_records), limit_bytes)))
 
     async def changed(self, prefix: str, since: str = "") -> Changes:
-        return cast(Changes, await self._checked(Changed(prefix, since)))
+        return cast(Changes, await self._submit_checked(Changed(prefix, since)))
 
     async def truncate(self, log: str, before: int) -> LogHead:
-        return cast(LogHead, await self._checked(Truncate(log, before)))
+        return cast(LogHead, await self._submit_checked(Truncate(log, before)))
 
     async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
         if timeout_s <= 0:
             return (await self.log_head(log)).next > beyond
         op = Wait(log, beyond)
-        transitions.validate(op)
+        transitions.validate_operation(op)
         if self.seen.lost is not None:
             raise self.seen.lost
         return await self._wait(op, timeout_s)
 
     async def acquire(self, name: str, holder: str, ttl_ms: int, info: bytes = b"") -> Lease:
-        return cast(Lease, await self._checked(Acquire(name, holder, ttl_ms, info)))
+        return cast(Lease, await self._submit_checked(Acquire(name, holder, ttl_ms, info)))
 
     async def release(self, name: str, holder: str, term: int) -> None:
-        await self._checked(Release(name, holder, term))
+        await self._submit_checked(Release(name, holder, term))
 
     async def leases(self, prefix: str) -> list[Lease]:
-        return cast("list[Lease]", await self._checked(Leases(prefix)))
+        return cast("list[Lease]", await self._submit_checked(Leases(prefix)))
 
 
 def _is_report(op: AnyOp) -> bool:
-    return isinstance(op, Cas) and op.key.startswith(REPORTS)
+    return isinstance(op, Cas) and op.key.startswith(REPORT_PREFIX)

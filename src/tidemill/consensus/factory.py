@@ -18,7 +18,7 @@ async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
     locked. A `memory:` engine lives only as long as the returned object.
     """
     scheme, separator, rest = url.partition(":")
-    file = sqlite_file(url)
+    file = sqlite_path_of_url(url)
     if file is not None:
         from tidemill.consensus.sqlite.client import SqliteConsensus
 
@@ -38,7 +38,7 @@ async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
     raise InvalidError(f"unknown engine in the URL: consensus.url={url!r}.", fix=FIX)
 
 
-def sqlite_file(url: str) -> Path | None:
+def sqlite_path_of_url(url: str) -> Path | None:
     """Return the database file of a `sqlite:` URL, None for any other URL. Raises InvalidError if it names no file."""
     scheme, separator, rest = url.partition(":")
     if not separator or scheme != "sqlite":

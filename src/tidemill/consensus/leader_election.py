@@ -24,7 +24,7 @@ RELEASE_TIMEOUT_S = 2.0
 """Timeout for the release of a lease. Releasing is optional: a lease that is not released in time expires."""
 
 
-async def lead(
+async def run_while_leading(
     consensus: Consensus,
     name: str,
     holder: str,
@@ -48,37 +48,37 @@ async def lead(
         except ConflictError as conflict:
             current = conflict.current
             own = current if isinstance(current, Lease) and own_earlier_life(current.holder) else None
-            if own is None or not await _released(consensus, own):
+            if own is None or not await _try_release(consensus, own):
                 await asyncio.sleep(ttl_ms / 3000)
             continue
         except (UnavailableError, UnknownOutcomeError):
             await asyncio.sleep(ttl_ms / 3000)
             continue
         log.info("leading", lease=name, term=lease.term)
-        if await _while_held(consensus, lease, holder, info, body):
+        if await _run_under_lease(consensus, lease, holder, info, body):
             return
         log.warning("lease lost", lease=name, term=lease.term)
 
 
-async def _while_held(consensus: Consensus, lease: Lease, holder: str, info: bytes, body: Body) -> bool:
+async def _run_under_lease(consensus: Consensus, lease: Lease, holder: str, info: bytes, body: Body) -> bool:
     """Return True if the body returned, False if the lease was lost."""
     try:
-        return await _held(consensus, lease, holder, info, body)
+        return await _run_and_renew(consensus, lease, holder, info, body)
     except (Exception, asyncio.CancelledError):
         # The body or consensus failed, or this task is being cancelled. The body no longer runs.
-        await _released(consensus, lease)
+        await _try_release(consensus, lease)
         raise
 
 
-async def _held(consensus: Consensus, lease: Lease, holder: str, info: bytes, body: Body) -> bool:
+async def _run_and_renew(consensus: Consensus, lease: Lease, holder: str, info: bytes, body: Body) -> bool:
     async with Tasks(lambda *_: None) as tasks:
-        running = tasks.spawn(_as_coroutine(body, lease), name=f"lead-{lease.name}")
+        running = tasks.spawn(_run_body(body, lease), name=f"lead-{lease.name}")
         missed = 0
         while True:
             done, _ = await asyncio.wait([running], timeout=lease.ttl_ms / 3000)
             if done:
                 running.result()
-                await _released(consensus, lease)
+                await _try_release(consensus, lease)
                 return True
             try:
                 renewed = await consensus.acquire(lease.name, holder, lease.ttl_ms, info)
@@ -93,7 +93,7 @@ async def _held(consensus: Consensus, lease: Lease, holder: str, info: bytes, bo
                     return False
 
 
-async def _released(consensus: Consensus, lease: Lease) -> bool:
+async def _try_release(consensus: Consensus, lease: Lease) -> bool:
     """Release the lease; False if the release is not confirmed. Never raises: the lease expires."""
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_S):
@@ -104,5 +104,5 @@ async def _released(consensus: Consensus, lease: Lease) -> bool:
     return True
 
 
-async def _as_coroutine(body: Body, lease: Lease) -> None:
+async def _run_body(body: Body, lease: Lease) -> None:
     await body(lease)

@@ -14,7 +14,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError
 from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
-from tidemill.consensus.change_journal import Journal
+from tidemill.consensus.change_journal import ChangeJournal
 from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.engine_clock import EngineClock
 from tidemill.consensus.operations import (
@@ -46,7 +46,7 @@ class MemoryState:
         self.heads: dict[str, LogHead] = {}
         self.records: dict[str, list[LogRecord]] = {}
         self.leases: dict[str, LeaseRow] = {}
-        self.journal = Journal("memory")
+        self.journal = ChangeJournal("memory")
         self.waiters: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
 
 
@@ -57,7 +57,7 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
             head = state.heads.get(log, UNWRITTEN)
             grown = transitions.append(head, op)
             state.heads[log] = grown
-            state.journal.note((log,))
+            state.journal.record_changes((log,))
             state.records.setdefault(log, []).extend(
                 LogRecord(head.next + i, op.term, op.nonce, data) for i, data in enumerate(op.records)
             )
@@ -79,21 +79,22 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
             transitions.check_read(head, op)
             first = op.start - head.start
             return LogSlice(
-                transitions.within(state.records.get(log, [])[first : first + op.limit_records], op.limit_bytes), head
+                transitions.prefix_within(state.records.get(log, [])[first : first + op.limit_records], op.limit_bytes),
+                head,
             )
         case Fence(log=log):
             head = state.heads.get(log, UNWRITTEN)
             raised = transitions.fence(head, op)
             if raised is not head:
                 state.heads[log] = raised
-                state.journal.note((log,))
+                state.journal.record_changes((log,))
             return raised
         case Truncate(log=log):
             head = state.heads.get(log, UNWRITTEN)
             cut = transitions.truncate(head, op)
             if cut is not head:
                 state.heads[log] = cut
-                state.journal.note((log,))
+                state.journal.record_changes((log,))
                 del state.records[log][: cut.start - head.start]
             return cut
         case Acquire(name=name):
@@ -110,12 +111,14 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
         case Leases(prefix=prefix):
             return [state.leases[name].view(now_ms) for name in sorted(state.leases) if name.startswith(prefix)]
         case Changed():
-            return state.journal.answer(op, partial(_listed, state), lambda log: state.heads.get(log, UNWRITTEN))
+            return state.journal.changes_since(
+                op, partial(_list_heads, state), lambda log: state.heads.get(log, UNWRITTEN)
+            )
         case Wait(log=log, beyond=beyond):
             return state.heads.get(log, UNWRITTEN).next > beyond
 
 
-def _listed(state: MemoryState, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
+def _list_heads(state: MemoryState, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
     names = sorted(name for name in state.heads if name.startswith(prefix) and name > after)
     return [(name, state.heads[name]) for name in names[:limit]]
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tidemill.base.runtime.tasks import Backoff, RetryState, until_it_returns
+from tidemill.base.runtime.tasks import Backoff, RetryState, run_with_retries
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 
 
-async def kept(name: str, body: Callable[[], Awaitable[None]], told: Callable[[str], None]) -> None:
+async def run_supervised(name: str, body: Callable[[], Awaitable[None]], told: Callable[[str], None]) -> None:
     """Run `body` forever. Every error, of any type, is passed to the callback as a sentence before the pause."""
     now_s, restarts = asyncio.get_running_loop().time, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     attempts = RetryState(name, lambda error, parked: told(f"{name} failed: {error}"), now_s, restarts, may_park=False)
-    await until_it_returns(body, attempts)
+    await run_with_retries(body, attempts)

@@ -62,16 +62,16 @@ class LeaseRow(msgspec.Struct, frozen=True):
 
 def cas(current: Versioned | None, op: Cas) -> Versioned:
     if (current.seq if current else 0) != op.expected_seq:
-        raise cas_conflict(current, op)
+        raise cas_conflict_error(current, op)
     return Versioned(op.expected_seq + 1, op.data, op.nonce)
 
 
 def drop(current: Versioned | None, op: Drop) -> None:
     if (current.seq if current else 0) != op.expected_seq:
-        raise cas_conflict(current, op)
+        raise cas_conflict_error(current, op)
 
 
-def cas_conflict(current: Versioned | None, op: Cas | Drop) -> ConflictError:
+def cas_conflict_error(current: Versioned | None, op: Cas | Drop) -> ConflictError:
     seq = current.seq if current else 0
     return ConflictError(
         f"the register is at another version: key={op.key!r} expected_seq={op.expected_seq} seq={seq}.", current=current
@@ -80,23 +80,23 @@ def cas_conflict(current: Versioned | None, op: Cas | Drop) -> ConflictError:
 
 def fence(head: LogHead, op: Fence) -> LogHead:
     if op.term < head.term:
-        raise fenced(head, op.log, op.term)
+        raise fenced_error(head, op.log, op.term)
     return head if op.term == head.term else LogHead(op.term, head.start, head.next)
 
 
 def append(head: LogHead, op: Append) -> LogHead:
     if op.term < head.term:
-        raise fenced(head, op.log, op.term)
+        raise fenced_error(head, op.log, op.term)
     if op.expected_next != head.next:
-        raise append_conflict(head, op)
+        raise append_conflict_error(head, op)
     return LogHead(op.term, head.start, head.next + len(op.records))
 
 
-def fenced(head: LogHead, log: str, term: int) -> FencedError:
+def fenced_error(head: LogHead, log: str, term: int) -> FencedError:
     return FencedError(f"a newer term was fenced: log={log!r} term={term} newer={head.term}.", current=head)
 
 
-def append_conflict(head: LogHead, op: Append) -> ConflictError:
+def append_conflict_error(head: LogHead, op: Append) -> ConflictError:
     return ConflictError(
         f"the log ends at another position: log={op.log!r} expected_next={op.expected_next} next={head.next}.",
         current=head,
@@ -114,17 +114,17 @@ def truncate(head: LogHead, op: Truncate) -> LogHead:
 
 def check_read(head: LogHead, op: Read) -> None:
     if op.start < head.start:
-        raise truncated(head, op)
+        raise truncated_error(head, op)
 
 
-def truncated(head: LogHead, op: Read) -> MissingError:
+def truncated_error(head: LogHead, op: Read) -> MissingError:
     return MissingError(
         f"the records were truncated: log={op.log!r} asked={op.start} start={head.start}.",
         fix="Start again from head.start, where the rollup is.",
     )
 
 
-def within(records: list[LogRecord], limit_bytes: int) -> tuple[LogRecord, ...]:
+def prefix_within(records: list[LogRecord], limit_bytes: int) -> tuple[LogRecord, ...]:
     """Return the longest prefix of at most limit_bytes, but at least one record."""
     total = 0
     for index, record in enumerate(records):
@@ -140,13 +140,13 @@ def acquire(row: LeaseRow | None, op: Acquire, now_ms: int) -> LeaseRow:
     elif row.holder == op.holder:
         term = row.term
     elif row.holder and row.expires_ms > now_ms:
-        raise lease_conflict(row.view(now_ms))
+        raise lease_conflict_error(row.view(now_ms))
     else:
         term = row.term + 1
     return LeaseRow(op.name, op.holder, term, op.ttl_ms, now_ms + op.ttl_ms, op.info)
 
 
-def lease_conflict(current: Lease) -> ConflictError:
+def lease_conflict_error(current: Lease) -> ConflictError:
     return ConflictError(
         f"the lease is held: name={current.name!r} holder={current.holder!r} remaining_ms={current.remaining_ms}.",
         current=current,
@@ -160,7 +160,7 @@ def release(row: LeaseRow | None, op: Release) -> LeaseRow | None:
     return LeaseRow(row.name, "", row.term, row.ttl_ms, 0, row.info)
 
 
-def validate(op: AnyOp) -> None:
+def validate_operation(op: AnyOp) -> None:
     """Reject an operation that is invalid in any state, before it costs a round trip. Raises InvalidError."""
     check = _VALIDATIONS.get(type(op))
     if check is not None:
@@ -168,10 +168,10 @@ def validate(op: AnyOp) -> None:
 
 
 def _validate_append(op: Append) -> None:
-    _name("log", op.log)
-    _name("nonce", op.nonce)
-    _not_negative("term", op.term)
-    _not_negative("expected_next", op.expected_next)
+    _check_name("log", op.log)
+    _check_name("nonce", op.nonce)
+    _check_integer("term", op.term)
+    _check_integer("expected_next", op.expected_next)
     if not op.records:
         raise InvalidError(
             f"an append needs at least one record: log={op.log!r}.", fix="Use fence to raise a term without records."
@@ -179,66 +179,66 @@ def _validate_append(op: Append) -> None:
     total = 0
     for record in op.records:
         if len(record) > LOG_RECORD_BYTES:
-            raise _too_large("record", op.log, len(record), LOG_RECORD_BYTES)
+            raise _too_large_error("record", op.log, len(record), LOG_RECORD_BYTES)
         total += len(record)
     if total > APPEND_BYTES:
-        raise _too_large("append", op.log, total, APPEND_BYTES)
+        raise _too_large_error("append", op.log, total, APPEND_BYTES)
 
 
 def _validate_cas(op: Cas) -> None:
-    _name("key", op.key)
-    _name("nonce", op.nonce)
-    _not_negative("expected_seq", op.expected_seq)
+    _check_name("key", op.key)
+    _check_name("nonce", op.nonce)
+    _check_integer("expected_seq", op.expected_seq)
     if len(op.data) > REGISTER_BYTES:
-        raise _too_large("register", op.key, len(op.data), REGISTER_BYTES)
+        raise _too_large_error("register", op.key, len(op.data), REGISTER_BYTES)
 
 
 def _validate_drop(op: Drop) -> None:
-    _name("key", op.key)
-    _not_negative("expected_seq", op.expected_seq)
+    _check_name("key", op.key)
+    _check_integer("expected_seq", op.expected_seq)
     if op.expected_seq == 0:
         raise InvalidError(f"cannot drop an absent register: key={op.key!r}.", fix="Read the register first.")
 
 
 def _validate_acquire(op: Acquire) -> None:
-    _name("lease name", op.name)
-    _name("holder", op.holder)
-    _not_negative("ttl_ms", op.ttl_ms << 8)  # Added to a time, it still fits 63 bits.
+    _check_name("lease name", op.name)
+    _check_name("holder", op.holder)
+    _check_integer("ttl_ms", op.ttl_ms << 8)  # Added to a time, it still fits 63 bits.
     if op.ttl_ms <= 0:
         raise InvalidError(
             f"a lease lasts at least 1 ms: name={op.name!r} ttl_ms={op.ttl_ms}.", fix="Pass a longer ttl_ms."
         )
     if len(op.info) > REGISTER_BYTES:
-        raise _too_large("lease info", op.name, len(op.info), REGISTER_BYTES)
+        raise _too_large_error("lease info", op.name, len(op.info), REGISTER_BYTES)
 
 
 def _validate_fence(op: Fence) -> None:
-    _name("log", op.log)
-    _not_negative("term", op.term)
+    _check_name("log", op.log)
+    _check_integer("term", op.term)
 
 
 def _validate_truncate(op: Truncate) -> None:
-    _name("log", op.log)
-    _not_negative("before", op.before)
+    _check_name("log", op.log)
+    _check_integer("before", op.before)
 
 
 def _validate_read(op: Read) -> None:
-    _name("log", op.log)
-    _not_negative("start", op.start)
-    _not_negative("limit_bytes", op.limit_bytes)
+    _check_name("log", op.log)
+    _check_integer("start", op.start)
+    _check_integer("limit_bytes", op.limit_bytes)
 
 
 def _validate_release(op: Release) -> None:
-    _asked("lease name", op.name)
-    _asked("holder", op.holder)
+    _check_query_text("lease name", op.name)
+    _check_query_text("holder", op.holder)
 
 
 def _validate_changed(op: Changed) -> None:
-    _asked("prefix", op.prefix)
-    _asked("token", op.since)
+    _check_query_text("prefix", op.prefix)
+    _check_query_text("token", op.since)
 
 
-def _asked(what: str, value: str) -> None:
+def _check_query_text(what: str, value: str) -> None:
     """Check a name in a query.
 
     It may name something that cannot exist, but it is batched with others, so every engine must accept it as text.
@@ -257,17 +257,17 @@ _VALIDATIONS: dict[type, Callable[[Any], None]] = {
     Fence: _validate_fence,
     Truncate: _validate_truncate,
     Read: _validate_read,
-    Head: lambda op: _asked("key", op.key),
-    HeadOfLog: lambda op: _asked("log", op.log),
-    Wait: lambda op: _asked("log", op.log),
-    Scan: lambda op: _asked("prefix", op.prefix),
+    Head: lambda op: _check_query_text("key", op.key),
+    HeadOfLog: lambda op: _check_query_text("log", op.log),
+    Wait: lambda op: _check_query_text("log", op.log),
+    Scan: lambda op: _check_query_text("prefix", op.prefix),
     Changed: _validate_changed,
-    Leases: lambda op: _asked("prefix", op.prefix),
+    Leases: lambda op: _check_query_text("prefix", op.prefix),
     Release: _validate_release,
 }
 
 
-def _name(what: str, value: str) -> None:
+def _check_name(what: str, value: str) -> None:
     if value.isascii() and 0 < len(value) <= NAME_BYTES and "\0" not in value:
         return
     if not value or "\0" in value or len(value.encode(errors="replace")) > NAME_BYTES or not _is_text(value):
@@ -282,14 +282,14 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
-def _not_negative(what: str, value: int) -> None:
+def _check_integer(what: str, value: int) -> None:
     if not 0 <= value < 1 << 63:
         raise InvalidError(
             f"a {what} must be between 0 and 2^63 - 1: {what}={value}.", fix="Pass a value in this range."
         )
 
 
-def _too_large(what: str, name: str, size_bytes: int, limit_bytes: int) -> InvalidError:
+def _too_large_error(what: str, name: str, size_bytes: int, limit_bytes: int) -> InvalidError:
     return InvalidError(
         f"the {what} is too large: name={name!r} size_bytes={size_bytes} limit_bytes={limit_bytes}.",
         fix="Store the bytes as an object and keep its key here.",

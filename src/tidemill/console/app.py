@@ -23,11 +23,11 @@ from starlette.staticfiles import StaticFiles
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.coop import CoopBudget
-from tidemill.base.status.freshness import table_mark, verdict
-from tidemill.base.status.status import Report, State, as_row, behind, derive_all
+from tidemill.base.status.freshness import resolve_status_name, verdict_of
+from tidemill.base.status.status import StageState, StatusReport, derive_statuses, lag_of, status_row
 
 STATIC = Path(__file__).with_name("static")
-Reports = Callable[[], Awaitable[Sequence[Report]]]
+Reports = Callable[[], Awaitable[Sequence[StatusReport]]]
 Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -44,12 +44,12 @@ def console_routes(
 
     async def status(_: Request) -> Response:
         found = await reports()
-        if pace.due:
-            await pace.rest()
-        marks = derive_all(found, clock.now_ms())
+        if pace.is_used_up:
+            await pace.wait_for_turn()
+        marks = derive_statuses(found, clock.now_ms())
         facts = {report.process: report.facts for report in found}
         processes = {report.process: report.pid for report in found}
-        rows = [as_row(derived) for derived in marks.values()]
+        rows = [status_row(derived) for derived in marks.values()]
         return JSONResponse({"marks": rows, "facts": facts, "processes": processes})
 
     async def healthz(_: Request) -> Response:
@@ -62,13 +62,13 @@ def console_routes(
         return PlainTextResponse("".join(f"{line}\n" for line in ("ready", *noticed())))
 
     async def freshz(request: Request) -> Response:
-        marks = derive_all(await reports(), clock.now_ms())
+        marks = derive_statuses(await reports(), clock.now_ms())
         name = request.query_params.get("table") or request.query_params.get("mark")
         if name is None:
-            late = [d for d in marks.values() if d.state in (State.STUCK, State.BLIND)]
+            late = [d for d in marks.values() if d.state in (StageState.STUCK, StageState.BLIND)]
         else:
             try:
-                found = verdict(marks, table_mark(marks, name))
+                found = verdict_of(marks, resolve_status_name(marks, name))
             except KeyError:
                 return PlainTextResponse(f"no such table or mark: {name}\n", 404)
             late = [found.worst] if found.exit_code == 2 else []
@@ -79,43 +79,43 @@ def console_routes(
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         try:
-            marks = derive_all(await reports(), clock.now_ms())
+            marks = derive_statuses(await reports(), clock.now_ms())
         except TidemillError:
             marks = {}  # this process's own counters matter most while consensus is unavailable
-        if pace.due:
-            await pace.rest()
+        if pace.is_used_up:
+            await pace.wait_for_turn()
         lines = ["# HELP tidemill_mark_behind distance of a stage from its input, in the stage's own unit"]
         lines.append("# TYPE tidemill_mark_behind gauge")
         for name, derived in marks.items():
-            far = behind(derived.mark)
+            far = lag_of(derived.mark)
             value = "NaN" if far is None else far
-            lines.append(f'tidemill_mark_behind{{mark="{_label(name)}",state="{derived.state}"}} {value}')
+            lines.append(f'tidemill_mark_behind{{mark="{_escape_label(name)}",state="{derived.state}"}} {value}')
         return Response(generate_latest() + ("\n".join(lines) + "\n").encode(), media_type=CONTENT_TYPE_LATEST)
 
     async def home(_: Request) -> Response:
         return RedirectResponse("/demo/demo.html")
 
-    def told(answer: Answer) -> Answer:
-        async def asked(request: Request) -> Response:
+    def with_error_responses(answer: Answer) -> Answer:
+        async def respond(request: Request) -> Response:
             try:
                 return await answer(request)
             except TidemillError as error:
                 return PlainTextResponse(f"{error}\n", 503)
 
-        return asked
+        return respond
 
     return [
         Route("/", home),
         Route("/demo", home),
-        Route("/api/status", told(status)),
+        Route("/api/status", with_error_responses(status)),
         Route("/healthz", healthz),
         Route("/readyz", readyz),
-        Route("/freshz", told(freshz)),
+        Route("/freshz", with_error_responses(freshz)),
         Route("/metrics", metrics),
         Mount("/demo", StaticFiles(directory=STATIC)),
     ]
 
 
-def _label(text: str) -> str:
+def _escape_label(text: str) -> str:
     """Escape a Prometheus label value (exposition format: backslash, quote and line feed)."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""Kafka wire endpoint for unmodified clients.
+"""kafka: wire endpoint for unmodified clients.
 
     socket ─► net ─► server ─► api (dispatch, authorization) ─► handlers ─► topics
                                                             └─► groups, transactions, fetch_sessions, metadata

@@ -117,7 +117,7 @@ REBOOTSTRAP_REQUIRED: Final = 129
 _NAMES: Final = {value: name for name, value in list(globals().items()) if name.isupper() and isinstance(value, int)}
 
 
-def text(code: int) -> str:
+def describe_code(code: int) -> str:
     """Return the text of a rejection without another text: the name of its code in words."""
     return f"{_NAMES.get(code, f'error_code_{code}').replace('_', ' ').capitalize()}."
 

@@ -105,7 +105,7 @@ class KafkaSettings(msgspec.Struct, frozen=True):
     """Id of the cluster, from the metastore. The server sets it when it starts."""
 
     @property
-    def reads_at_once(self) -> int:
+    def concurrent_reads_max(self) -> int:
         """Return how many reads of a connection may run together such that their largest answers fit its memory."""
         return max(1, self.connection_bytes_max // self.fetch_bytes_max)
 

@@ -26,7 +26,7 @@ from tidemill.base.errors import (
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
-from tidemill.maintenance.checkpoint.stages import checkpointer
+from tidemill.maintenance.checkpoint.stages import build_checkpointer
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.bucket_claim import check_unclaimed
 from tidemill.metastore.cluster import read_cluster
@@ -35,7 +35,7 @@ from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
 
-PATIENCE_S = 3600.0
+LEADING_WAIT_S = 3600.0
 RETRY_PAUSE_S = 1.0
 LEAVE_TIMEOUT_S = 2.0
 
@@ -78,7 +78,7 @@ class CheckpointService:
         self._metastore = metastore
         self._presence = Presence(objects, clock, rand, node, interval_s=alive_interval_s)
         self._alive_interval_s = alive_interval_s
-        self._checkpointer = checkpointer(
+        self._checkpointer = build_checkpointer(
             consensus, objects, metastore, clock, holder=holder, interval_s=checkpoint_interval_s, tracker=tracker
         )
 
@@ -88,12 +88,12 @@ class CheckpointService:
 
     async def run(self) -> None:
         while True:
-            domains = await self._domains()  # a failed domain has been replaced by another object
+            domains = await self._replicated_domains()  # a failed domain has been replaced by another object
             with contextlib.suppress(UnavailableError):
-                await domains[0].until_leading(PATIENCE_S)
-                await self._while_leading(domains)
+                await domains[0].wait_until_leading(LEADING_WAIT_S)
+                await self._run_while_leading(domains)
 
-    async def _while_leading(self, domains: list[Domain]) -> None:
+    async def _run_while_leading(self, domains: list[Domain]) -> None:
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def fail(_: str, error: BaseException) -> None:
@@ -101,28 +101,28 @@ class CheckpointService:
                 failed.set_exception(error)
 
         async with Tasks(fail) as tasks:
-            tasks.spawn(self._show(domains), name="presence")
+            tasks.spawn(self._publish_presence(domains), name="presence")
             tasks.spawn(self._checkpointer.run(), name="checkpoint")
-            over = tasks.spawn(domains[0].until_following(), name="following")
+            over = tasks.spawn(domains[0].wait_until_following(), name="following")
             await asyncio.wait([failed, over], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             failed.result()
 
-    async def leave(self) -> None:
+    async def withdraw_presence(self) -> None:
         """Withdraw the sign of life at an orderly end, so that a restore need not wait for it to age."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await self._presence.leave()
+                await self._presence.withdraw()
         except (TidemillError, TimeoutError) as error:
             log.info("the last sign of life stays until it expires", cause=str(error))
 
-    async def _show(self, domains: list[Domain]) -> None:
+    async def _publish_presence(self, domains: list[Domain]) -> None:
         while True:
             pause_s = self._alive_interval_s
             try:
-                manifest = await self._manifest(domains)
+                manifest = await self._cluster_manifest(domains)
                 if manifest is not None:
-                    await self._presence.round(manifest)
+                    await self._presence.publish(manifest)
                 else:
                     pause_s = min(pause_s, RETRY_PAUSE_S)
             except (UnavailableError, UnknownOutcomeError, CorruptError, MissingError) as error:
@@ -130,7 +130,7 @@ class CheckpointService:
                 pause_s = min(pause_s, RETRY_PAUSE_S)
             await asyncio.sleep(pause_s)
 
-    async def _manifest(self, domains: list[Domain]) -> ClusterManifest | None:
+    async def _cluster_manifest(self, domains: list[Domain]) -> ClusterManifest | None:
         """Return the cluster manifest; None while a domain has no name because no process has led it yet."""
         uuids = tuple(domain.domain_uuid for domain in domains)
         if not all(uuids):
@@ -138,7 +138,7 @@ class CheckpointService:
         cluster = await self._metastore.cluster()
         return ClusterManifest(cluster.uuid, cluster.label, cluster.incarnation, uuids, cluster.created_ms)
 
-    async def _domains(self) -> list[Domain]:
+    async def _replicated_domains(self) -> list[Domain]:
         domains: list[Domain] = []
         for domain in await self._metastore.domains():
             if not isinstance(domain, Domain):

@@ -8,7 +8,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.executor import Cpu, inline_cpu
+from tidemill.shards.executor import RunCpuWork, run_inline
 
 
 class Retention(msgspec.Struct, frozen=True):
@@ -50,4 +50,4 @@ class JobContext(msgspec.Struct, frozen=True):
     clock: Clock
     rand: Rand
     retention: Retention
-    cpu: Cpu = inline_cpu
+    cpu: RunCpuWork = run_inline

@@ -4,13 +4,13 @@ dozen: a status report is one register, and must not grow with the number of sim
 from __future__ import annotations
 
 from tidemill.base.clock import Clock
-from tidemill.base.runtime.tasks import is_fault, parks, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_fault, needs_operator
 from tidemill.base.status.status import StatusTracker
 
-TOLD_AT_ONCE = 50
+REPORTED_UNITS_MAX = 50
 
 
-class FailureStatus:
+class UnitFailures:
     """Failing units of one job. `count` is the number that fail now, reported or not."""
 
     def __init__(self, prefix: str, tracker: StatusTracker, clock: Clock) -> None:
@@ -29,14 +29,17 @@ class FailureStatus:
         if not is_fault(error):
             raise error
         self._failing.add(name)
-        if name in self._told or len(self._told) < TOLD_AT_ONCE:
+        if name in self._told or len(self._told) < REPORTED_UNITS_MAX:
             self._told.add(name)
             self._tracker.fail(
-                f"{self._prefix}:{name}", sentence(error), now_ms=self._clock.now_ms(), parked=parks(error)
+                f"{self._prefix}:{name}",
+                error_sentence(error),
+                now_ms=self._clock.now_ms(),
+                parked=needs_operator(error),
             )
 
-    def healed(self, name: str) -> None:
+    def clear_failure(self, name: str) -> None:
         self._failing.discard(name)
         if name in self._told:
             self._told.discard(name)
-            self._tracker.heal(f"{self._prefix}:{name}")
+            self._tracker.clear_failure(f"{self._prefix}:{name}")

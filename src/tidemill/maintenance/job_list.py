@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from tidemill.base.status.status import StatusTracker
-from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Job
-from tidemill.maintenance.shards.bindings import EVERY_S as BINDINGS_EVERY_S
+from tidemill.maintenance.shards.bindings import INTERVAL_S as BINDINGS_EVERY_S
 from tidemill.maintenance.shards.bindings import BindingsUpkeep
-from tidemill.maintenance.shards.orphans import Orphans
+from tidemill.maintenance.shards.orphans import OrphanCollector
 from tidemill.maintenance.shards.upkeep import BUSY_S, ShardUpkeep
 from tidemill.maintenance.topics.compaction import TopicCompaction
-from tidemill.maintenance.topics.group_offsets import GroupOffsets
-from tidemill.maintenance.topics.l0_garbage import TopicObjects
-from tidemill.maintenance.topics.l1_garbage import TopicL1
-from tidemill.maintenance.topics.l1_merge import TopicL1Levels
+from tidemill.maintenance.topics.group_offsets import GroupOffsetsExpiry
+from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
+from tidemill.maintenance.topics.l1_garbage import L1GarbageCollector
+from tidemill.maintenance.topics.l1_merge import L1Merger
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
-from tidemill.maintenance.topics.rollups import TopicRollups
+from tidemill.maintenance.topics.rollups import RollupCollector
 from tidemill.metastore.catalogue import Catalogue
 
 ORPHANS_EVERY_S = 600.0
@@ -35,15 +35,15 @@ where they changed."""
 GROUP_OFFSETS_EVERY_S = 600.0
 
 
-def jobs(grounds: JobContext, tracker: StatusTracker) -> list[Job]:
+def build_jobs(grounds: JobContext, tracker: StatusTracker) -> list[Job]:
     """Create the jobs, one per line. The module of each job states what it deletes and why that is safe."""
     shards = ShardUpkeep(grounds, tracker)
     bindings = BindingsUpkeep(grounds, tracker)
-    orphans = Orphans(grounds)
-    topic_objects, topic_rollups = TopicObjects(grounds), TopicRollups(grounds)
-    topic_l1, levels, group_offsets = TopicL1(grounds), TopicL1Levels(grounds), GroupOffsets(grounds)
+    orphans = OrphanCollector(grounds)
+    topic_objects, topic_rollups = L0GarbageCollector(grounds), RollupCollector(grounds)
+    topic_l1, levels, group_offsets = L1GarbageCollector(grounds), L1Merger(grounds), GroupOffsetsExpiry(grounds)
     catalogue = Catalogue(grounds.metastore, grounds.clock, grounds.rand)
-    persisted = Persisted(grounds.metastore)
+    persisted = RestoreHorizon(grounds.metastore)
     holds = PipelineHolds(grounds.consensus, catalogue, persisted, grounds.clock, grounds.rand)
     compaction = TopicCompaction(grounds, holds)
     return [

@@ -1,13 +1,13 @@
 """Scheduler of the maintenance jobs, which delete, move and merge data in the background.
 
     every node      competes for the jobs' leases; one node at a time runs the jobs of a lease
-    a job           runs a bounded step (`Budget`), and returns whether more work waits: then it runs again as soon as
-                    the others had their turn, otherwise after its interval
-    a failure       ends that step of that job: reported under `keeper:JOB`, retried by `base.tasks.keep`
+    a job           runs a bounded step (`StepBudget`), and returns whether more work waits: then it runs again as soon
+                    as the others had their turn, otherwise after its interval
+    a failure       ends that step of that job: reported under `keeper:JOB`, retried by `base.tasks.run_unit`
 
 Invariant (safe steps): a lease only decides which node tries. A step must be harmless when two nodes run it
-concurrently and when it is interrupted anywhere. Commands therefore fence by `Budget.term`, and deletions concern only
-what nothing can refer to.
+concurrently and when it is interrupted anywhere. Commands therefore fence by `StepBudget.term`, and deletions concern
+only what nothing can refer to.
 
 Invariant (background only): no step runs on the path of a commit, an acknowledgement or a status report.
 """
@@ -21,10 +21,10 @@ from itertools import groupby
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.base.runtime.tasks import Tasks, is_fault, keep
+from tidemill.base.runtime.tasks import Tasks, is_fault, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease
-from tidemill.consensus.leader_election import lead
+from tidemill.consensus.leader_election import run_while_leading
 
 LEASE = "keeper"
 STEP_S = 2.0
@@ -37,7 +37,7 @@ LATE_AFTER_MS = 60_000
 """Time beyond its interval after which a job's step counts as stuck."""
 
 
-class Budget:
+class StepBudget:
     """Budget of one step. `term` is that of the lease: it grows with every change of node, so commands fence by it."""
 
     def __init__(self, clock: Clock, term: int, *, step_s: float = STEP_S, step_bytes: int = STEP_BYTES) -> None:
@@ -50,7 +50,7 @@ class Budget:
         self._bytes -= size_bytes
 
     @property
-    def left(self) -> bool:
+    def has_budget(self) -> bool:
         """True while budget remains. Check it before each piece of work; a step that began with a budget always does
         one piece."""
         return self._bytes > 0 and self._clock.monotonic_s() < self._until_s
@@ -62,7 +62,7 @@ class Job(msgspec.Struct, frozen=True):
 
     name: str
     interval_s: float
-    run: Callable[[Budget], Awaitable[bool]]
+    run: Callable[[StepBudget], Awaitable[bool]]
     facts: Callable[[], dict[str, object]] = dict
     lease: str = LEASE
 
@@ -71,7 +71,7 @@ class Job(msgspec.Struct, frozen=True):
         return f"keeper:{self.name}"
 
 
-class Jobs:
+class JobRunner:
     """Runner of the jobs. `run` runs forever and never raises: a job's fault is reported under the job's stage."""
 
     def __init__(
@@ -93,48 +93,48 @@ class Jobs:
         }
 
     async def run(self) -> None:
-        async with Tasks(self._ended) as tasks:
+        async with Tasks(self._task_ended) as tasks:
             leases = [
-                tasks.spawn(self._lease(lease, tuple(jobs)), name=f"keeper-{lease}")
+                tasks.spawn(self._run_lease(lease, tuple(jobs)), name=f"keeper-{lease}")
                 for lease, jobs in groupby(self.jobs, key=lambda job: job.lease)
             ]
             if leases:
                 await asyncio.wait(leases)
 
-    async def _lease(self, lease: str, jobs: tuple[Job, ...]) -> None:
+    async def _run_lease(self, lease: str, jobs: tuple[Job, ...]) -> None:
         async def body() -> None:
-            await lead(self._consensus, lease, self._holder, b"", led)
+            await run_while_leading(self._consensus, lease, self._holder, b"", led)
 
         async def led(held: Lease) -> None:
-            async with Tasks(self._ended) as tasks:
-                running = [tasks.spawn(self._job(job, held.term), name=job.mark) for job in jobs]
+            async with Tasks(self._task_ended) as tasks:
+                running = [tasks.spawn(self._run_job(job, held.term), name=job.mark) for job in jobs]
                 await asyncio.wait(running)
 
-        await keep(f"keeper:{lease}", body, tracker=self._tracker, clock=self._clock)
+        await run_unit(f"keeper:{lease}", body, tracker=self._tracker, clock=self._clock)
 
-    async def _job(self, job: Job, term: int) -> None:
+    async def _run_job(self, job: Job, term: int) -> None:
         self._leading.add(job.name)
         try:
-            await keep(job.mark, lambda: self._steps_of(job, term), tracker=self._tracker, clock=self._clock)
+            await run_unit(job.mark, lambda: self._run_steps(job, term), tracker=self._tracker, clock=self._clock)
         finally:
             self._leading.discard(job.name)
             # From here on another node reports it.
             self._tracker.remove(job.mark)
-            self._tracker.heal(job.mark)
+            self._tracker.clear_failure(job.mark)
             self._tracker.clear(f"{job.mark}:")
 
-    async def _steps_of(self, job: Job, term: int) -> None:
+    async def _run_steps(self, job: Job, term: int) -> None:
         budget_ms = LATE_AFTER_MS + int(job.interval_s * 1000)
         while True:
             done = self._steps[job.name]
             self._tracker.set(job.mark, done, done + 1, now_ms=self._clock.now_ms(), budget_ms=budget_ms, unit="steps")
-            more = await job.run(Budget(self._clock, term))
+            more = await job.run(StepBudget(self._clock, term))
             self._steps[job.name] = done = done + 1
             self._tracker.set(job.mark, done, done, now_ms=self._clock.now_ms(), budget_ms=budget_ms, unit="steps")
-            self._tracker.heal(job.mark)
+            self._tracker.clear_failure(job.mark)
             await asyncio.sleep(MORE_PAUSE_S if more else job.interval_s)
 
-    def _ended(self, name: str, error: BaseException) -> None:
+    def _task_ended(self, name: str, error: BaseException) -> None:
         """Record the error of a task. `keep` catches every fault, so only an intended end of the process gets here."""
         if is_fault(error):
             self._tracker.fail(name, repr(error), now_ms=self._clock.now_ms())

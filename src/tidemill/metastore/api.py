@@ -25,7 +25,7 @@ class VersionedRow(Protocol):
     def value(self) -> bytes: ...
 
 
-class Rows(Protocol):
+class DomainRows(Protocol):
     """Rows of one domain, as one process sees them. Reads may raise Unavailable or Closed."""
 
     async def sync(self) -> None:
@@ -38,7 +38,7 @@ class Rows(Protocol):
 
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]: ...
 
-    async def stamp(self, first: bytes) -> object:
+    async def change_stamp(self, first: bytes) -> object:
         """Return a change stamp of the rows whose key begins with this byte, as a read begun now would find them. Equal
         stamps mean that no such row was written in between; different ones need not mean anything."""
         ...
@@ -69,7 +69,7 @@ class Rows(Protocol):
         """Return one sentence about what does not work in this domain here and now; empty if nothing. Never waits."""
         ...
 
-    async def until_ended(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Return once this handle has failed permanently. Another handle of the same domain may still work."""
         ...
 

@@ -38,13 +38,13 @@ from tidemill.objects.store import ObjectStore
 
 CLAIM_PREFIX = "metastore/claim/"
 RETRY_PAUSE_S = 1.0
-ASK_S = 5.0
+CHECK_TIMEOUT_S = 5.0
 """Limit of the time that an acknowledgement waits for the check when the bucket does not answer."""
 
 _log = structlog.get_logger()
 
 
-class Claim(msgspec.Struct, frozen=True):
+class BucketClaim(msgspec.Struct, frozen=True):
     cluster_uuid: str
     incarnation: int
     at_ms: int
@@ -75,24 +75,24 @@ async def check_unclaimed(objects: ObjectStore) -> None:
         )
 
 
-async def claimed_by(objects: ObjectStore, cluster: Cluster) -> bool:
+async def has_claimed(objects: ObjectStore, cluster: Cluster) -> bool:
     """Return whether the cluster has already claimed the bucket. Raises CorruptError, UnavailableError."""
     found = await _read(objects, claim_key(cluster.incarnation))
     return found is not None and found.cluster_uuid == cluster.uuid
 
 
-async def claim(objects: ObjectStore, clock: Clock, cluster: Cluster) -> None:
+async def claim_bucket(objects: ObjectStore, clock: Clock, cluster: Cluster) -> None:
     """Claim the bucket for the cluster. Idempotent. Raises ClusterReplacedError if the bucket is another cluster's,
     CorruptError, UnavailableError, Unknown."""
     key = claim_key(cluster.incarnation)
     found = await _read(objects, key)
     if found is None:
         try:
-            await objects.put(key, encode(Claim(cluster.uuid, cluster.incarnation, clock.now_ms())))
+            await objects.put(key, encode(BucketClaim(cluster.uuid, cluster.incarnation, clock.now_ms())))
         except ConflictError:
             found = await _read(objects, key)
     if found is not None and found.cluster_uuid != cluster.uuid:
-        raise _replaced(cluster, found.cluster_uuid, found.incarnation)
+        raise _replaced_error(cluster, found.cluster_uuid, found.incarnation)
     await check_claim(objects, cluster)
 
 
@@ -106,16 +106,16 @@ async def check_claim(objects: ObjectStore, cluster: Cluster) -> None:
         found = await _read(objects, key)
     except CorruptError:
         found = None  # the existence of the object is enough
-    raise _replaced(cluster, found.cluster_uuid if found is not None else "unreadable", cluster.incarnation + 1)
+    raise _replaced_error(cluster, found.cluster_uuid if found is not None else "unreadable", cluster.incarnation + 1)
 
 
-class Ownership:
+class BucketOwnership:
     """Knowledge of one process that its cluster owns the bucket. `run` must run as long as the process does."""
 
     def __init__(
         self, objects: ObjectStore, clock: Clock, cluster: Cluster, *, interval_s: float = ALIVE_INTERVAL_S
     ) -> None:
-        """Create it directly after `claim`, which counts as the first check."""
+        """Create it directly after `claim_bucket`, which counts as the first check."""
         self.replaced: ClusterReplacedError | None = None
         self._objects = objects
         self._clock = clock
@@ -126,11 +126,11 @@ class Ownership:
         self._asking = asyncio.Lock()
 
     @property
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """True if the last successful check is too long ago, for example because the process was frozen. No I/O."""
         return self._clock.monotonic_s() - self._known_s > 3 * self._interval_s or self.replaced is not None
 
-    async def assure(self, *, strictly: bool = False) -> None:
+    async def assert_owned(self, *, strictly: bool = False) -> None:
         """Check now if the last check is stale, unless another caller just did. Raises ClusterReplacedError; with
         `strictly` also Unavailable if the bucket does not answer.
 
@@ -139,26 +139,26 @@ class Ownership:
         """
         cause: BaseException | None = None
         async with self._asking:
-            if self.stale and self._clock.monotonic_s() - self._asked_s > RETRY_PAUSE_S:
+            if self.is_stale and self._clock.monotonic_s() - self._asked_s > RETRY_PAUSE_S:
                 try:
-                    async with asyncio.timeout(ASK_S):
-                        await self.look()
+                    async with asyncio.timeout(CHECK_TIMEOUT_S):
+                        await self.check_now()
                 except (TidemillError, TimeoutError) as error:
                     cause = error
                 self._asked_s = self._clock.monotonic_s()
         if self.replaced is not None:
             raise self.replaced
-        if strictly and self.stale:
+        if strictly and self.is_stale:
             raise UnavailableError(
                 "the bucket does not answer whether this cluster still owns it.", fix="Retry."
             ) from cause
 
-    async def may_delete(self) -> None:
+    async def check_may_delete(self) -> None:
         """Check before a deletion. Raises ClusterReplacedError; Unavailable if the bucket does not answer."""
-        if self.stale:
-            await self.assure(strictly=True)
+        if self.is_stale:
+            await self.assert_owned(strictly=True)
 
-    async def look(self) -> None:
+    async def check_now(self) -> None:
         """Check the claim with a request. Raises ClusterReplacedError, UnavailableError."""
         began_s = self._clock.monotonic_s()
         try:
@@ -173,7 +173,7 @@ class Ownership:
         while True:
             pause_s = self._interval_s
             try:
-                await self.look()
+                await self.check_now()
             except ClusterReplacedError:
                 raise
             except TidemillError as error:
@@ -185,20 +185,20 @@ class Ownership:
         """Return one sentence while this process may not acknowledge anything, else "". Never waits."""
         if self.replaced is not None:
             return self.replaced.message
-        if not self.stale:
+        if not self.is_stale:
             return ""
         since_s = self._clock.monotonic_s() - self._known_s
         return f"The bucket's owner has not been checked recently: since_s={since_s:.0f}."
 
 
-async def _read(objects: ObjectStore, key: str) -> Claim | None:
+async def _read(objects: ObjectStore, key: str) -> BucketClaim | None:
     try:
-        return await read_struct(objects, key, Claim)
+        return await read_struct(objects, key, BucketClaim)
     except MissingError:
         return None
 
 
-def _replaced(cluster: Cluster, other: str, incarnation: int) -> ClusterReplacedError:
+def _replaced_error(cluster: Cluster, other: str, incarnation: int) -> ClusterReplacedError:
     return ClusterReplacedError(
         f"the bucket belongs to another cluster: cluster={cluster.uuid} incarnation={cluster.incarnation}"
         f" bucket_cluster={other} bucket_incarnation={incarnation}.",

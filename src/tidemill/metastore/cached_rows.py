@@ -12,13 +12,13 @@ from tidemill.base.errors import TidemillError, ends_process
 log = structlog.get_logger()
 
 
-class Refreshed(Protocol):
+class Refreshable(Protocol):
     async def refresh(self, *, fresh: bool = True) -> None:
         """Read the rows again. `fresh`: as of now. Raises Unavailable."""
         ...
 
 
-async def refresh_for_ever(held: Refreshed, every_s: float, not_read: str) -> None:
+async def refresh_forever(held: Refreshable, every_s: float, not_read: str) -> None:
     """Refresh every `every_s` seconds, indefinitely. A metastore failure is logged as the event `not_read` and
     retried."""
     while True:

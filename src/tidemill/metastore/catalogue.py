@@ -46,15 +46,15 @@ from tidemill.metastore.rows import (
     TOPICS,
 )
 from tidemill.metastore.rows.captures import (
-    Accepted,
+    AcceptedSchemaChange,
     CapturedColumn,
     CaptureRow,
     CaptureTableRow,
     FormerType,
-    SetAside,
+    SideTopicState,
     TableCopy,
     TableSnapshot,
-    of_old,
+    tables_of_legacy_row,
 )
 from tidemill.metastore.rows.group_configs import GroupConfigRow
 from tidemill.metastore.rows.name_index import NameRow
@@ -91,7 +91,7 @@ def check_topic_name(name: str) -> None:
         )
 
 
-def grown(row: TopicRow, partitions: int) -> TopicRow:
+def with_partitions(row: TopicRow, partitions: int) -> TopicRow:
     """Return the topic with more partitions. Raises InvalidError for a captured topic, whose mapping of keys to
     partitions preserves the order of each key, and for a count that is not an increase or exceeds PARTITIONS_MAX."""
     if row.kind == "capture":
@@ -138,9 +138,9 @@ class Catalogue:
         key, value = family.encode(row)
 
         def replaced(found: bytes, _: str) -> Change:
-            return [(key, value), *_by_id(family, key, found, row)] if found != value else ()
+            return [(key, value), *_topic_id_changes(family, key, found, row)] if found != value else ()
 
-        await self._write(family, row.name, replaced)
+        await self._write_named(family, row.name, replaced)
 
     async def change_capture(self, name: str, change: Callable[[CaptureRow | None], CaptureRow]) -> CaptureRow:
         """Write what `change` returns for the capture's row (None if there is no row); return the stored row.
@@ -154,7 +154,7 @@ class Catalogue:
             row = attempts[attempt] = change(old)
             return [CAPTURES.encode(row)] if row != old else ()
 
-        return attempts[await self._write(CAPTURES, name, changed)]
+        return attempts[await self._write_named(CAPTURES, name, changed)]
 
     async def tables(self, capture: str, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
         """Return the tables of a capture, by name, including those that an older version stored in the capture's
@@ -166,7 +166,7 @@ class Catalogue:
         captures = await self.list(CaptureRow, fresh=fresh)
         tables: list[CaptureTableRow] = await self._metastore.rows(CAPTURE_TABLES, fresh=False)
         if self._tables is None or self._tables[0] is not captures or self._tables[1] is not tables:
-            found = {(row.name, t.table): t for row in captures for t in of_old(row)}
+            found = {(row.name, t.table): t for row in captures for t in tables_of_legacy_row(row)}
             found |= {(t.capture, t.table): t for t in tables}
             self._tables = captures, tables, [found[name] for name in sorted(found)]
         return self._tables[2]
@@ -175,7 +175,7 @@ class Catalogue:
         found = await self._metastore.get(CAPTURE_TABLES, capture, table, fresh=fresh)
         if found is None:
             row = await self.get(CaptureRow, capture, fresh=False)
-            found = next((t for t in of_old(row) if t.table == table), None) if row is not None else None
+            found = next((t for t in tables_of_legacy_row(row) if t.table == table), None) if row is not None else None
         return found
 
     async def change_table(
@@ -186,7 +186,9 @@ class Catalogue:
         Raises what `change` raises, InvalidError for a row too large for the metastore, UnknownOutcomeError after
         WRITE_BUDGET_S.
         """
-        changed: CaptureTableRow | None = await self._change(CAPTURE_TABLES, CAPTURE_TABLES.key(capture, table), change)
+        changed: CaptureTableRow | None = await self._change_row(
+            CAPTURE_TABLES, CAPTURE_TABLES.key(capture, table), change
+        )
         return changed
 
     async def group_configs(self, *, fresh: bool = True) -> Sequence[GroupConfigRow]:
@@ -203,10 +205,10 @@ class Catalogue:
             config = change(old.config if old is not None else {})
             return GroupConfigRow(group, config) if config else None
 
-        row: GroupConfigRow | None = await self._change(GROUP_CONFIGS, GROUP_CONFIGS.key(group), changed)
+        row: GroupConfigRow | None = await self._change_row(GROUP_CONFIGS, GROUP_CONFIGS.key(group), changed)
         return row.config if row is not None else {}
 
-    async def _change(self, family: Family[Any], key: bytes, change: Callable[[Any], Any]) -> Any:
+    async def _change_row(self, family: Family[Any], key: bytes, change: Callable[[Any], Any]) -> Any:
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
         while True:
             error: TidemillError
@@ -221,7 +223,7 @@ class Catalogue:
                 return wanted
             except (ConflictError, FencedError, UnavailableError, UnknownOutcomeError) as failed:
                 error = failed
-            await self._pause(until_s, key, error)
+            await self._pause_before_retry(until_s, key, error)
 
     async def create_topic(
         self, name: str, partitions: int, *, kind: str = "stream", config: dict[str, str] | None = None
@@ -241,7 +243,7 @@ class Catalogue:
             attempts[attempt] = row
             return [TOPICS.encode(row), TOPIC_IDS.encode(TopicIdRow(row.topic_id, name))]
 
-        return attempts[await self._write(TOPICS, name, created)]
+        return attempts[await self._write_named(TOPICS, name, created)]
 
     async def change_topic(self, name: str, change: Callable[[TopicRow], TopicRow]) -> TopicRow:
         """Write what `change` returns for the topic's row, which must keep name, id and kind; return the stored row.
@@ -258,11 +260,11 @@ class Catalogue:
             row = attempts[attempt] = change(old)
             return [TOPICS.encode(row)] if row != old else ()
 
-        return attempts[await self._write(TOPICS, name, changed)]
+        return attempts[await self._write_named(TOPICS, name, changed)]
 
     async def grow_topic(self, name: str, partitions: int) -> TopicRow:
-        """Increase the partitions of a topic. Raises what `grown` raises, and MissingError."""
-        return await self.change_topic(name, lambda row: grown(row, partitions))
+        """Increase the partitions of a topic. Raises what `with_partitions` raises, and MissingError."""
+        return await self.change_topic(name, lambda row: with_partitions(row, partitions))
 
     async def partition_bytes(self, topic_id: str) -> dict[int, int]:
         """Return the bytes of each partition of a topic as of its newest checkpoint. Partitions without records may be
@@ -279,11 +281,11 @@ class Catalogue:
         def deleted(found: bytes, _: str) -> Change:
             if not found:
                 raise MissingError(f"no such {family.name}: name={name}.")
-            return [(key, b""), *_by_id(family, key, found, None)]
+            return [(key, b""), *_topic_id_changes(family, key, found, None)]
 
-        await self._write(family, name, deleted)
+        await self._write_named(family, name, deleted)
 
-    async def _write(self, family: Family[Any], name: str, change: Callable[[bytes, str], Change]) -> str:
+    async def _write_named(self, family: Family[Any], name: str, change: Callable[[bytes, str], Change]) -> str:
         """Write the rows that `change(value or b"", nonce)` returns, unless the name changed since; return the nonce
         that won.
 
@@ -303,11 +305,11 @@ class Catalogue:
             except UnavailableError as error:
                 if not open_attempts:
                     raise
-                await self._pause(until_s, name_key, error)
+                await self._pause_before_retry(until_s, name_key, error)
                 continue
             seqno = named.seqno if named is not None else 0
             if open_attempts and seqno not in open_attempts.values():
-                return _landed(named, name_key, open_attempts)
+                return _resolve_attempt(named, name_key, open_attempts)
             rows = change(found.value if found is not None else b"", nonce)
             if not rows:
                 return nonce
@@ -320,12 +322,12 @@ class Catalogue:
                 # This attempt had no effect, but an earlier one may have had. Then Unavailable would be wrong.
                 if isinstance(error, UnavailableError) and not open_attempts:
                     raise
-                await self._pause(until_s, name_key, error)
+                await self._pause_before_retry(until_s, name_key, error)
             except UnknownOutcomeError as error:
                 open_attempts[nonce] = seqno
-                await self._pause(until_s, name_key, error)
+                await self._pause_before_retry(until_s, name_key, error)
 
-    async def _pause(self, until_s: float, name_key: bytes, error: TidemillError) -> None:
+    async def _pause_before_retry(self, until_s: float, name_key: bytes, error: TidemillError) -> None:
         """Wait before the next attempt. Raises UnknownOutcomeError when the time budget is used up."""
         if not isinstance(error, ConflictError) and self._clock.monotonic_s() > until_s:
             raise UnknownOutcomeError(
@@ -335,7 +337,7 @@ class Catalogue:
         await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
 
 
-def _landed(named: VersionedRow | None, name_key: bytes, open_attempts: Collection[str]) -> str:
+def _resolve_attempt(named: VersionedRow | None, name_key: bytes, open_attempts: Collection[str]) -> str:
     """Return the nonce of the attempt that the changed name row holds. Raises if a later change by another process
     hides it."""
     attempt = NAMES.decode(name_key, named.value).attempt if named is not None else ""
@@ -347,7 +349,7 @@ def _landed(named: VersionedRow | None, name_key: bytes, open_attempts: Collecti
     return attempt
 
 
-def _by_id(family: Family[Any], key: bytes, found: bytes, row: Any) -> Change:
+def _topic_id_changes(family: Family[Any], key: bytes, found: bytes, row: Any) -> Change:
     """Return the changes of a topic's id rows that a change of its row requires."""
     if family is not TOPICS:
         return ()
@@ -360,17 +362,17 @@ def _by_id(family: Family[Any], key: bytes, found: bytes, row: Any) -> Change:
 
 __all__ = [
     "PARTITIONS_MAX",
-    "Accepted",
+    "AcceptedSchemaChange",
     "CaptureRow",
     "CaptureTableRow",
     "CapturedColumn",
     "Catalogue",
     "FormerType",
     "PipelineRow",
-    "SetAside",
+    "SideTopicState",
     "TableCopy",
     "TableSnapshot",
     "TopicRow",
     "check_topic_name",
-    "grown",
+    "with_partitions",
 ]

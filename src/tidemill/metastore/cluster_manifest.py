@@ -23,7 +23,7 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClusterReplacedError, CorruptError, InvalidError, MissingError
 from tidemill.objects.store import ObjectStore
-from tidemill.objects.verified_read import checked
+from tidemill.objects.verified_read import read_verified
 
 CLUSTER_PREFIX = "metastore/cluster/"
 ALIVE_PREFIX = "metastore/alive/"
@@ -34,7 +34,7 @@ ALIVE_INTERVAL_S = 30.0
 MANIFESTS_KEPT = 3
 REPLACED_FIX = "Stop this cluster, or give it its own bucket."
 
-S = TypeVar("S", bound=msgspec.Struct)
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class ClusterManifest(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class ClusterManifest(msgspec.Struct, frozen=True):
     created_ms: int
 
 
-class Alive(msgspec.Struct, frozen=True):
+class SignOfLife(msgspec.Struct, frozen=True):
     """Sign of life. The cluster may be alive until the sign is `young_s` old; the next one is due after a third of
     that."""
 
@@ -63,7 +63,7 @@ class Alive(msgspec.Struct, frozen=True):
     young_s: float = 3 * ALIVE_INTERVAL_S
 
 
-class Found(NamedTuple):
+class FoundManifest(NamedTuple):
     """The newest cluster manifest, its key and its number."""
 
     manifest: ClusterManifest
@@ -71,7 +71,7 @@ class Found(NamedTuple):
     number: int
 
 
-async def newest_manifest(objects: ObjectStore) -> Found | None:
+async def newest_manifest(objects: ObjectStore) -> FoundManifest | None:
     """Return the newest manifest, if any. Raises CorruptError (naming the object), InvalidError (a newer format),
     Unavailable."""
     newest = ""
@@ -82,12 +82,12 @@ async def newest_manifest(objects: ObjectStore) -> Found | None:
     return await load_manifest(objects, newest)
 
 
-async def load_manifest(objects: ObjectStore, key: str) -> Found:
+async def load_manifest(objects: ObjectStore, key: str) -> FoundManifest:
     """Load one manifest. Raises MissingError, and what `newest_manifest` raises."""
     number = key.removeprefix(CLUSTER_PREFIX).partition("-")[0]
     if not key.startswith(CLUSTER_PREFIX) or not number.isdigit():
         raise CorruptError(f"not a cluster manifest's name: object={key}.", fix="Remove it from the bucket.")
-    return Found(await read_struct(objects, key, ClusterManifest), key, int(number))
+    return FoundManifest(await read_struct(objects, key, ClusterManifest), key, int(number))
 
 
 async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterManifest, number: int) -> str:
@@ -100,38 +100,38 @@ async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterMan
     return key
 
 
-async def write_alive(objects: ObjectStore, rand: Rand, alive: Alive) -> None:
+async def write_sign_of_life(objects: ObjectStore, rand: Rand, alive: SignOfLife) -> None:
     """Write a sign of life. Deletes earlier signs of this incarnation, those of older ones, and unreadable ones."""
     key = f"{ALIVE_PREFIX}{alive.at_ms:020d}-{rand.nonce()}"
     await objects.put(key, encode(alive))
     for name in [found.key async for found in objects.list(ALIVE_PREFIX)]:
         if name == key:
             continue
-        incarnation = await _incarnation(objects, name)
+        incarnation = await _incarnation_of_sign(objects, name)
         if incarnation is None or incarnation <= alive.incarnation:
             await objects.delete(name)
 
 
-async def _incarnation(objects: ObjectStore, name: str) -> int | None:
+async def _incarnation_of_sign(objects: ObjectStore, name: str) -> int | None:
     """Return the incarnation of a sign of life; None if the sign is gone or damaged."""
     try:
-        return (await read_struct(objects, name, Alive)).incarnation
+        return (await read_struct(objects, name, SignOfLife)).incarnation
     except (MissingError, CorruptError):
         return None
 
 
-async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]]:
+async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[SignOfLife, str]]:
     """Yield (sign, key), oldest first. Skips signs deleted during the iteration. Raises CorruptError, Unavailable."""
     names = [found.key async for found in objects.list(ALIVE_PREFIX)]
     for name in names:
         try:
-            yield await read_struct(objects, name, Alive), name
+            yield await read_struct(objects, name, SignOfLife), name
         except MissingError:
             continue
 
 
 class Presence:
-    """Upkeep of the manifest and of signs of life by the leader of domain 0: `round` at intervals, and once before it
+    """Upkeep of the manifest and of signs of life by the leader of domain 0: `publish` at intervals, and once before it
     serves."""
 
     def __init__(
@@ -142,9 +142,9 @@ class Presence:
         self._rand = rand
         self._node = node
         self._interval_s = interval_s
-        self._last: Alive | None = None
+        self._last: SignOfLife | None = None
 
-    async def round(self, manifest: ClusterManifest) -> None:
+    async def publish(self, manifest: ClusterManifest) -> None:
         """Write the manifest if the bucket has a different one, then a sign of life.
 
         Raises ClusterReplacedError if the bucket has been restored into another consensus, CorruptError, Unavailable,
@@ -155,7 +155,7 @@ class Presence:
         except CorruptError:
             # The damaged manifest may belong to a newer incarnation, so it is not replaced. The sign of life is still
             # written: otherwise a restore would take this cluster for dead.
-            await self._show(manifest)
+            await self._write_sign_of_life(manifest)
             raise
         check_not_replaced(found, manifest.cluster_uuid, manifest.incarnation)
         if found is None or msgspec.structs.replace(found.manifest, created_ms=manifest.created_ms) != manifest:
@@ -163,16 +163,16 @@ class Presence:
             await upload_manifest(self._objects, self._rand, manifest, number)
             # Two incarnations may have uploaded concurrently. The newer one must win, regardless of the nonces.
             check_not_replaced(await newest_manifest(self._objects), manifest.cluster_uuid, manifest.incarnation)
-        await self._show(manifest)
+        await self._write_sign_of_life(manifest)
 
-    async def _show(self, manifest: ClusterManifest) -> None:
-        sign = Alive(
+    async def _write_sign_of_life(self, manifest: ClusterManifest) -> None:
+        sign = SignOfLife(
             manifest.cluster_uuid, manifest.incarnation, self._node, self._clock.now_ms(), 3 * self._interval_s
         )
-        await write_alive(self._objects, self._rand, sign)
+        await write_sign_of_life(self._objects, self._rand, sign)
         self._last = sign
 
-    async def leave(self) -> None:
+    async def withdraw(self) -> None:
         """Delete the last sign at a clean shutdown, so that a restore need not wait. Raises Unavailable, Unknown."""
         sign, self._last = self._last, None
         if sign is not None:
@@ -181,7 +181,7 @@ class Presence:
                     await self._objects.delete(key)
 
 
-def check_not_replaced(found: Found | None, cluster_uuid: str, incarnation: int) -> None:
+def check_not_replaced(found: FoundManifest | None, cluster_uuid: str, incarnation: int) -> None:
     """Raise ClusterReplacedError if the manifest is of a newer incarnation, or of another cluster of the same one."""
     if found is None:
         return
@@ -212,17 +212,17 @@ def encode(struct: msgspec.Struct) -> bytes:
     return data + int(crc32c.crc32c(data)).to_bytes(4, "little")
 
 
-async def read_struct(objects: ObjectStore, key: str, kind: type[S]) -> S:
+async def read_struct(objects: ObjectStore, key: str, kind: type[StructT]) -> StructT:
     """Read a struct that `encode` wrote. Raises MissingError, CorruptError (naming the object), InvalidError (a newer
     format)."""
 
-    async def read() -> S:
+    async def read() -> StructT:
         return decode(await objects.get(key), key, kind)
 
-    return await checked(objects, key, read)
+    return await read_verified(objects, key, read)
 
 
-def decode(data: bytes, key: str, kind: type[S]) -> S:
+def decode(data: bytes, key: str, kind: type[StructT]) -> StructT:
     head = len(MAGIC) + 2
     if not data.startswith(MAGIC) or int(crc32c.crc32c(data[:-4])).to_bytes(4, "little") != data[-4:]:
         raise CorruptError(f"the object is damaged: object={key} size_bytes={len(data)}.", fix=_FIX)

@@ -12,12 +12,12 @@ import os
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.api import Rows
-from tidemill.metastore.bucket_claim import check_unclaimed, claim
+from tidemill.metastore.api import DomainRows
+from tidemill.metastore.bucket_claim import check_unclaimed, claim_bucket
 from tidemill.metastore.cluster import Cluster, domain_name
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.settings import DomainSettings
-from tidemill.metastore.lsm.compaction.executor import Merger
+from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
 
@@ -25,7 +25,7 @@ NODE = DomainSettings(lead=True)
 TOOL = DomainSettings(lead=False)
 
 
-def metastore_on(
+def create_metastore(
     consensus: Consensus,
     objects: ObjectStore,
     clock: Clock,
@@ -35,7 +35,7 @@ def metastore_on(
     settings: DomainSettings = TOOL,
     holder: str = "",
     tracker: StatusTracker | None = None,
-    merger: Merger | None = None,
+    merger: CompactionExecutor | None = None,
 ) -> Metastore:
     """Return a metastore that opens at its first use. Close it before merger, consensus and objects.
 
@@ -46,7 +46,7 @@ def metastore_on(
     holder = holder or f"tool/{os.getpid()}"
     name, _, _ = holder.partition("/")
 
-    async def open_domain(cluster: Cluster, index: int) -> Rows:
+    async def open_domain(cluster: Cluster, index: int) -> DomainRows:
         return await Domain.open(
             consensus,
             objects,
@@ -64,7 +64,7 @@ def metastore_on(
         await check_unclaimed(objects)
 
     async def claimed(cluster: Cluster) -> None:
-        await claim(objects, clock, cluster)
+        await claim_bucket(objects, clock, cluster)
 
     return Metastore(consensus, open_domain, clock, rand, domains=domains, before_create=before_create, claim=claimed)
 
@@ -80,9 +80,9 @@ async def open_metastore(
     holder: str = "",
     tracker: StatusTracker | None = None,
 ) -> Metastore:
-    """Return an open metastore, as `metastore_on`. Raises Invalid (another number of domains), Replaced, Unavailable,
-    Corrupt."""
-    metastore = metastore_on(
+    """Return an open metastore, as `create_metastore`. Raises Invalid (another number of domains), Replaced,
+    Unavailable, Corrupt."""
+    metastore = create_metastore(
         consensus, objects, clock, rand, domains=domains, settings=settings, holder=holder, tracker=tracker
     )
     await metastore.start()

@@ -19,22 +19,22 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, CorruptError, FencedError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.api import Rows
+from tidemill.metastore.api import DomainRows
 from tidemill.metastore.cluster import Cluster, read_cluster, write_cluster
 from tidemill.metastore.rows import CAPTURES, PIPELINES, TOPIC_IDS, TOPICS
-from tidemill.metastore.rows.key_encoding import put_text
+from tidemill.metastore.rows.key_encoding import encode_text
 from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.topics import TopicIdRow, TopicRow
 
 PREFIX = "catalogue/"
-MARK_KEY = b"\x00" + put_text("") + b"imported"
+MARK_KEY = b"\x00" + encode_text("") + b"imported"
 RETRY_PAUSE_S = 0.05
 
 _KINDS: dict[str, Family[Any]] = {"topic": TOPICS, "pipeline": PIPELINES, "capture": CAPTURES}
 _log = structlog.get_logger()
 
 
-async def import_registers(consensus: Consensus, rand: Rand, domain: Rows) -> Cluster:
+async def import_registers(consensus: Consensus, rand: Rand, domain: DomainRows) -> Cluster:
     """Import the registers' rows into domain 0 unless that was done; return the cluster, marked as imported."""
     rows = await _read_registers(consensus)
     while rows:

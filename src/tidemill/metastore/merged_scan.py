@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 Chunk = tuple[list[bytes], list[bytes]]
 
 
-async def merged(scans: Sequence[AsyncIterator[Chunk]], *, reverse: bool = False) -> AsyncIterator[Chunk]:
+async def merge_scans(scans: Sequence[AsyncIterator[Chunk]], *, reverse: bool = False) -> AsyncIterator[Chunk]:
     """Yield chunks of (keys, values) in key order, descending if `reverse` (the scans must be descending then).
 
     In every step the scan whose current chunk ends first is drained, and the others up to that key: rows are never

@@ -24,12 +24,12 @@ from tidemill.base.errors import (
     UnknownOutcomeError,
     ends_process,
 )
-from tidemill.base.runtime.tasks import Backoff, Tasks, sentence
+from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.api import Rows, VersionedRow
+from tidemill.metastore.api import DomainRows, VersionedRow
 from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
 from tidemill.metastore.imports import import_registers
-from tidemill.metastore.merged_scan import Chunk, merged
+from tidemill.metastore.merged_scan import Chunk, merge_scans
 from tidemill.metastore.rows.key_encoding import Part, names_entity
 from tidemill.metastore.rows.row_family import Family
 
@@ -39,13 +39,13 @@ STALE_S = 1.0
 """Maximum staleness of a read that is not `fresh`."""
 
 R = TypeVar("R", bound=msgspec.Struct)
-OpenDomain = Callable[[Cluster, int], Awaitable[Rows]]
+OpenDomain = Callable[[Cluster, int], Awaitable[DomainRows]]
 
 
-class _Opened:
+class _OpenDomains:
     """The open domains, and when each was last synced."""
 
-    def __init__(self, cluster: Cluster, domains: list[Rows]) -> None:
+    def __init__(self, cluster: Cluster, domains: list[DomainRows]) -> None:
         self.cluster = cluster
         self.domains = domains
         self.synced_s = [float("-inf")] * len(domains)
@@ -76,12 +76,12 @@ class Metastore:
         self._rand = rand
         self._asked = domains
         self._before_create = before_create
-        self._opened: _Opened | None = None
+        self._opened: _OpenDomains | None = None
         self._kept: dict[bytes, tuple[object, list[Any]]] = {}
         """First byte of a catalogue family's keys → its stamp and rows at the last read."""
         self._opening = asyncio.Lock()
         self._closed = False
-        self._tending = Tasks(self._tending_failed)
+        self._tending = Tasks(self._reopening_failed)
         self._failed = ""
 
     async def start(self) -> None:
@@ -91,7 +91,7 @@ class Metastore:
     async def cluster(self) -> Cluster:
         return (await self._open()).cluster
 
-    async def domains(self) -> Sequence[Rows]:
+    async def domains(self) -> Sequence[DomainRows]:
         return tuple((await self._open()).domains)
 
     # reading --------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Metastore:
         opened = await self._open()
         index = domain_of(key, len(opened.domains))
         await self._sync(opened, [index], fresh)
-        return await _read(opened.domains[index].get_row(key))
+        return await _await_read(opened.domains[index].get_row(key))
 
     async def get_rows(self, keys: Sequence[bytes], *, fresh: bool = True) -> Sequence[VersionedRow | None]:
         """Return several rows of one entity, as `get_row` does. They are read in this order after one sync, not as one
@@ -113,7 +113,7 @@ class Metastore:
         opened = await self._open()
         [index] = {domain_of(key, len(opened.domains)) for key in keys}
         await self._sync(opened, [index], fresh)
-        return [await _read(opened.domains[index].get_row(key)) for key in keys]
+        return [await _await_read(opened.domains[index].get_row(key)) for key in keys]
 
     async def rows(self, family: Family[R], *leading: Part, fresh: bool = True) -> list[R]:
         """Return all rows of a family whose key begins with these columns, in key order.
@@ -122,35 +122,35 @@ class Metastore:
         identical list is returned, so that callers can detect a change with `is`. Callers must not modify it.
         """
         if not leading and not family.own_entity:
-            return await self._catalogued(family, fresh)
+            return await self._cached_family_rows(family, fresh)
         found: list[R] = []
         async for keys, values in self.prefix(family.prefix(*leading), fresh=fresh):
             found += [family.decode(key, value) for key, value in zip(keys, values, strict=True)]
         return found
 
-    async def _catalogued(self, family: Family[R], fresh: bool) -> list[R]:
+    async def _cached_family_rows(self, family: Family[R], fresh: bool) -> list[R]:
         opened = await self._open()
         await self._sync(opened, [0], fresh)
         catalogue = opened.domains[0]
         first = family.prefix()[:1]
         # The stamp is read before the rows, so a row written during the scan gets a later stamp and is read next time.
-        stamp = await _read(catalogue.stamp(first))
+        stamp = await _await_read(catalogue.change_stamp(first))
         kept = self._kept.get(first)
         if kept is not None and kept[0] == stamp:
             return kept[1]
         found: list[R] = []
-        async for keys, values in merged([catalogue.prefix(family.prefix())]):
+        async for keys, values in merge_scans([catalogue.prefix(family.prefix())]):
             found += [family.decode(key, value) for key, value in zip(keys, values, strict=True)]
         self._kept[first] = stamp, found
         return found
 
-    async def stamp(self, key: bytes, *, fresh: bool = True) -> object:
+    async def change_stamp(self, key: bytes, *, fresh: bool = True) -> object:
         """Return a change stamp of the rows of this key's family and domain. While it equals an earlier one, rows read
         after that one are still current. A different stamp need not mean a change."""
         opened = await self._open()
         index = domain_of(key, len(opened.domains))
         await self._sync(opened, [index], fresh)
-        return await _read(opened.domains[index].stamp(key[:1]))
+        return await _await_read(opened.domains[index].change_stamp(key[:1]))
 
     async def prefix(self, prefix: bytes, *, reverse: bool = False, fresh: bool = True) -> AsyncIterator[Chunk]:
         """Yield live rows of all domains whose key begins with `prefix`, in key order. Rows of one domain are one
@@ -161,7 +161,7 @@ class Metastore:
             indexes = [domain_of(prefix, len(opened.domains))]
         await self._sync(opened, indexes, fresh)
         scans = [opened.domains[index].prefix(prefix, reverse=reverse) for index in indexes]
-        async for chunk in merged(scans, reverse=reverse):
+        async for chunk in merge_scans(scans, reverse=reverse):
             yield chunk
 
     async def scan(
@@ -178,7 +178,7 @@ class Metastore:
     # writing --------------------------------------------------------------------------------------
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = {}) -> int:
-        """Commit to one domain, as `Rows.commit`. Raises InvalidError if the keys belong to several domains."""
+        """Commit to one domain, as `DomainRows.commit`. Raises InvalidError if the keys belong to several domains."""
         opened = await self._open()
         indexes = {domain_of(key, len(opened.domains)) for key in (*(key for key, _ in rows), *expects)}
         if len(indexes) != 1:
@@ -215,7 +215,7 @@ class Metastore:
 
     # ----------------------------------------------------------------------------------------------
 
-    async def _open(self) -> _Opened:
+    async def _open(self) -> _OpenDomains:
         if self._opened is not None:
             return self._opened
         async with self._opening:
@@ -226,7 +226,7 @@ class Metastore:
             cluster = await open_cluster(self._consensus, self._clock, self._rand, self._asked, self._before_create)
             if self._claim is not None:
                 await self._claim(cluster)
-            domains: list[Rows] = []
+            domains: list[DomainRows] = []
             try:
                 for index in range(cluster.domains):
                     domains.append(await self._open_domain(cluster, index))
@@ -236,18 +236,18 @@ class Metastore:
                 for domain in domains:
                     await domain.aclose()
                 raise
-            opened = self._opened = _Opened(cluster, domains)
+            opened = self._opened = _OpenDomains(cluster, domains)
             for index in range(len(domains)):
-                self._tending.spawn(self._tend(opened, index), name=f"domain {index}")
+                self._tending.spawn(self._reopen_when_failed(opened, index), name=f"domain {index}")
             return opened
 
-    async def _tend(self, opened: _Opened, index: int) -> None:
+    async def _reopen_when_failed(self, opened: _OpenDomains, index: int) -> None:
         """Reopen a domain each time its handle fails permanently. Until that succeeds, calls raise the failure."""
         restarts = Backoff()
         while True:
             opened_s = self._clock.monotonic_s()
             failed = opened.domains[index]
-            await failed.until_ended()
+            await failed.wait_until_ended()
             _log.error("reopening a failed domain", index=index, cause=failed.trouble())
             await failed.aclose()
             while opened.domains[index] is failed:
@@ -258,20 +258,20 @@ class Metastore:
                 except Exception as error:  # of any type: the next attempt may succeed
                     if ends_process(error):
                         raise
-                    _log.warning("cannot reopen a domain", index=index, cause=sentence(error))
+                    _log.warning("cannot reopen a domain", index=index, cause=error_sentence(error))
             opened.synced_s[index] = float("-inf")
 
-    def _tending_failed(self, name: str, error: BaseException) -> None:
+    def _reopening_failed(self, name: str, error: BaseException) -> None:
         """Record that a domain will not be reopened any more, so that `trouble` reports it and the process is
         replaced."""
         self._failed = f"The metastore does not reopen a domain any more: task={name!r} reason={error!r}."
 
-    async def _sync(self, opened: _Opened, indexes: Iterable[int], fresh: bool) -> None:
+    async def _sync(self, opened: _OpenDomains, indexes: Iterable[int], fresh: bool) -> None:
         for index in indexes:
             now_s = self._clock.monotonic_s()
             if not fresh and now_s - opened.synced_s[index] < STALE_S:
                 continue
-            await _read(opened.domains[index].sync())
+            await _await_read(opened.domains[index].sync())
             # The sync guarantees what had committed when it was requested, not when it returned.
             opened.synced_s[index] = max(opened.synced_s[index], now_s)
 
@@ -279,7 +279,7 @@ class Metastore:
 T = TypeVar("T")
 
 
-async def _read(reading: Awaitable[T]) -> T:
+async def _await_read(reading: Awaitable[T]) -> T:
     """Await a read and turn a change of leadership into UnavailableError: the read had no effect and can be retried."""
     try:
         return await reading

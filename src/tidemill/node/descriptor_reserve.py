@@ -17,39 +17,41 @@ import structlog
 
 from tidemill.base.runtime import file_descriptors
 
-LOOK_S = 0.5
-COUNT = 32
+CHECK_INTERVAL_S = 0.5
+RESERVE_SIZE = 32
 """Size of the reserve: enough for health requests, a few files of the stores, and clients of the sequencer."""
 
 log = structlog.get_logger()
 
 
-class Spare:
+class DescriptorReserve:
     """Reserve of one process. `run` runs until cancelled."""
 
-    def __init__(self, count: int = COUNT) -> None:
+    def __init__(self, count: int = RESERVE_SIZE) -> None:
         self._count = count
-        self._reserve = file_descriptors.Reserve(count)
+        self._reserve = file_descriptors.DescriptorReserve(count)
         self._gone = False
 
     async def run(self) -> None:
         """Check the reserve every LOOK_S until cancelled, then close it."""
         try:
             while True:
-                self.look()
-                await asyncio.sleep(LOOK_S)
+                self.refill_and_probe()
+                await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
             self._reserve.close()
 
-    def look(self) -> None:
+    def refill_and_probe(self) -> None:
         """Fill the reserve, and test whether one more descriptor is free for others. Does not yield to the loop."""
         self._reserve.fill()
-        gone = len(self._reserve) < self._count or not _one_more()
+        gone = len(self._reserve) < self._count or not _can_open_descriptor()
         if gone:
             self._reserve.close()
         if gone and not self._gone:
             log.error(
-                "no file descriptor is left", open=file_descriptors.open_count(), limit=file_descriptors.current().limit
+                "no file descriptor is left",
+                open=file_descriptors.open_count(),
+                limit=file_descriptors.current_shares().limit,
             )
         self._gone = gone
 
@@ -59,12 +61,12 @@ class Spare:
             return ""
         return (
             "No file descriptor is left in this process (EMFILE):"
-            f" pid={os.getpid()} open={file_descriptors.open_count()} limit={file_descriptors.current().limit}."
+            f" pid={os.getpid()} open={file_descriptors.open_count()} limit={file_descriptors.current_shares().limit}."
             " Raise the limit of open files (ulimit -n), or find out what holds them: /proc/PID/fd."
         )
 
 
-def _one_more() -> bool:
+def _can_open_descriptor() -> bool:
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:

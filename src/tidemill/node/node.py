@@ -4,8 +4,8 @@ Start order: HTTP (health and status) → consensus → stage statuses → bucke
 → shapes → captures and binders. HTTP comes first, so that a node whose stores are unavailable can report it. A client
 that can connect gets an answer; parts that are not ready answer "retry". Stop order is the reverse.
 
-Units of failure: each capture and each housekeeping task is restarted by `base.tasks.keep`. The node itself ends only
-when HTTP or its assembly cannot continue, or when another process took its name.
+Units of failure: each capture and each housekeeping task is restarted by `base.tasks.run_unit`. The node itself ends
+only when HTTP or its assembly cannot continue, or when another process took its name.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemill.base.address import Address, bare
+from tidemill.base.address import Address, strip_brackets
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.config.config import CaptureSection, Config, authorizes
+from tidemill.base.config.config import CaptureSection, Config, is_authorization_on
 from tidemill.base.errors import ClusterReplacedError, ConflictError, InvalidError, UnavailableError
 from tidemill.base.runtime import file_descriptors
-from tidemill.base.runtime.loop_lag import LoopWatch
-from tidemill.base.runtime.memory_budget import Budget
+from tidemill.base.runtime.loop_lag import LoopLagMonitor
+from tidemill.base.runtime.memory_budget import MemoryBudget
 from tidemill.base.runtime.retry_open import open_with_retry
-from tidemill.base.runtime.tasks import Tasks, keep, sentence
-from tidemill.base.status.status import Report, StatusTracker
+from tidemill.base.runtime.tasks import Tasks, error_sentence, run_unit
+from tidemill.base.status.status import StatusReport, StatusTracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.leader_election import Body, lead
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.leader_election import Body, run_while_leading
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.kafka.server.server import KafkaServer
-from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.job_list import jobs
-from tidemill.maintenance.scheduler import Jobs
+from tidemill.maintenance.job_list import build_jobs
+from tidemill.maintenance.scheduler import JobRunner
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
-from tidemill.metastore.bucket_claim import Ownership
+from tidemill.metastore.bucket_claim import BucketOwnership
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.metastore.cluster import Cluster
-from tidemill.metastore.factory import NODE, metastore_on
-from tidemill.metastore.lsm.compaction.factory import open_merger
+from tidemill.metastore.factory import NODE, create_metastore
+from tidemill.metastore.lsm.compaction.factory import open_executor
 from tidemill.node.captures.balancer import CaptureBalancer, node_of
-from tidemill.node.descriptor_reserve import Spare
-from tidemill.node.http.app import application
-from tidemill.node.http.auth import Guard, Parties
+from tidemill.node.descriptor_reserve import DescriptorReserve
+from tidemill.node.http.app import build_application
+from tidemill.node.http.auth import AuthDependencies, AuthMiddleware
 from tidemill.node.http.server import HttpServer
-from tidemill.node.partition_assignment import CaptureFirst
+from tidemill.node.partition_assignment import CaptureAssignment
 from tidemill.node.settings_from_config import (
-    authenticator_of,
-    grants_of,
+    build_authenticator,
+    build_grants,
     http_limits,
     kafka_listeners,
     kafka_settings,
@@ -71,31 +71,31 @@ from tidemill.node.settings_from_config import (
     topic_settings,
 )
 from tidemill.node.shape_routing import ShapeRouting
-from tidemill.node.silent_peers import Peers
-from tidemill.node.status_publisher import LEAVE_S, Reporting
-from tidemill.node.topic_binder import Binder
+from tidemill.node.silent_peers import SilentPeers
+from tidemill.node.status_publisher import LEAVE_S, StatusPublisher
+from tidemill.node.topic_binder import TopicBinder
 from tidemill.objects.factory import open_objects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.registry.http import registry_routes
-from tidemill.registry.registrar import Registrar
+from tidemill.registry.registrar import LocalSchemaRegistrar
 from tidemill.registry.registry import Registry
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.sasl import Authenticator
 from tidemill.security.users import Users
 from tidemill.shapes.http import shape_routes
-from tidemill.shapes.log.stale_files import watch as watch_left
+from tidemill.shapes.log.stale_files import remove_periodically as watch_left
 from tidemill.shapes.service import ShapeService
 from tidemill.shards.api import Shard
-from tidemill.shards.executor import pooled_cpu
+from tidemill.shards.executor import run_on_pool
 from tidemill.shards.registry import open_remap, open_shard
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Membership, NodeInfo
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 log = structlog.get_logger()
 
 
-Reports = Callable[[], Awaitable[Sequence[Report]]]
+Reports = Callable[[], Awaitable[Sequence[StatusReport]]]
 MoreRoutes = Callable[[Reports, Callable[[], str], Callable[[], Sequence[str]], Clock], Sequence[BaseRoute]]
 """Factory of routes to serve next to the shapes, from (function that reads all reports, function that returns why
 the node is not ready or "", function that returns problems of a ready node, clock)."""
@@ -128,41 +128,46 @@ class Node:
         self._clock = clock or SystemClock()
         self._rand = rand or Rand()
         self._marks = StatusTracker(int(config.freshness.budget_s * 1000))
-        self._budget = Budget()
-        self._board: Board | None = None
-        self._reporting: Reporting | None = None
+        self._budget = MemoryBudget()
+        self._board: StatusBoard | None = None
+        self._reporting: StatusPublisher | None = None
         self._waiting = STARTING
         self._tasks = Tasks(self._task_failed)
         self._failed: asyncio.Future[None] | None = None
-        self._guard: Guard | None = None
-        self._grants = grants_of(config, self._clock)
-        self._schemas: Registrar | None = None
+        self._guard: AuthMiddleware | None = None
+        self._grants = build_grants(config, self._clock)
+        self._schemas: LocalSchemaRegistrar | None = None
         self._membership: Membership | None = None
-        self._peers: Peers | None = None
+        self._peers: SilentPeers | None = None
         self._process = f"node:{config.node.name}"
         self._instance = f"{config.node.name}/{os.getpid()}/{self._rand.nonce()[:8]}"
 
-    def trouble(self) -> str:
+    def not_ready_reason(self) -> str:
         """Return why this node is not ready, in a sentence, or ""."""
         asked = self._reporting.troubles.values() if self._reporting is not None else ()
         return self._waiting or next((found for ask in asked if (found := ask())), "")
 
-    def noticed(self) -> Sequence[str]:
+    def current_problems(self) -> Sequence[str]:
         """Return the problems of this process although it is ready, and which other nodes are silent: a sentence
         each."""
-        own = self._reporting.noticed() if self._reporting is not None else []
-        return [*own, *self._peers.silent()] if self._peers is not None else own
+        own = self._reporting.current_problems() if self._reporting is not None else []
+        return [*own, *self._peers.silent_peer_lines()] if self._peers is not None else own
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set or the node as a whole fails. Raises the error that failed."""
         self._failed = asyncio.get_running_loop().create_future()
         file_descriptors.raise_limit()
-        early = application([*self._more_routes(self._reports, self.trouble, self.noticed, self._clock), *_not_yet()])
+        early = build_application(
+            [
+                *self._more_routes(self._read_reports, self.not_ready_reason, self.current_problems, self._clock),
+                *_starting_routes(),
+            ]
+        )
         door = SwitchableApp(early)
         host, port = Address.parse(self._config.node.http)
         section = self._config.http
         if section.authenticate:
-            self._guard = Guard(
+            self._guard = AuthMiddleware(
                 door,
                 self._clock,
                 within_tls=section.tls,
@@ -181,57 +186,57 @@ class Node:
             await http.start()
             stack.push_async_callback(http.aclose)
             if section.tls:
-                heal = partial(self._marks.heal, HTTP_CERTIFICATES)
-                self._keep(HTTP_CERTIFICATES, partial(http.follow_certificates, heal))
+                heal = partial(self._marks.clear_failure, HTTP_CERTIFICATES)
+                self._spawn_kept(HTTP_CERTIFICATES, partial(http.watch_certificates, heal))
             self._tasks.spawn(self._assemble(stack, door), name="assembly")
             try:
-                await self._until(stop)
+                await self._wait_until_stopped(stop)
             except ClusterReplacedError as error:
                 if self._reporting is not None:  # no supervisor restarts this node: its last report gives the reason
-                    await self._reporting.end(sentence(error))
+                    await self._reporting.end(error_sentence(error))
                 raise
             finally:
                 door.app = early
-                await self._leave()
+                await self._leave_membership()
                 await self._tasks.aclose()
             if self._reporting is not None:
-                await self._reporting.leave()
+                await self._reporting.publish_leaving_report()
 
-    def _console(self) -> Sequence[BaseRoute]:
-        return self._more_routes(self._reports, self.trouble, self.noticed, self._clock)
+    def _console_routes(self) -> Sequence[BaseRoute]:
+        return self._more_routes(self._read_reports, self.not_ready_reason, self.current_problems, self._clock)
 
-    async def _leave(self) -> None:
+    async def _leave_membership(self) -> None:
         """Leave the membership before the rest of this node ends, so that other nodes already serve its partitions."""
         if self._membership is not None:
             try:
                 async with asyncio.timeout(LEAVE_S):
-                    await self._membership.leave()
+                    await self._membership.leave_cluster()
             except TimeoutError:
                 log.info("leave not announced to other nodes: consensus does not answer")
 
-    async def _reports(self) -> Sequence[Report]:
+    async def _read_reports(self) -> Sequence[StatusReport]:
         if self._board is None:
             raise UnavailableError(self._waiting or STARTING)
-        return await self._board.look(self.trouble)
+        return await self._board.reports_or_raise(self.not_ready_reason)
 
-    def _waits_for(self, what: str, sentence: str) -> None:
+    def _record_wait(self, what: str, sentence: str) -> None:
         """Record what the node waits for. `what` is a stage of this process: the status of its store, as shown in
         the reports and by /readyz."""
         self._waiting = f"waiting for {what}: {sentence}" if sentence else STARTING
-        self._marks.works(what, sentence, now_ms=self._clock.now_ms())
+        self._marks.set_foundation(what, sentence, now_ms=self._clock.now_ms())
 
-    async def _begin(self, part: str, start: Callable[[], Awaitable[object]]) -> None:
+    async def _start_part(self, part: str, start: Callable[[], Awaitable[object]]) -> None:
         """Start one part. If a store becomes unavailable, wait for it, as at the start of the node: every `start`
         may be called again after UnavailableError or UnknownOutcomeError."""
-        await open_with_retry(start, self._clock, waiting=partial(self._cannot_begin, part))
+        await open_with_retry(start, self._clock, waiting=partial(self._record_start_failure, part))
 
-    def _cannot_begin(self, part: str, sentence: str) -> None:
+    def _record_start_failure(self, part: str, sentence: str) -> None:
         """Record why a part cannot start under the node's own stage, blocked by the store that reports a problem, if
         there is one."""
         assert self._reporting is not None
         self._waiting = f"{part} cannot start: {sentence}" if sentence else STARTING
         if not sentence:
-            self._marks.heal(self._process)
+            self._marks.clear_failure(self._process)
             return
         store = next((name for name, ask in self._reporting.troubles.items() if ask()), "")
         holder = f"{store}@{self._process}" if store else ""
@@ -242,32 +247,32 @@ class Node:
         consensus = await open_with_retry(
             lambda: open_consensus(config.consensus_url, clock, rand),
             clock,
-            waiting=partial(self._waits_for, "consensus"),
+            waiting=partial(self._record_wait, "consensus"),
         )
         stack.push_async_callback(consensus.aclose)
-        board = self._board = Board(consensus, rand)
-        reporting = self._reporting = Reporting(self._process, board, self._marks, self._budget, clock)
+        board = self._board = StatusBoard(consensus, rand)
+        reporting = self._reporting = StatusPublisher(self._process, board, self._marks, self._budget, clock)
         reporting.troubles["consensus"] = consensus.trouble
-        await reporting.adopt()
+        await reporting.adopt_previous_report()
         membership_of: list[Membership] = []
         telling = reporting.run(lambda: membership_of[0].superseded if membership_of else None)
         self._marks.set(self._process, 0, 1, now_ms=clock.now_ms(), reason=STARTING, budget_ms=START_BUDGET_MS)
         self._tasks.spawn(telling, name="publish-marks")
-        reporting.facts["descriptors"] = file_descriptors.facts
-        spare = Spare()
+        reporting.facts["descriptors"] = file_descriptors.descriptor_facts
+        spare = DescriptorReserve()
         reporting.troubles["descriptors"] = spare.trouble
         self._tasks.spawn(spare.run(), name="spare-descriptors")
         objects = await open_with_retry(
-            lambda: open_objects(config.objects_url, clock, rand), clock, waiting=partial(self._waits_for, "objects")
+            lambda: open_objects(config.objects_url, clock, rand), clock, waiting=partial(self._record_wait, "objects")
         )
         stack.push_async_callback(objects.aclose)
         reporting.troubles["objects"] = objects.trouble
-        reporting.notices["objects"] = objects.noticed
-        self._tasks.spawn(objects.keep_proving(), name="prove-objects")
-        await self._begin("the bucket check", lambda: check_bucket(consensus, objects))
+        reporting.notices["objects"] = objects.recent_fault
+        self._tasks.spawn(objects.probe_while_suspected(), name="prove-objects")
+        await self._start_part("the bucket check", lambda: check_bucket(consensus, objects))
         settings = msgspec.structs.replace(NODE, persist_interval_s=config.metastore.persist_interval_s)
-        merger = open_merger(objects, config.objects_url, settings.options, clock)
-        metastore = metastore_on(
+        merger = open_executor(objects, config.objects_url, settings.options, clock)
+        metastore = create_metastore(
             consensus,
             objects,
             clock,
@@ -279,35 +284,35 @@ class Node:
             merger=merger,
         )
         catalogue = Catalogue(metastore, clock, rand)
-        authenticator = authenticator_of(config, Users(metastore, clock), clock, rand)
+        authenticator = build_authenticator(config, Users(metastore, clock), clock, rand)
         listener, *more_listeners = kafka_listeners(config, authenticator)
         http = Address.parse(config.node.http)
         scheme = "https" if config.http.tls else "http"
-        url = f"{scheme}://{Address(bare(config.node.advertised_host) or http.host, http.port)}"
+        url = f"{scheme}://{Address(strip_brackets(config.node.advertised_host) or http.host, http.port)}"
         told = {each.name: (each.advertised_host, each.advertised_port) for each in more_listeners}
         info = NodeInfo(listener.advertised_host, listener.advertised_port, url, told, tuple(config.capture))
         membership = Membership(consensus, config.node.name, info, clock, rand, tracker=self._marks)
         membership_of.append(membership)
         self._membership = membership
-        assignment = CaptureFirst(membership, consensus, catalogue, self._marks, clock)
+        assignment = CaptureAssignment(membership, consensus, catalogue, self._marks, clock)
         topics = LocalTopics(
             consensus, objects, catalogue, clock=clock, rand=rand, assignment=assignment,
             settings=topic_settings(config.storage), tracker=self._marks, metastore=metastore,
         )  # fmt: skip
-        reporting.facts["l1"] = topics.l1_facts
-        topics.hold(PipelineHolds(consensus, catalogue, Persisted(metastore), clock, rand))
+        reporting.facts["l1"] = topics.l1_figures
+        topics.set_retention_holds(PipelineHolds(consensus, catalogue, RestoreHorizon(metastore), clock, rand))
         shapes = ShapeService(clock, rand, self._marks, shape_settings(config.shapes, shapes_directory(config)))
         reporting.facts["shapes"] = shapes.facts
-        self._budget.share("shapes", shapes.budget.limit_bytes, lambda: shapes.budget.used_bytes)
-        self._budget.share("topics cache", topics.cached[1], lambda: topics.cached[0])
-        self._budget.share("topics read-ahead", topics.read_ahead[1], lambda: topics.read_ahead[0])
-        self._budget.share("topics partitions", 0, lambda: topics.partitions_bytes)
-        self._budget.share("topics uploads", topics.staged[1], lambda: topics.staged[0])
+        self._budget.register_share("shapes", shapes.budget.limit_bytes, lambda: shapes.budget.used_bytes)
+        self._budget.register_share("topics cache", topics.cache_usage[1], lambda: topics.cache_usage[0])
+        self._budget.register_share("topics read-ahead", topics.read_ahead_usage[1], lambda: topics.read_ahead_usage[0])
+        self._budget.register_share("topics partitions", 0, lambda: topics.partitions_bytes)
+        self._budget.register_share("topics uploads", topics.staged_usage[1], lambda: topics.staged_usage[0])
         pool = ThreadPoolExecutor(1, thread_name_prefix="shape-shards")  # decodes and sums shard contents for shapes
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
 
         async def shard(name: str) -> Shard:
-            return await open_shard(consensus, objects, clock, rand, name, cpu=pooled_cpu(pool))
+            return await open_shard(consensus, objects, clock, rand, name, cpu=run_on_pool(pool))
 
         async def cluster() -> str:
             return (await metastore.cluster()).uuid
@@ -315,16 +320,16 @@ class Node:
         shapes.add_shards(shard, cluster)
         routes = [
             *shape_routes(shapes, self._grants),
-            *self._more_routes(self._reports, self.trouble, self.noticed, clock),
+            *self._more_routes(self._read_reports, self.not_ready_reason, self.current_problems, clock),
         ]
         if config.registry.enabled:
             reading = ThreadPoolExecutor(1, thread_name_prefix="registry")  # parses and compares schemas
             stack.callback(reading.shutdown, wait=False, cancel_futures=True)
-            registry = Registry(metastore, clock, rand, pooled_cpu(reading), registry_settings(config.registry))
+            registry = Registry(metastore, clock, rand, run_on_pool(reading), registry_settings(config.registry))
             reporting.facts["registry"] = registry.facts
             routes += registry_routes(registry)
-            self._schemas = Registrar(registry)
-        app = application(routes)
+            self._schemas = LocalSchemaRegistrar(registry)
+        app = build_application(routes)
         rulebook = AclCache(metastore, clock, config.security.super_users)
         kafka = KafkaServer(
             topics=topics,
@@ -340,20 +345,20 @@ class Node:
             advertised_host=listener.advertised_host,
             advertised_port=listener.advertised_port,
             gate=listener.gate,
-            rulebook=rulebook if authorizes(config) else None,
+            rulebook=rulebook if is_authorization_on(config) else None,
             listeners=more_listeners,
             settings=kafka_settings(config),
             tracker=self._marks,
             memory=self._budget,
         )
-        binder = Binder(
+        binder = TopicBinder(
             topics,
-            lambda: PartitionReaderImpl(consensus, objects),
+            lambda: LogPartitionReader(consensus, objects),
             lambda name: open_remap(consensus, clock, rand, name),
             clock,
             self._marks,
         )
-        assignment.on_change(binder.look_at_all)
+        assignment.on_change(binder.recheck_all_topics)
         keeping = CheckpointService(
             consensus,
             objects,
@@ -369,41 +374,41 @@ class Node:
         retention = Retention(**config.retention.model_dump())
         merging = ThreadPoolExecutor(1, thread_name_prefix="keeper")
         stack.callback(merging.shutdown, wait=False)
-        grounds = JobContext(consensus, objects, metastore, clock, rand, retention, pooled_cpu(merging))
-        upkeep = Jobs(
-            jobs(grounds, self._marks), consensus, clock, holder=self._instance, tracker=self._marks
+        grounds = JobContext(consensus, objects, metastore, clock, rand, retention, run_on_pool(merging))
+        upkeep = JobRunner(
+            build_jobs(grounds, self._marks), consensus, clock, holder=self._instance, tracker=self._marks
         )  # fmt: skip
         stack.push_async_callback(merger.aclose)
         stack.push_async_callback(metastore.aclose)
-        stack.push_async_callback(keeping.leave)
-        await self._begin("the metastore", metastore.start)
-        self._own(consensus, objects, await metastore.cluster())
+        stack.push_async_callback(keeping.withdraw_presence)
+        await self._start_part("the metastore", metastore.start)
+        self._claim_ownership(consensus, objects, await metastore.cluster())
         reporting.troubles["metastore"] = metastore.trouble
         # Invariant: a node can read the catalogue before it joins. Other nodes would otherwise count on it, and assign
         # partitions that it cannot serve.
-        await self._begin("the catalogue", lambda: catalogue.list(TopicRow))
-        await self._begin("the configured topics", lambda: self._create_topics(catalogue))
+        await self._start_part("the catalogue", lambda: catalogue.list(TopicRow))
+        await self._start_part("the configured topics", lambda: self._create_topics(catalogue))
         stack.push_async_callback(membership.aclose)
-        await self._begin("membership", lambda: membership.start(join=False))
+        await self._start_part("membership", lambda: membership.start(join=False))
         stack.push_async_callback(assignment.aclose)
-        await self._begin("the partition assignment", assignment.start)
+        await self._start_part("the partition assignment", assignment.start)
         stack.push_async_callback(topics.aclose)
-        await self._begin("the topics", topics.start)
+        await self._start_part("the topics", topics.start)
         stack.push_async_callback(kafka.aclose)
-        await self._begin("Kafka", lambda: kafka.start(membership.node_id))
+        await self._start_part("Kafka", lambda: kafka.start(membership.node_id))
         # Invariant: a node joins only after its Kafka endpoint listens. From now on partitions belong to this node, and
         # no other node serves them.
-        await self._begin("joining the cluster", membership.join)
-        self._peers = Peers(membership, board, clock)
+        await self._start_part("joining the cluster", membership.join)
+        self._peers = SilentPeers(membership, board, clock)
         self._tasks.spawn(self._peers.run(), name="peers")
         stack.push_async_callback(shapes.aclose)
         door.app = routing = ShapeRouting(app, catalogue, consensus, self._instance, clock, self._grants)
         if self._guard is not None:
-            await self._begin("HTTP authentication", partial(_know, authenticator, rulebook))
-            if not authorizes(config):
-                self._keep("http:rules", rulebook.run)
+            await self._start_part("HTTP authentication", partial(_prepare_authentication, authenticator, rulebook))
+            if not is_authorization_on(config):
+                self._spawn_kept("http:rules", rulebook.run)
             asked = config.security.authorize is not False
-            self._guard.parties = Parties(
+            self._guard.parties = AuthDependencies(
                 authenticator,
                 rulebook if asked else None,
                 routing.topics_of,
@@ -413,9 +418,9 @@ class Node:
         stack.push_async_callback(binder.aclose)
 
         def withhold(captures: Collection[str]) -> None:
-            membership.offer(tuple(name for name in config.capture if name not in captures))
+            membership.set_captures(tuple(name for name in config.capture if name not in captures))
 
-        spread = CaptureBalancer(self._instance, assignment.next_look, clock, withhold)
+        spread = CaptureBalancer(self._instance, assignment.wait_for_next_poll, clock, withhold)
         reporting.facts["spread"] = spread.facts
         if shapes.settings.directory is not None:
 
@@ -423,46 +428,48 @@ class Node:
                 row = await catalogue.get(CaptureRow, capture)
                 return row.taps if row is not None else ()
 
-            self._keep("shapes:files", partial(watch_left, shapes.settings.directory, named))
+            self._spawn_kept("shapes:files", partial(watch_left, shapes.settings.directory, named))
         for name, section in config.capture.items():
-            make = self._capture_maker(name, section, spread, topics, catalogue, consensus, shapes)
-            self._keep(f"capture:{name}", partial(self._share, spread, consensus, name, url, make))
+            make = self._capture_body(name, section, spread, topics, catalogue, consensus, shapes)
+            self._spawn_kept(f"capture:{name}", partial(self._share_capture, spread, consensus, name, url, make))
         reporting.facts["checkpoint"] = keeping.facts
-        self._keep("keeper", keeping.run)
+        self._spawn_kept("keeper", keeping.run)
         reporting.facts["keeper"] = upkeep.facts
         self._tasks.spawn(upkeep.run(), name="keeper-jobs")
-        watch = LoopWatch(clock)
+        watch = LoopLagMonitor(clock)
         reporting.facts["loop"] = watch.facts
         self._tasks.spawn(watch.run(), name="loop-watch")
         self._waiting = ""
         self._marks.set(self._process, 1, 1, now_ms=clock.now_ms())
         log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
 
-    def _own(self, consensus: Consensus, objects: RetryingObjects, cluster: Cluster) -> None:
+    def _claim_ownership(self, consensus: Consensus, objects: RetryingObjects, cluster: Cluster) -> None:
         """Ensure that from here on this node acknowledges and deletes only what its cluster may (see `claim`)."""
         assert self._reporting is not None
-        owner = Ownership(objects, self._clock, cluster, interval_s=self._config.metastore.alive_interval_s)
+        owner = BucketOwnership(objects, self._clock, cluster, interval_s=self._config.metastore.alive_interval_s)
         self._reporting.troubles["objects"] = lambda: objects.trouble() or owner.trouble()
         self._tasks.spawn(owner.run(), name="ownership")
-        objects.may_delete = owner.may_delete
+        objects.may_delete = owner.check_may_delete
         if isinstance(consensus, ConsensusClientBase):
             consensus.owner = owner
 
-    async def _share(self, spread: CaptureBalancer, consensus: Consensus, capture: str, url: str, body: Body) -> None:
+    async def _share_capture(
+        self, spread: CaptureBalancer, consensus: Consensus, capture: str, url: str, body: Body
+    ) -> None:
         """Capture whenever it is this node's turn, until another node should."""
         while True:
-            await spread.turn(capture)
+            await spread.wait_for_turn(capture)
             tries = iter((True, True))  # one more try if an earlier process of this node left the lease behind
-            await lead(
-                consensus, f"capture/{capture}", self._instance, url.encode(), spread.fairly(capture, body),
+            await run_while_leading(
+                consensus, f"capture/{capture}", self._instance, url.encode(), spread.with_handover(capture, body),
                 own_earlier_life=lambda holder: node_of(holder) == node_of(self._instance),
                 wanted=partial(next, tries, False),
             )  # fmt: skip
 
-    def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
-        self._tasks.spawn(keep(mark, body, tracker=self._marks, clock=self._clock), name=mark)
+    def _spawn_kept(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.spawn(run_unit(mark, body, tracker=self._marks, clock=self._clock), name=mark)
 
-    def _capture_maker(
+    def _capture_body(
         self,
         name: str,
         section: CaptureSection,
@@ -485,28 +492,28 @@ class Node:
         )  # fmt: skip
 
         async def run() -> None:
-            remap = await open_remap(consensus, self._clock, self._rand, settings.remap)
+            remap = await open_remap(consensus, self._clock, self._rand, settings.remap_name)
             capture = Capture(
                 settings, topics=topics, catalogue=catalogue, remap=remap,
                 clock=self._clock, rand=self._rand, tracker=self._marks, schemas=self._schemas,
             )  # fmt: skip
             assert self._reporting is not None
             self._reporting.facts[f"capture:{name}"] = capture.facts
-            self._reporting.stages[settings.remap] = capture.stages
+            self._reporting.stages[settings.remap_name] = capture.stages
             spread.health[name] = capture.health
             capture.add_tap(shapes.add_database(name, section.dsn, capture.relations, capture))
             try:
                 await capture.run()
             finally:
                 del self._reporting.facts[f"capture:{name}"]
-                del self._reporting.stages[settings.remap]
+                del self._reporting.stages[settings.remap_name]
                 del spread.health[name]
                 await capture.aclose()
                 # Another node may continue the capture, and the shapes served here would get no more changes.
                 await shapes.release_database(name)
 
         async def led(_: Lease) -> None:
-            await keep(settings.mark, run, tracker=self._marks, clock=self._clock)
+            await run_unit(settings.mark, run, tracker=self._marks, clock=self._clock)
 
         return led
 
@@ -525,7 +532,7 @@ class Node:
                         f" tidemill topic alter {name} --partitions {section.partitions}",
                     ) from conflict
 
-    async def _until(self, stop: asyncio.Event) -> None:
+    async def _wait_until_stopped(self, stop: asyncio.Event) -> None:
         assert self._failed is not None
         async with Tasks(lambda *_: None) as tasks:
             stopping = tasks.spawn(stop.wait(), name="until-stop")  # never fails
@@ -539,13 +546,13 @@ class Node:
             self._failed.set_exception(error)
 
 
-async def _know(authenticator: Authenticator, rulebook: AclCache) -> None:
+async def _prepare_authentication(authenticator: Authenticator, rulebook: AclCache) -> None:
     if authenticator.tokens is not None:
         await authenticator.tokens.start()
     await rulebook.refresh()
 
 
-def _not_yet() -> list[BaseRoute]:
+def _starting_routes() -> list[BaseRoute]:
     async def refuse(_: Request) -> Response:
         return JSONResponse({"message": STARTING}, 503, headers={"retry-after": "1", "cache-control": "no-store"})
 

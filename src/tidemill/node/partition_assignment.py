@@ -13,11 +13,11 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError
-from tidemill.base.runtime.tasks import Tasks, keep
+from tidemill.base.runtime.tasks import Tasks, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
-from tidemill.node.captures.balancer import View, node_of
+from tidemill.node.captures.balancer import LeaseView, node_of
 from tidemill.topics.membership import Membership
 
 POLL_S = 1.0
@@ -26,7 +26,7 @@ LEASE_PREFIX = "capture/"
 log = structlog.get_logger()
 
 
-class CaptureFirst:
+class CaptureAssignment:
     """Implementation of `topics.membership.Assignment` from capture leases and the membership."""
 
     def __init__(
@@ -45,19 +45,21 @@ class CaptureFirst:
         self._callbacks: list[Callable[[], None]] = []
         self._tracker = tracker
         self._clock = clock
-        self._tasks = Tasks(self._broke)
+        self._tasks = Tasks(self._reraise)
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
-        self._seen: View = ({}, {})
+        self._seen: LeaseView = ({}, {})
 
     async def start(self) -> None:
-        await self._look()
-        self._tasks.spawn(keep("assignment", self._follow, tracker=self._tracker, clock=self._clock), name="assignment")
+        await self._poll()
+        self._tasks.spawn(
+            run_unit("assignment", self._poll_forever, tracker=self._tracker, clock=self._clock), name="assignment"
+        )
 
     async def aclose(self) -> None:
         await self._tasks.aclose()
 
-    async def next_look(self) -> View:
+    async def wait_for_next_poll(self) -> LeaseView:
         await self._looked.wait()
         return self._seen
 
@@ -68,22 +70,22 @@ class CaptureFirst:
     def epoch(self) -> int:
         return self._membership.epoch()
 
-    def lapses(self) -> int:
-        return self._membership.lapses()
+    def lease_lapses(self) -> int:
+        return self._membership.lease_lapses()
 
-    def poke(self) -> None:
+    def request_refresh(self) -> None:
         self._wake.set()
-        self._membership.poke()
+        self._membership.request_refresh()
 
     def on_change(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
         self._membership.on_change(callback)
 
-    def _broke(self, name: str, error: BaseException) -> None:
+    def _reraise(self, name: str, error: BaseException) -> None:
         """Re-raise what `keep` lets through: it ends the process."""
         raise error
 
-    async def _follow(self) -> None:
+    async def _poll_forever(self) -> None:
         while True:
             self._wake.clear()
             try:
@@ -92,11 +94,11 @@ class CaptureFirst:
             except TimeoutError:
                 pass
             try:
-                await self._look()
+                await self._poll()
             except UnavailableError as error:
                 log.warning("captures could not be read", error=str(error))
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         leases = await self._consensus.leases(LEASE_PREFIX)
         holders = {lease.name.removeprefix(LEASE_PREFIX): lease.holder for lease in leases if lease.live}
         self._seen = holders, {member.name: member.captures for member in self._membership.members()}
@@ -114,9 +116,9 @@ class CaptureFirst:
                 leaders[topics[table.topic]] = node_of(holders.get(table.capture, ""))
             if table.aside is not None:  # the process that captures also writes the side topic
                 leaders[table.aside.topic_id] = node_of(holders.get(table.capture, ""))
-        self._set(leaders)
+        self._set_leaders(leaders)
 
-    def _set(self, leaders: dict[str, str]) -> None:
+    def _set_leaders(self, leaders: dict[str, str]) -> None:
         if leaders == self._leaders:
             return
         self._leaders = leaders

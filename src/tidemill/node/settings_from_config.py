@@ -6,23 +6,23 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-from tidemill.base.address import Address, bare
+from tidemill.base.address import Address, strip_brackets
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.config.config import Config, HttpSection, RegistrySection, StorageSection, protocols
+from tidemill.base.config.config import Config, HttpSection, RegistrySection, StorageSection, listener_protocols
 from tidemill.base.config.shapes import BoundParam, ShapeSection, ShapesSection
 from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.kafka.net.listeners import DEFAULT, Listener
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.node.http.limits import HttpLimits
 from tidemill.registry.settings import RegistrySettings
-from tidemill.security.oauth_tokens import Tokens, TokenSettings
+from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
 from tidemill.security.principals import principal_rules
 from tidemill.security.sasl import Authenticator
-from tidemill.security.tls import Certificates, TlsSettings
+from tidemill.security.tls import ServerCertificates, TlsSettings
 from tidemill.security.users import Users
-from tidemill.shapes.definition.server_defined import FromClaim, FromClient, NamedShape, Param
-from tidemill.shapes.definition.signed_urls import Signing
-from tidemill.shapes.http.authorization import Grants
+from tidemill.shapes.definition.server_defined import FromClaim, FromClient, Param, ServerDefinedShape
+from tidemill.shapes.definition.signed_urls import SigningKeys
+from tidemill.shapes.http.authorization import ShapeAuthorizer
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.settings import CacheAges, ShapeSettings
 from tidemill.shapes.tables.capture_tap import BacklogLimits
@@ -40,11 +40,11 @@ def http_limits(section: HttpSection) -> HttpLimits:
     )
 
 
-def authenticator_of(config: Config, users: Users, clock: Clock, rand: Rand) -> Authenticator:
+def build_authenticator(config: Config, users: Users, clock: Clock, rand: Rand) -> Authenticator:
     """Build the authenticator. Raises InvalidError."""
     oauth = config.security.oauth
     given = oauth.jwks_file or oauth.jwks_url or oauth.secret
-    return Authenticator(users, rand, Tokens(TokenSettings(**oauth.model_dump()), clock) if given else None)
+    return Authenticator(users, rand, TokenVerifier(TokenSettings(**oauth.model_dump()), clock) if given else None)
 
 
 def tls_settings(config: Config) -> TlsSettings:
@@ -59,20 +59,20 @@ def kafka_settings(config: Config) -> KafkaSettings:
 def kafka_listeners(config: Config, authenticator: Authenticator) -> list[Listener]:
     """Return all Kafka listeners of the node, node.kafka first. Listeners of one protocol share a gate. Raises
     InvalidError."""
-    gates = {protocol: kafka_gate(config, protocol, authenticator) for protocol in protocols(config)}
-    bound, own_host = Address.parse(config.node.kafka), bare(config.node.advertised_host)
-    advertised = advertised_at(config.kafka.advertised, own_host, bound)
+    gates = {protocol: kafka_gate(config, protocol, authenticator) for protocol in listener_protocols(config)}
+    bound, own_host = Address.parse(config.node.kafka), strip_brackets(config.node.advertised_host)
+    advertised = advertised_address(config.kafka.advertised, own_host, bound)
     found = [Listener(DEFAULT, *bound, *advertised, gates[config.kafka.security])]
     for name, section in config.kafka.listeners.items():
         bound = Address.parse(section.address)
-        advertised = advertised_at(section.advertised, own_host, bound)
+        advertised = advertised_address(section.advertised, own_host, bound)
         gate = gates[section.security or config.kafka.security]
         key = f"kafka.listeners.{name}.address"
         found.append(Listener(name, *bound, *advertised, gate, key))
     return found
 
 
-def advertised_at(advertised: str, own_host: str, bound: Address) -> Address:
+def advertised_address(advertised: str, own_host: str, bound: Address) -> Address:
     """Return the advertised address: the configured one, else the node's advertised host and the bound port."""
     return Address.parse(advertised) if advertised else Address(own_host or bound.host, bound.port)
 
@@ -81,7 +81,7 @@ def kafka_gate(config: Config, protocol: str, authenticator: Authenticator) -> L
     """Build the gate of one protocol. Raises InvalidError for a principal rule that does not parse."""
     tls, sasl = config.security.tls, config.security.sasl
     return ListenerSecurity(
-        Certificates(tls_settings(config)) if protocol.endswith("ssl") else None,
+        ServerCertificates(tls_settings(config)) if protocol.endswith("ssl") else None,
         principal_rules(tls.principal_rules),
         authenticator=authenticator,
         mechanisms=sasl.mechanisms if protocol.startswith("sasl") else (),
@@ -128,26 +128,26 @@ def shape_settings(section: ShapesSection, directory: Path | None = None) -> Sha
     )
 
 
-def grants_of(config: Config, clock: Clock) -> Grants:
+def build_grants(config: Config, clock: Clock) -> ShapeAuthorizer:
     """Build the grants of server-defined shapes. Raises InvalidError for a definition that could never be served."""
     section = config.security.signing
-    signing = Signing(section.keys, section.max_s, section.leeway_s)
-    return Grants(clock, [_named(name, shape) for name, shape in config.shape.items()], signing)
+    signing = SigningKeys(section.keys, section.max_s, section.leeway_s)
+    return ShapeAuthorizer(clock, [_named_shape(name, shape) for name, shape in config.shape.items()], signing)
 
 
-def _named(name: str, section: ShapeSection) -> NamedShape:
-    return NamedShape(
+def _named_shape(name: str, section: ShapeSection) -> ServerDefinedShape:
+    return ServerDefinedShape(
         name,
         section.table,
         section.where,
-        tuple(_param(each) for each in section.params),
+        tuple(_shape_param(each) for each in section.params),
         tuple(section.columns),
         section.replica,
         section.narrow,
     )
 
 
-def _param(param: str | BoundParam) -> Param:
+def _shape_param(param: str | BoundParam) -> Param:
     if isinstance(param, str):
         return param
     return FromClaim(param.claim) if param.claim else FromClient(param.client)

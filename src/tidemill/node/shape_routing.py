@@ -19,13 +19,13 @@ from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.node.captures.balancer import node_of
-from tidemill.shapes.definition.planner import shard_name, split_table
-from tidemill.shapes.http.authorization import NAME, Grants
+from tidemill.shapes.definition.planner import parse_shard_name, parse_table_name
+from tidemill.shapes.http.authorization import NAME_PARAM, ShapeAuthorizer
 
 CACHE_S = 1.0
 RETRY_AFTER_S = 1
 SHARD_PREFIXES = ("shard.", "shard:")
-READING = ("GET", "HEAD", "POST")
+ROUTED_METHODS = ("GET", "HEAD", "POST")
 """Routed methods. 307 retains method and body: a POST requests a subset of the shape that its query names."""
 
 NO_STORE = {"cache-control": "no-store"}
@@ -43,10 +43,10 @@ class ShapeRouting:
         consensus: Consensus,
         holder: str,
         clock: Clock,
-        grants: Grants | None = None,
+        grants: ShapeAuthorizer | None = None,
     ) -> None:
         self._app = app
-        self._grants = grants or Grants(clock)
+        self._grants = grants or ShapeAuthorizer(clock)
         self._catalogue = catalogue
         self._consensus = consensus
         self._holder = holder
@@ -61,15 +61,15 @@ class ShapeRouting:
         self._looking = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != "/v1/shape" or scope["method"] not in READING:
+        if scope["type"] != "http" or scope["path"] != "/v1/shape" or scope["method"] not in ROUTED_METHODS:
             await self._app(scope, receive, send)
             return
         query = scope["query_string"].decode("latin-1")
         asked = QueryParams(query)
-        table = self._grants.table_of(asked)
-        owner = await self._owner(table) if table and not table.startswith(SHARD_PREFIXES) else ""
+        table = self._grants.requested_table(asked)
+        owner = await self._owner_url(table) if table and not table.startswith(SHARD_PREFIXES) else ""
         if owner is None:
-            name = f"shape={asked[NAME]}" if NAME in asked else f"table={table}"
+            name = f"shape={asked[NAME_PARAM]}" if NAME_PARAM in asked else f"table={table}"
             message = {"message": f"no node captures this table at present: {name}"}
             response = JSONResponse(message, 503, headers={**NO_STORE, "retry-after": str(RETRY_AFTER_S)})
             await response(scope, receive, send)
@@ -78,19 +78,19 @@ class ShapeRouting:
         else:
             await self._app(scope, receive, send)
 
-    async def _owner(self, table: str) -> str | None:
+    async def _owner_url(self, table: str) -> str | None:
         """Return the URL of the node to redirect to; "" to serve here, None if no node leads the table at present.
 
         An unknown table may have been created a moment ago. If one other node runs all captures that may have it, that
         node is asked; otherwise the shape room here answers with its error.
         """
-        await self._look()
+        await self._refresh_owners()
         if not self._known:
             return None
         prefix, _, rest = table.partition(":")
         named = prefix in self._captures
         try:
-            name = table_name(*split_table(rest if named else table))
+            name = table_name(*parse_table_name(rest if named else table))
         except InvalidError:
             return ""
         found = {
@@ -105,14 +105,14 @@ class ShapeRouting:
     async def topics_of(self, table: str) -> list[str]:
         """Return the topics whose records a shape of `table` shows: `shard.NAME` for a shard; for an unknown table
         all topics that it may get, because a request may wait for it; `table` itself if it is neither."""
-        shard = shard_name(table)
+        shard = parse_shard_name(table)
         if shard is not None:
             return [f"shard.{shard}"]
-        await self._look()
+        await self._refresh_owners()
         prefix, _, rest = table.partition(":")
         named = prefix in self._captures
         try:
-            wanted = split_table(rest if named else table)
+            wanted = parse_table_name(rest if named else table)
         except InvalidError:
             return [table]
         name = table_name(*wanted)
@@ -124,7 +124,7 @@ class ShapeRouting:
         may = sorted(self._captures)
         return found or [topic_name(each, *wanted) for each in may if not named or each == prefix] or [table]
 
-    async def _look(self) -> None:
+    async def _refresh_owners(self) -> None:
         """Refresh the owners at most once a second, for all concurrent callers. A failed refresh leaves them
         unchanged."""
         if self._known and self._looking.locked():
@@ -139,7 +139,7 @@ class ShapeRouting:
                 log.warning("captures could not be read", error=str(error))
             self._looked_s = self._clock.monotonic_s()
 
-    def _place(self, lease: Lease) -> str:
+    def _redirect_target(self, lease: Lease) -> str:
         """Return where to send a request. An earlier process of this node whose lease has not expired had this
         node's address: a redirect there would come back here in a loop."""
         if lease.holder == self._holder:
@@ -151,5 +151,7 @@ class ShapeRouting:
         owners: dict[tuple[str, str], str] = {}
         for table in await self._catalogue.all_tables():
             lease = leases.get(table.capture)
-            owners[table.capture, table.table] = self._place(lease) if lease is not None and lease.live else "?"
+            owners[table.capture, table.table] = (
+                self._redirect_target(lease) if lease is not None and lease.live else "?"
+            )
         return owners, frozenset(leases) | {capture for capture, _ in owners}

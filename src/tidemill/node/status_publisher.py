@@ -14,12 +14,12 @@ from msgspec import structs
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError, TidemillError
-from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.runtime.memory_budget import Budget, resident_bytes
-from tidemill.base.runtime.tasks import is_fault, sentence
-from tidemill.base.status.histogram import Stages
-from tidemill.base.status.status import Report, StatusTracker
-from tidemill.consensus.status.board import Board
+from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S
+from tidemill.base.runtime.memory_budget import MemoryBudget, resident_bytes
+from tidemill.base.runtime.tasks import error_sentence, is_fault
+from tidemill.base.status.histogram import StageHistograms
+from tidemill.base.status.status import StatusReport, StatusTracker
+from tidemill.consensus.status.board import StatusBoard
 
 log = structlog.get_logger()
 
@@ -34,13 +34,15 @@ END_S = 10.0
 Facts = Callable[[], dict[str, object]]
 
 
-class Reporting:
+class StatusPublisher:
     """Reporter, one per node. `facts[name]` and `troubles[name]` are called once a second. A trouble returns "" or a
     sentence that says what does not work in a dependency of the node; it is reported under a stage of that name."""
 
-    def __init__(self, process: str, board: Board, tracker: StatusTracker, budget: Budget, clock: Clock) -> None:
-        self.facts: dict[str, Facts] = {"memory": lambda: memory_facts(budget), "latency": self._latency}
-        self.stages: dict[str, Stages] = {}
+    def __init__(
+        self, process: str, board: StatusBoard, tracker: StatusTracker, budget: MemoryBudget, clock: Clock
+    ) -> None:
+        self.facts: dict[str, Facts] = {"memory": lambda: memory_facts(budget), "latency": self._latency_facts}
+        self.stages: dict[str, StageHistograms] = {}
         """Latency stages of each source that this node captures now."""
         self.troubles: dict[str, Callable[[], str]] = {}
         self.notices: dict[str, Callable[[], str]] = {}
@@ -49,19 +51,19 @@ class Reporting:
         self._board = board
         self._tracker = tracker
         self._clock = clock
-        self._last: Report | None = None
+        self._last: StatusReport | None = None
 
-    async def adopt(self) -> None:
+    async def adopt_previous_report(self) -> None:
         """Adopt the last report of this node's previous process, so that a stage that has been stalled since then
         does not look younger."""
         try:
             reports = await self._board.reports()
         except TidemillError as error:
-            log.info("the report of this node's previous process is not available", cause=sentence(error))
+            log.info("the report of this node's previous process is not available", cause=error_sentence(error))
             return
         for report in reports:
             if report.process == self._process:
-                self._tracker.adopt(report, self._clock.now_ms())
+                self._tracker.adopt_last_report(report, self._clock.now_ms())
 
     async def run(self, superseded: Callable[[], BaseException | None]) -> None:
         """Publish until cancelled. Raises what `superseded` returns, because two processes under one name would
@@ -71,20 +73,20 @@ class Reporting:
             if replaced is not None:
                 raise replaced
             began_s = self._clock.monotonic_s()
-            self._look()
-            self._last = self._tracker.report(self._process, self._clock.now_ms(), self._read())
+            self._check_dependencies()
+            self._last = self._tracker.report(self._process, self._clock.now_ms(), self._read_facts())
             try:
                 await self._board.publish(self._last)
             except BaseException as error:
                 if not is_fault(error) or isinstance(error, ClosedError):
                     raise
-                log.warning("status report not published", error=sentence(error))
+                log.warning("status report not published", error=error_sentence(error))
             # The interval is measured from start to start: on a busy machine the time that publishing takes must not
             # add to a report's age.
             took_s = self._clock.monotonic_s() - began_s
-            await asyncio.sleep(max(LEAST_PAUSE_S, MARK_PUBLISH_INTERVAL_S - took_s))
+            await asyncio.sleep(max(LEAST_PAUSE_S, STATUS_PUBLISH_INTERVAL_S - took_s))
 
-    async def leave(self) -> None:
+    async def publish_leaving_report(self) -> None:
         """Publish the last report again after an orderly stop, marked so that it does not age. The current stage
         statuses would be wrong, because parts that have ended have none."""
         if self._last is not None:
@@ -94,39 +96,39 @@ class Reporting:
         """Publish the last report of a node that ends for good: its stage fails with `why`."""
         now_ms = self._clock.now_ms()
         self._tracker.fail(self._process, why, now_ms=now_ms, parked=True)
-        await self._publish_last(self._tracker.report(self._process, now_ms, self._read()), END_S)
+        await self._publish_last(self._tracker.report(self._process, now_ms, self._read_facts()), END_S)
 
-    async def _publish_last(self, report: Report, within_s: float) -> None:
+    async def _publish_last(self, report: StatusReport, within_s: float) -> None:
         try:
             async with asyncio.timeout(within_s):
                 await self._board.publish(report)
         except (TidemillError, TimeoutError) as error:
-            log.info("last report not published", error=sentence(error))
+            log.info("last report not published", error=error_sentence(error))
 
-    def _look(self) -> None:
+    def _check_dependencies(self) -> None:
         now_ms = self._clock.now_ms()
         for name, ask in self.troubles.items():
             notice = self.notices[name]() if name in self.notices else ""
-            self._tracker.works(name, ask(), now_ms=now_ms, notice=notice)
+            self._tracker.set_foundation(name, ask(), now_ms=now_ms, notice=notice)
 
-    def noticed(self) -> list[str]:
+    def current_problems(self) -> list[str]:
         """Return problems of this process although it serves: a degraded store, a failing captured database."""
         found = [(name, said) for name, ask in self.notices.items() if (said := ask())]
         return [f"{name}: {said}" for name, said in [*found, *self._tracker.failures("capture:")][:NOTICES]]
 
-    def _latency(self) -> dict[str, object]:
-        return {source: stages.plain() for source, stages in self.stages.items()}
+    def _latency_facts(self) -> dict[str, object]:
+        return {source: stages.to_plain() for source, stages in self.stages.items()}
 
-    def _read(self) -> dict[str, object]:
+    def _read_facts(self) -> dict[str, object]:
         found: dict[str, object] = {}
         for name, read in self.facts.items():
             try:
                 found[name] = read()
             except Exception as error:
-                found[name] = {"error": sentence(error)}
+                found[name] = {"error": error_sentence(error)}
         return found
 
 
-def memory_facts(budget: Budget) -> dict[str, object]:
+def memory_facts(budget: MemoryBudget) -> dict[str, object]:
     """Return {share: (used bytes, limit bytes; 0 if none)}, with the memory of the whole process as `resident`."""
     return {"resident": (resident_bytes(), budget.limit_bytes), **budget.shares()}

@@ -18,19 +18,19 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from tidemill.base.clock import Clock
-from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import Remap
-from tidemill.shards.bindings.minter import Minter
+from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.topics.api import PartitionReader
 
-BUSY_S = 0.05
-LOOKS_AT_ONCE = 8
+BINDING_INTERVAL_S = 0.05
+CONCURRENT_READS = 8
 """Number of topics whose partitions are read concurrently when all are read: at the start, and when members change."""
 
 
-class Led(Protocol):
+class LedTopics(Protocol):
     """Interface of the binder to the topics of its process (`topics.LocalTopics`)."""
 
     def watch(self, moved: Callable[[str, int], None], listed: Callable[[Mapping[str, TopicRow]], None]) -> None: ...
@@ -38,7 +38,7 @@ class Led(Protocol):
     def last_stable(self, topic_id: str, partition: int) -> int | None: ...
 
 
-class _Bound:
+class _TopicBinding:
     """State of one topic: the partitions that moved since the last binding."""
 
     def __init__(self, row: TopicRow) -> None:
@@ -52,12 +52,12 @@ class _Bound:
         return f"binding:topic/{self.row.name}"
 
 
-class Binder:
+class TopicBinder:
     """Binder of all stream topics of one node."""
 
     def __init__(
         self,
-        topics: Led,
+        topics: LedTopics,
         open_reader: Callable[[], PartitionReader],
         open_remap: Callable[[str], Awaitable[Remap]],
         clock: Clock,
@@ -68,27 +68,27 @@ class Binder:
         self._open_remap = open_remap
         self._clock = clock
         self._tracker = tracker
-        self._tasks = Tasks(self._ended)
-        self._bound: dict[str, _Bound] = {}
+        self._tasks = Tasks(self._task_ended)
+        self._bound: dict[str, _TopicBinding] = {}
         """State by topic id."""
-        self._looks = asyncio.Semaphore(LOOKS_AT_ONCE)
+        self._looks = asyncio.Semaphore(CONCURRENT_READS)
         self._closed = False
 
     def start(self) -> None:
-        self._topics.watch(self._moved, self._listed)
+        self._topics.watch(self._partition_moved, self._update_topics)
 
     async def aclose(self) -> None:
         self._closed = True
         await self._tasks.aclose()
 
-    def look_at_all(self) -> None:
+    def recheck_all_topics(self) -> None:
         """Read all topics again after members changed: the last append of a member may have no time yet. A plain
         call."""
         for bound in self._bound.values():
             bound.look = True
-            self._wake(bound)
+            self._start_binding(bound)
 
-    def _listed(self, rows: Mapping[str, TopicRow]) -> None:
+    def _update_topics(self, rows: Mapping[str, TopicRow]) -> None:
         """Update the list of topics. A topic that was re-created under its name has another id."""
         if self._closed:
             return
@@ -96,47 +96,47 @@ class Binder:
             gone = self._bound.pop(topic_id)
             if gone.task is not None:
                 gone.task.cancel()
-            self._tracker.heal(gone.mark)
+            self._tracker.clear_failure(gone.mark)
         for topic_id, row in rows.items():
             if topic_id in self._bound:
                 self._bound[topic_id].row = row  # it may have grown; no partition is appended to before it is listed
             elif row.kind == "stream":
-                self._bound[topic_id] = _Bound(row)
-                self._wake(self._bound[topic_id])
+                self._bound[topic_id] = _TopicBinding(row)
+                self._start_binding(self._bound[topic_id])
 
-    def _moved(self, topic_id: str, partition: int) -> None:
+    def _partition_moved(self, topic_id: str, partition: int) -> None:
         bound = self._bound.get(topic_id)
         if bound is not None:
             bound.moved.add(partition)
-            self._wake(bound)
+            self._start_binding(bound)
 
-    def _wake(self, bound: _Bound) -> None:
+    def _start_binding(self, bound: _TopicBinding) -> None:
         if not self._closed and (bound.task is None or bound.task.done()):
-            keeping = keep(bound.mark, lambda: self._bind(bound), tracker=self._tracker, clock=self._clock)
+            keeping = run_unit(bound.mark, lambda: self._bind_topic(bound), tracker=self._tracker, clock=self._clock)
             bound.task = self._tasks.spawn(keeping, name=bound.mark)
 
-    async def _bind(self, bound: _Bound) -> None:
+    async def _bind_topic(self, bound: _TopicBinding) -> None:
         """Bind until no part of the topic is left to bind. Partitions that move in the meantime are in the next
         binding."""
-        minter = Minter(
-            await self._open_remap(f"topic/{bound.row.name}"), self._clock, interval_ms=round(BUSY_S * 1000)
+        minter = BindingMinter(
+            await self._open_remap(f"topic/{bound.row.name}"), self._clock, interval_ms=round(BINDING_INTERVAL_S * 1000)
         )
         await minter.open()
         while bound.look or bound.moved:
             look, moved = bound.look, frozenset(bound.moved)
             bound.look, bound.moved = False, set()
             try:
-                offsets = await self._offsets(bound.row, moved, look)
+                offsets = await self._stable_offsets(bound.row, moved, look)
                 await minter.mint_missing({bound.row.topic_id: offsets}, self._clock.now_ms())
             except BaseException:
                 bound.look |= look
                 bound.moved |= moved
                 raise
-            self._tracker.heal(bound.mark)
+            self._tracker.clear_failure(bound.mark)
             # The pause comes after the binding, so that the first record after an idle time gets its time immediately.
-            await minter.until_due()
+            await minter.wait_until_due()
 
-    async def _offsets(self, row: TopicRow, moved: frozenset[int], look: bool) -> tuple[int, ...]:
+    async def _stable_offsets(self, row: TopicRow, moved: frozenset[int], look: bool) -> tuple[int, ...]:
         """Return the next offset of each partition; 0 where no move is known."""
         found = [0] * row.partitions
         elsewhere: list[int] = []
@@ -153,6 +153,6 @@ class Binder:
                     found[partition] = await reader.last_stable(row.topic_id, partition)
         return tuple(found)
 
-    def _ended(self, name: str, error: BaseException) -> None:
+    def _task_ended(self, name: str, error: BaseException) -> None:
         """Record the error of a task. `keep` catches every fault, so only an intended end of the process gets here."""
-        self._tracker.fail(name, sentence(error), now_ms=self._clock.now_ms())
+        self._tracker.fail(name, error_sentence(error), now_ms=self._clock.now_ms())

@@ -15,7 +15,7 @@ from tidemill.base.limits import COALESCE_GAP_BYTES, MIB
 REQUEST_BYTES_MAX = 8 * MIB
 
 
-class Request(msgspec.Struct, frozen=True):
+class RangeRequest(msgspec.Struct, frozen=True):
     """One read of [start, end). `wanted`: (index in the caller's list, start, end) of the ranges inside it."""
 
     start: int
@@ -27,26 +27,26 @@ def plan_reads(
     ranges: Sequence[tuple[int, int]],
     gap_bytes: int = COALESCE_GAP_BYTES,
     max_bytes: int = REQUEST_BYTES_MAX,
-) -> list[Request]:
+) -> list[RangeRequest]:
     """Plan requests in order of start. Ranges may overlap, repeat, be empty, and have any order."""
-    requests: list[Request] = []
+    requests: list[RangeRequest] = []
     start = end = -1
     wanted: list[tuple[int, int, int]] = []
     for low, high, index in sorted((low, high, index) for index, (low, high) in enumerate(ranges)):
         joins = wanted and low - end <= gap_bytes and max(end, high) - start <= max_bytes
         if wanted and not joins:
-            requests.append(Request(start, end, tuple(wanted)))
+            requests.append(RangeRequest(start, end, tuple(wanted)))
             wanted = []
         if not wanted:
             start, end = low, high
         wanted.append((index, low, high))
         end = max(end, high)
     if wanted:
-        requests.append(Request(start, end, tuple(wanted)))
+        requests.append(RangeRequest(start, end, tuple(wanted)))
     return requests
 
 
-def cut(request: Request, data: bytes, into: list[bytes]) -> None:
+def split_response(request: RangeRequest, data: bytes, into: list[bytes]) -> None:
     """Store the wanted pieces of one answered request at their indexes in `into`."""
     whole = len(request.wanted) == 1 and len(data) == request.end - request.start
     for index, low, high in request.wanted:

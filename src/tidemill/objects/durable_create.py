@@ -33,12 +33,12 @@ from tidemill.objects.store import MisconfiguredError
 IOVEC_MAX = 1024
 """Limit of buffers per writev (Linux UIO_MAXIOV)."""
 
-_CONFIGURATION = {errno.EACCES, errno.EPERM, errno.EROFS}
-_SHAPE = {errno.ENOTDIR, errno.EISDIR}
-_NO_LINKS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
-_FEW_INODES = 16
+_PERMISSION_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FILE_TYPE_ERRNOS = {errno.ENOTDIR, errno.EISDIR}
+_HARD_LINK_ERRNOS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+_FREE_INODES_MIN = 16
 """Free inodes up to which a failed create counts as "no inodes": concurrent failures free some before statvfs."""
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Syscalls(Protocol):
@@ -89,7 +89,7 @@ class RealSyscalls:
             os.close(fd)
 
 
-class Directories:
+class DirectorySyncer:
     """Directories under `root` whose entries are synced in their parents, as far as this process knows.
 
     Shared by the pool's threads: additions to the set are idempotent, so no lock is needed.
@@ -100,7 +100,7 @@ class Directories:
         self._root = root
         self._known = {root}
 
-    def make(self, path: str) -> None:
+    def create(self, path: str) -> None:
         """Create `path` and its missing ancestors below root, without syncing."""
         try:
             self._calls.mkdir(path)
@@ -109,8 +109,8 @@ class Directories:
         except FileNotFoundError:
             if path == self._root:
                 raise
-            self.make(os.path.dirname(path))
-            self.make(path)
+            self.create(os.path.dirname(path))
+            self.create(path)
 
     def sync(self, path: str) -> None:
         """Sync the entries of `path`, then the entry of every ancestor that is not known to be synced."""
@@ -125,7 +125,7 @@ class Directories:
 
 
 def durable_create(
-    calls: Syscalls, directories: Directories, temporary: str, target: str, buffers: Sequence[memoryview]
+    calls: Syscalls, directories: DirectorySyncer, temporary: str, target: str, buffers: Sequence[memoryview]
 ) -> None:
     """Create `target` with the content `buffers` by the seven steps above. Blocks.
 
@@ -189,11 +189,11 @@ def _create(calls: Syscalls, stem: str) -> tuple[int, str]:
     raise AssertionError("count() ended")
 
 
-def _link(calls: Syscalls, directories: Directories, temporary: str, target: str) -> None:
+def _link(calls: Syscalls, directories: DirectorySyncer, temporary: str, target: str) -> None:
     try:
         calls.link(temporary, target)
     except FileNotFoundError:
-        directories.make(os.path.dirname(target))
+        directories.create(os.path.dirname(target))
         calls.link(temporary, target)
 
 
@@ -205,7 +205,7 @@ def _unlink_quietly(calls: Syscalls, path: str) -> None:
         return
 
 
-def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -> TidemillError:
+def translate_os_error(error: OSError, what: str, root: str, *, appeared: bool = False) -> TidemillError:
     """Translate an operating system error. `appeared`: the call may have had its effect."""
     code = error.errno or 0
     reason = os.strerror(code) if code else str(error)
@@ -216,23 +216,23 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
         )
     if code == errno.EEXIST:
         return ConflictError(f"{what} failed, the object exists already: {where}")
-    if code in _CONFIGURATION:
+    if code in _PERMISSION_ERRNOS:
         return MisconfiguredError(
             f"{what} is not permitted, {reason}: {where}",
             fix="Make the directory writable for this user, or point objects.url at another one.",
         )
-    if code in _SHAPE:
+    if code in _FILE_TYPE_ERRNOS:
         return InvalidError(
             f"{what} found a file in place of a directory, or the reverse: {where}",
             fix="No object key may be a directory of another key, and objects.url must name a directory.",
         )
-    if code in _NO_LINKS:
+    if code in _HARD_LINK_ERRNOS:
         return InvalidError(
             f"{what} needs hard links, {reason}: {where}",
             fix="Put objects.url on a local file system with hard links (ext4, xfs, btrfs, apfs).",
         )
-    if code in _NO_SPACE:
-        if _without_inodes(root):
+    if code in _NO_SPACE_ERRNOS:
+        if _has_no_free_inodes(root):
             return UnavailableError(f"{what} found no free inode: {where}", fix="Remove files from that file system.")
         return UnavailableError(f"{what} found no space: {where}", fix="Free space on the disk, or raise the quota.")
     if code in file_descriptors.EXHAUSTED:
@@ -241,7 +241,7 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
     return UnavailableError(f"{what} failed, {reason}: {where}", fix="Check the disk and the mount.")
 
 
-def _without_inodes(root: str) -> bool:
+def _has_no_free_inodes(root: str) -> bool:
     """Return whether the file system has no free inodes; ENOSPC does not distinguish that from a full disk.
 
     File systems without a limit of inodes report a total of 0.
@@ -250,8 +250,8 @@ def _without_inodes(root: str) -> bool:
         found = os.statvfs(root)
     except OSError:
         return False
-    return found.f_files > 0 and found.f_favail <= _FEW_INODES
+    return found.f_files > 0 and found.f_favail <= _FREE_INODES_MIN
 
 
-def conflict(key: str) -> ConflictError:
+def conflict_error(key: str) -> ConflictError:
     return ConflictError(f"the object already exists: key={key}.")

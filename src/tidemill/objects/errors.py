@@ -24,7 +24,7 @@ from tidemill.objects.store import MisconfiguredError
 # Anchored on text that the library and the server themselves print: keys and endpoints also occur in it.
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-_NEVER_SENT = re.compile(r"^\s*kind: Connect,$", re.M)
+_CONNECT_FAILED = re.compile(r"^\s*kind: Connect,$", re.M)
 _CREDENTIALS_SOURCE = re.compile(
     r"AssumeRole|web identity|instance metadata|CredentialsProvider|/latest/meta-data", re.I
 )
@@ -37,16 +37,16 @@ _BAD_CREDENTIALS = {
     "RequestTimeTooSkewed",
     "AuthorizationHeaderMalformed",
 }
-_PASSING = {"RequestTimeout", "OperationAborted", "ServiceUnavailable", "BadDigest"}
+_TRANSIENT_CODES = {"RequestTimeout", "OperationAborted", "ServiceUnavailable", "BadDigest"}
 """Error codes of 4xx answers that another attempt may not get."""
 
-_GATEWAY = "Check the gateway in front of the object store: it must forward conditional creates (If-None-Match)."
+_GATEWAY_FIX = "Check the gateway in front of the object store: it must forward conditional creates (If-None-Match)."
 
 _THROTTLED = {"SlowDown", "TooManyRequests", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreLocation:
     """The store that an error is about, for its message."""
 
     bucket: str
@@ -56,7 +56,9 @@ class Place:
         return f"bucket={self.bucket} endpoint={self.endpoint or 'aws'}"
 
 
-def translate(error: Exception, operation: str, key: str, place: Place, *, writes: bool) -> TidemillError:
+def translate_obstore_error(
+    error: Exception, operation: str, key: str, place: StoreLocation, *, writes: bool
+) -> TidemillError:
     """Translate an exception. `writes`: the call could have changed the store, so an unclear failure is Unknown."""
     text = str(error)
     found = _STATUS.search(text)
@@ -71,7 +73,9 @@ def translate(error: Exception, operation: str, key: str, place: Place, *, write
         )
     if isinstance(error, FileNotFoundError):
         if operation == "put":
-            return UnknownOutcomeError(f"the object store answered a create with 'not found': {detail}.", fix=_GATEWAY)
+            return UnknownOutcomeError(
+                f"the object store answered a create with 'not found': {detail}.", fix=_GATEWAY_FIX
+            )
         return MissingError(f"no such object: {where}.")
     if isinstance(error, foreign.AlreadyExistsError | foreign.PreconditionError | foreign.NotModifiedError):
         return ConflictError(f"the object already exists: {detail}.")
@@ -87,14 +91,14 @@ def translate(error: Exception, operation: str, key: str, place: Place, *, write
         )
     if isinstance(error, foreign.NotSupportedError | NotImplementedError | foreign.InvalidPathError | ValueError):
         return InvalidError(f"the object store rejected the request: {detail} reason={_first_line(text)!r}.")
-    if _NEVER_SENT.search(text):
+    if _CONNECT_FAILED.search(text):
         return UnavailableError(
             f"the object store cannot be reached: {where}.",
             fix="Check that the endpoint of objects.url is right and up.",
         )
     if status == 429 or (status == 503 and code in _THROTTLED):
         return UnavailableError(f"the object store is throttling: {detail}.", fix="Lower the request rate or wait.")
-    if 400 <= status < 500 and status not in (408, 409) and code not in _PASSING:
+    if 400 <= status < 500 and status not in (408, 409) and code not in _TRANSIENT_CODES:
         return InvalidError(f"the object store rejected the request: {detail} reason={_first_line(text)!r}.")
     if writes:
         return UnknownOutcomeError(
@@ -103,7 +107,7 @@ def translate(error: Exception, operation: str, key: str, place: Place, *, write
     return UnavailableError(f"the object store failed or did not answer: {detail} reason={_first_line(text)!r}.")
 
 
-def refused_create(said: TidemillError) -> TidemillError:
+def translate_rejected_create(said: TidemillError) -> TidemillError:
     """Translate a rejected create although the object does not exist.
 
     `said`: the error of the rejection, with its status.
@@ -114,7 +118,7 @@ def refused_create(said: TidemillError) -> TidemillError:
     detail = said.message.partition(": ")[2]
     if "status=409 " in detail:
         return UnavailableError(f"another create of the object is in progress: {detail}")
-    return UnknownOutcomeError(f"the object store rejected a create of a missing object: {detail}", fix=_GATEWAY)
+    return UnknownOutcomeError(f"the object store rejected a create of a missing object: {detail}", fix=_GATEWAY_FIX)
 
 
 def _first_line(text: str, limit: int = 300) -> str:

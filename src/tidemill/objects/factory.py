@@ -23,12 +23,12 @@ from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
 from tidemill.objects.keys import check_prefix
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.retrying import RetryingObjects, check_budget
+from tidemill.objects.retrying import RetryingObjects, check_limits
 from tidemill.objects.store import ObjectStore
 
-_FORMS = "Write it as file:///dir, memory: or s3://bucket/prefix?endpoint=…&region=…."
+_URL_FIX = "Write it as file:///dir, memory: or s3://bucket/prefix?endpoint=…&region=…."
 _SECRETS = {"access_key_id", "secret_access_key", "session_token"}
-_QUERY = _SECRETS | {"endpoint", "region", "virtual_host", "credentials"}
+_QUERY_KEYS = _SECRETS | {"endpoint", "region", "virtual_host", "credentials"}
 
 
 async def open_objects(
@@ -48,7 +48,7 @@ async def open_objects(
     `base.runtime.retry_open`). Once open, missing permissions or credentials are also Unavailable, because they were
     valid before.
     """
-    check_budget(retry_budget_s, concurrency)
+    check_limits(retry_budget_s, concurrency)
     scheme = _scheme(url)
 
     inner: ObjectStore
@@ -89,16 +89,16 @@ def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]
     parts = urlsplit(url)
     shown = redact(url)
     if not parts.netloc:
-        raise InvalidError(f"objects.url names no bucket: objects.url={shown!r}.", fix=_FORMS)
+        raise InvalidError(f"objects.url names no bucket: objects.url={shown!r}.", fix=_URL_FIX)
     prefix = unquote(parts.path).strip("/")
     if prefix:
         check_prefix(prefix)
         prefix += "/"
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if unknown := sorted(query.keys() - _QUERY):
+    if unknown := sorted(query.keys() - _QUERY_KEYS):
         raise InvalidError(
             f"objects.url has unknown parameters: parameters={','.join(unknown)} objects.url={shown!r}.",
-            fix=f"Use only {', '.join(sorted(_QUERY))}.",
+            fix=f"Use only {', '.join(sorted(_QUERY_KEYS))}.",
         )
     config: dict[str, Any] = {
         "region": query.get("region") or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1",
@@ -127,12 +127,12 @@ def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]
 def _scheme(url: str) -> str:
     head, colon, _ = url.partition(":")
     if not url.strip():
-        raise InvalidError("objects.url is empty.", fix=_FORMS)
+        raise InvalidError("objects.url is empty.", fix=_URL_FIX)
     if not colon or "/" in head:
         return "file"
     if head in ("file", "memory", "s3"):
         return head
-    raise InvalidError(f"objects.url has an unknown scheme: objects.url={redact(url)!r}.", fix=_FORMS)
+    raise InvalidError(f"objects.url has an unknown scheme: objects.url={redact(url)!r}.", fix=_URL_FIX)
 
 
 def local_directory(url: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import ObjectStore
-from tidemill.objects.verified_read import pass_on
+from tidemill.objects.verified_read import forward_notice
 
 
 class ObjectFile(io.RawIOBase):
@@ -25,8 +25,8 @@ class ObjectFile(io.RawIOBase):
         self._size_bytes = size_bytes
         self._at = 0
 
-    def notice(self, what: str) -> None:
-        pass_on(self._objects, what)
+    def record_notice(self, what: str) -> None:
+        forward_notice(self._objects, what)
 
     def readable(self) -> bool:
         return True

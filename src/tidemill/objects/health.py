@@ -17,21 +17,21 @@ from typing import Literal
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError, ConflictError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import sentence
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.objects.store import MisconfiguredError
 
 CONFIRM_S = 2.0
 """Time of evidence without any success after which it is trouble: longer than a failover of a gateway's front end."""
-QUESTION_S = 1.0
+UNANSWERED_S = 1.0
 """Time after which an unanswered attempt is evidence."""
 NOTICE_S = 10.0
 
-Kind = Literal["write", "read", "delete"]
-NEEDED: tuple[Kind, ...] = ("write", "read")
+AttemptKind = Literal["write", "read", "delete"]
+REQUIRED_KINDS: tuple[AttemptKind, ...] = ("write", "read")
 """Kinds that must work. Objects that cannot be deleted only take space, which is a notice but no trouble."""
 
 
-class _Side:
+class _KindHealth:
     """Attempts of one kind."""
 
     def __init__(self) -> None:
@@ -43,34 +43,34 @@ class _Side:
         self.error = ""
         self.error_s = float("-inf")
 
-    def suspect_s(self, now_s: float) -> float | None:
+    def suspect_since_s(self, now_s: float) -> float | None:
         """Return since when there is evidence without a success, or None."""
         oldest_s = next(iter(self.under_way.values()), None)
         if oldest_s is not None:
             oldest_s = max(oldest_s, self.succeeded_s)
-            if now_s - oldest_s <= QUESTION_S:
+            if now_s - oldest_s <= UNANSWERED_S:
                 oldest_s = None
         if self.since_s is None or oldest_s is None:
             return oldest_s if self.since_s is None else self.since_s
         return min(self.since_s, oldest_s)
 
 
-class Health:
+class StoreHealth:
     """Health of one store. Plain calls that take a few hundred nanoseconds per attempt."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._number = 0
-        self._sides: dict[Kind, _Side] = {kind: _Side() for kind in (*NEEDED, "delete")}
+        self._sides: dict[AttemptKind, _KindHealth] = {kind: _KindHealth() for kind in (*REQUIRED_KINDS, "delete")}
         self._noticed = ""
         self._noticed_s = float("-inf")
 
-    def began(self, kind: Kind) -> int:
+    def begin_attempt(self, kind: AttemptKind) -> int:
         self._number = number = self._number + 1
         self._sides[kind].under_way[number] = self._clock.monotonic_s()
         return number
 
-    def ended(self, number: int, kind: Kind, error: BaseException | None) -> None:
+    def end_attempt(self, number: int, kind: AttemptKind, error: BaseException | None) -> None:
         """Record the end of an attempt; `error` None: it succeeded.
 
         An attempt cancelled before QUESTION_S proves nothing.
@@ -80,63 +80,63 @@ class Health:
         now_s = self._clock.monotonic_s()
         if began_s is None:
             began_s = now_s
-        if error is None or _is_answer(error, kind):
+        if error is None or _is_store_success(error, kind):
             side.succeeded_s, side.since_s, side.error = now_s, None, ""
         elif isinstance(error, asyncio.CancelledError):
-            if now_s - began_s > QUESTION_S:
-                self._against(side, began_s, now_s, _no_answer(kind, now_s - began_s))
+            if now_s - began_s > UNANSWERED_S:
+                self._record_evidence(side, began_s, now_s, _no_answer_text(kind, now_s - began_s))
         elif not isinstance(error, ClosedError):
-            self._against(side, began_s, now_s, sentence(error))
+            self._record_evidence(side, began_s, now_s, error_sentence(error))
 
-    def notice(self, what: str) -> None:
+    def record_notice(self, what: str) -> None:
         """Record a fault although the store did its work."""
         self._noticed, self._noticed_s = what, self._clock.monotonic_s()
 
     def trouble(self) -> str:
         """Return what does not work now, or "". Writes come first, because callers wait for them."""
         now_s = self._clock.monotonic_s()
-        for kind in NEEDED:
+        for kind in REQUIRED_KINDS:
             side = self._sides[kind]
-            since_s = side.suspect_s(now_s)
+            since_s = side.suspect_since_s(now_s)
             if since_s is not None and now_s - since_s > CONFIRM_S:
-                return self._said(kind, side, now_s)
+                return self._describe(kind, side, now_s)
         return ""
 
-    def noticed(self) -> str:
+    def recent_fault(self) -> str:
         """Return what failed recently although the store works, or is not proven to fail yet, or ""."""
         now_s = self._clock.monotonic_s()
-        for kind in NEEDED:
-            if self._sides[kind].suspect_s(now_s) is not None:
-                return self._said(kind, self._sides[kind], now_s)
+        for kind in REQUIRED_KINDS:
+            if self._sides[kind].suspect_since_s(now_s) is not None:
+                return self._describe(kind, self._sides[kind], now_s)
         if self._noticed and now_s - self._noticed_s <= NOTICE_S:
             return self._noticed
         for kind, side in self._sides.items():
             oldest_s = next(iter(side.under_way.values()), now_s)
             if now_s - oldest_s > CONFIRM_S:
-                return _no_answer(kind, now_s - oldest_s)
+                return _no_answer_text(kind, now_s - oldest_s)
         return ""
 
-    def suspected(self, kind: Kind) -> bool:
+    def is_suspected(self, kind: AttemptKind) -> bool:
         """Return whether there is enough evidence to justify a probe."""
         now_s = self._clock.monotonic_s()
-        since_s = self._sides[kind].suspect_s(now_s)
-        return since_s is not None and now_s - since_s > QUESTION_S
+        since_s = self._sides[kind].suspect_since_s(now_s)
+        return since_s is not None and now_s - since_s > UNANSWERED_S
 
-    def _against(self, side: _Side, began_s: float, now_s: float, error: str) -> None:
+    def _record_evidence(self, side: _KindHealth, began_s: float, now_s: float, error: str) -> None:
         if side.since_s is None:
             side.since_s = max(began_s, side.succeeded_s)
         side.error, side.error_s = error, now_s
-        self.notice(error)
+        self.record_notice(error)
 
-    def _said(self, kind: Kind, side: _Side, now_s: float) -> str:
+    def _describe(self, kind: AttemptKind, side: _KindHealth, now_s: float) -> str:
         """Return the last error, unless requests that began after it are still unanswered."""
         oldest_s = next(iter(side.under_way.values()), now_s)
         if side.error and (oldest_s < side.error_s or now_s - oldest_s <= CONFIRM_S):
             return side.error
-        return _no_answer(kind, now_s - oldest_s)
+        return _no_answer_text(kind, now_s - oldest_s)
 
 
-def _is_answer(error: BaseException, kind: Kind) -> bool:
+def _is_store_success(error: BaseException, kind: AttemptKind) -> bool:
     """Return whether the store worked despite the error: a lost create, a missing object, a bad range or key.
 
     For a write that was not done, only the proven Conflict counts as an answer.
@@ -148,5 +148,5 @@ def _is_answer(error: BaseException, kind: Kind) -> bool:
     )
 
 
-def _no_answer(kind: Kind, waited_s: float) -> str:
+def _no_answer_text(kind: AttemptKind, waited_s: float) -> str:
     return f"the object store does not answer: operation={kind} oldest_request_s={waited_s:.0f}."

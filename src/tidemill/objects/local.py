@@ -25,15 +25,15 @@ from itertools import islice
 from typing import TypeVar
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError, as_unavailable
+from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError, to_unavailable
 from tidemill.objects.durable_create import (
     AppearedError,
-    Directories,
+    DirectorySyncer,
     RealSyscalls,
     Syscalls,
-    conflict,
+    conflict_error,
     durable_create,
-    translate,
+    translate_os_error,
 )
 from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
 from tidemill.objects.store import Buffer, ObjectMeta
@@ -67,7 +67,7 @@ class LocalObjects:
         self._clock = clock
         self._rand = rand
         self._calls = calls or RealSyscalls()
-        self._directories = Directories(self._calls, root)
+        self._directories = DirectorySyncer(self._calls, root)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tidemill-objects")
         self._closed = False
         self._scratch = memoryview(bytearray(CACHED_READ_BYTES)) if _NOWAIT else None
@@ -86,8 +86,8 @@ class LocalObjects:
             if error.errno == errno.EROFS:
                 # A failing disk makes its file system read-only, and repairing it makes it writable again. So this is
                 # retriable.
-                raise as_unavailable(translate(error, "opening the object directory", path)) from error
-            raise translate(error, "opening the object directory", path) from error
+                raise to_unavailable(translate_os_error(error, "opening the object directory", path)) from error
+            raise translate_os_error(error, "opening the object directory", path) from error
         except BaseException:
             store._pool.shutdown(wait=False)
             raise
@@ -98,11 +98,11 @@ class LocalObjects:
         return self._root
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        self._open()
+        self._check_open()
         target = self._prefix + check_key(key)
         buffers = as_buffers(data)
         temporary = f"{self._prefix}{_TEMPORARY}/{self._rand.nonce()}"
-        await self._run(lambda: self._create(key, temporary, target, buffers))
+        await self._run_in_pool(lambda: self._create_file(key, temporary, target, buffers))
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         fd = self._open_for_read(key)
@@ -113,39 +113,39 @@ class LocalObjects:
                 if len(data) == end - start:
                     os.close(fd)
                     return data
-        return (await self._serve(fd, key, [(start, end)]))[0]
+        return (await self._read_ranges(fd, key, [(start, end)]))[0]
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        return await self._serve(self._open_for_read(key), key, ranges)
+        return await self._read_ranges(self._open_for_read(key), key, ranges)
 
     async def head(self, key: str) -> ObjectMeta | None:
-        self._open()
+        self._check_open()
         try:
             found = os.stat(self._prefix + check_key(key), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
-            self._present()
+            self._check_root_exists()
             return None
         except OSError as error:
-            raise translate(error, f"looking up {key}", self._root) from error
+            raise translate_os_error(error, f"looking up {key}", self._root) from error
         return None if _is_directory(found.st_mode) else ObjectMeta(key, found.st_size, found.st_mtime_ns // 1_000_000)
 
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
-        self._open()
+        self._check_open()
         check_prefix(prefix)
-        self._present()
+        self._check_root_exists()
         found = self._walk(prefix.rpartition("/")[0], prefix, start_after)
         while True:
-            page = await self._run(lambda: list(islice(found, LIST_PAGE)))
+            page = await self._run_in_pool(lambda: list(islice(found, LIST_PAGE)))
             for meta in page:
                 yield meta
             if len(page) < LIST_PAGE:
                 return
-            self._open()
+            self._check_open()
 
     async def delete(self, key: str) -> None:
-        self._open()
+        self._check_open()
         path = self._prefix + check_key(key)
-        await self._run(lambda: self._remove(key, path))
+        await self._run_in_pool(lambda: self._delete_file(key, path))
 
     async def aclose(self) -> None:
         if not self._closed:
@@ -160,7 +160,7 @@ class LocalObjects:
             # An existing root may have been created a moment ago by a process that has not synced it yet.
             self._calls.fsync_directory(os.path.dirname(self._root))
         temporary = self._prefix + _TEMPORARY
-        Directories(self._calls, self._root).make(temporary)
+        DirectorySyncer(self._calls, self._root).create(temporary)
         probe = f"{temporary}/{self._rand.nonce()}"
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         os.unlink(probe)
@@ -173,7 +173,7 @@ class LocalObjects:
                 except FileNotFoundError:
                     continue  # Its writer, or another process that opens the store, was faster.
 
-    def _create(self, key: str, temporary: str, target: str, buffers: Sequence[memoryview]) -> None:
+    def _create_file(self, key: str, temporary: str, target: str, buffers: Sequence[memoryview]) -> None:
         try:
             durable_create(self._calls, self._directories, temporary, target, buffers)
         except FileExistsError as error:
@@ -182,13 +182,13 @@ class LocalObjects:
                     f"the key is a directory of other keys: key={key}.",
                     fix="No object key may be a directory of another key.",
                 ) from error
-            raise conflict(key) from error
+            raise conflict_error(key) from error
         except AppearedError as error:
-            raise translate(error.cause, f"writing {key} created it,", self._root, appeared=True) from error
+            raise translate_os_error(error.cause, f"writing {key} created it,", self._root, appeared=True) from error
         except OSError as error:
-            raise translate(error, f"writing {key}", self._root) from error
+            raise translate_os_error(error, f"writing {key}", self._root) from error
 
-    def _remove(self, key: str, path: str) -> None:
+    def _delete_file(self, key: str, path: str) -> None:
         try:
             self._calls.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -196,23 +196,23 @@ class LocalObjects:
         except IsADirectoryError:
             return
         except OSError as error:
-            raise translate(error, f"deleting {key}", self._root) from error
+            raise translate_os_error(error, f"deleting {key}", self._root) from error
         try:
             self._calls.fsync_directory(os.path.dirname(path))
         except OSError as error:
-            raise translate(error, f"deleting {key} removed it,", self._root, appeared=True) from error
+            raise translate_os_error(error, f"deleting {key} removed it,", self._root, appeared=True) from error
 
     def _open_for_read(self, key: str) -> int:
-        self._open()
+        self._check_open()
         try:
             return os.open(self._prefix + check_key(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
-            self._present()
+            self._check_root_exists()
             raise MissingError(f"no such object: key={key}.") from error
         except OSError as error:
-            raise translate(error, f"reading {key}", self._root) from error
+            raise translate_os_error(error, f"reading {key}", self._root) from error
 
-    async def _serve(self, fd: int, key: str, ranges: Sequence[tuple[int, int | None]]) -> Pieces:
+    async def _read_ranges(self, fd: int, key: str, ranges: Sequence[tuple[int, int | None]]) -> Pieces:
         """Read the ranges; without an end, up to the object's end.
 
         Closes `fd`, in the pool's thread if the read runs there.
@@ -232,7 +232,7 @@ class LocalObjects:
         if pieces is not None:
             os.close(fd)
             return pieces
-        return await self._run(lambda: self._read_and_close(fd, key, whole), unless_run=lambda: os.close(fd))
+        return await self._run_in_pool(lambda: self._read_and_close(fd, key, whole), unless_run=lambda: os.close(fd))
 
     def _read_cached(self, fd: int, ranges: Sequence[tuple[int, int]]) -> Pieces | None:
         """Read the ranges if all of them are in the page cache, else return None. Never waits."""
@@ -254,7 +254,7 @@ class LocalObjects:
         try:
             return [_pread(fd, start, end - start) for start, end in ranges]
         except OSError as error:
-            raise translate(error, f"reading {key}", self._root) from error
+            raise translate_os_error(error, f"reading {key}", self._root) from error
         finally:
             os.close(fd)
 
@@ -270,7 +270,7 @@ class LocalObjects:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise translate(error, f"listing {directory or 'the root'}", self._root) from error
+            raise translate_os_error(error, f"listing {directory or 'the root'}", self._root) from error
         entries.sort(key=lambda pair: pair[0])
         for name, entry in entries:
             if name.endswith("/"):
@@ -287,11 +287,11 @@ class LocalObjects:
 
     # both ----------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the object store was closed: root={self._root}.")
 
-    def _present(self) -> None:
+    def _check_root_exists(self) -> None:
         """Check that the store itself exists: in an unmounted, empty directory a missing object proves nothing.
 
         Raises UnavailableError.
@@ -302,7 +302,7 @@ class LocalObjects:
                 fix="Mount or restore the directory.",
             )
 
-    async def _run(self, call: Callable[[], T], unless_run: Callable[[], None] | None = None) -> T:
+    async def _run_in_pool(self, call: Callable[[], T], unless_run: Callable[[], None] | None = None) -> T:
         """Run `call` in the pool.
 
         After a cancellation `call` still finishes there. If it has not begun, `unless_run` is called instead, so that

@@ -30,7 +30,7 @@ class MemoryObjects:
         return other
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        self._open()
+        self._check_open()
         check_key(key)
         if key in self._objects:
             raise ConflictError(f"the object already exists: key={key}.", current=self._meta(key))
@@ -40,29 +40,29 @@ class MemoryObjects:
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         data = self._data(key)
-        return _cut(data, start, check_range(key, start, end, len(data)))
+        return _slice(data, start, check_range(key, start, end, len(data)))
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         data = self._data(key)
-        return [_cut(data, start, check_range(key, start, end, len(data))) for start, end in ranges]
+        return [_slice(data, start, check_range(key, start, end, len(data))) for start, end in ranges]
 
     async def head(self, key: str) -> ObjectMeta | None:
-        self._open()
+        self._check_open()
         return self._meta(key) if check_key(key) in self._objects else None
 
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
-        self._open()
+        self._check_open()
         check_prefix(prefix)
         # Positions change while the consumer waits between items; the last key does not.
         at = max(bisect_left(self._keys, prefix), bisect_right(self._keys, start_after))
         while at < len(self._keys) and self._keys[at].startswith(prefix):
             key = self._keys[at]
             yield self._meta(key)
-            self._open()
+            self._check_open()
             at = bisect_right(self._keys, key)
 
     async def delete(self, key: str) -> None:
-        self._open()
+        self._check_open()
         check_key(key)
         if self._objects.pop(key, None) is not None:
             del self._keys[bisect_left(self._keys, key)]
@@ -70,12 +70,12 @@ class MemoryObjects:
     async def aclose(self) -> None:
         self._closed = True
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the object store was closed: store=memory.")
 
     def _data(self, key: str) -> bytes | bytearray:
-        self._open()
+        self._check_open()
         found = self._objects.get(check_key(key))
         if found is None:
             raise MissingError(f"no such object: key={key}.")
@@ -86,5 +86,5 @@ class MemoryObjects:
         return ObjectMeta(key, len(data), modified_ms)
 
 
-def _cut(data: bytes | bytearray, start: int, end: int) -> bytes:
+def _slice(data: bytes | bytearray, start: int, end: int) -> bytes:
     return data[start:end] if isinstance(data, bytes) else bytes(memoryview(data)[start:end])

@@ -19,7 +19,7 @@ from tidemill.objects.store import ObjectStore
 RACERS = 32
 
 
-class Check(msgspec.Struct, frozen=True):
+class ProbeCheck(msgspec.Struct, frozen=True):
     """One line of the doctor: `detail` is the finding, `fix` the remedy if not ok."""
 
     name: str
@@ -28,19 +28,19 @@ class Check(msgspec.Struct, frozen=True):
     fix: str = ""
 
 
-async def probe_url(url: str, clock: Clock, rand: Rand) -> list[Check]:
+async def probe_url(url: str, clock: Clock, rand: Rand) -> list[ProbeCheck]:
     """Open the store and probe it; a failed open is the only check then."""
     try:
         store = await open_objects(url, clock, rand, retry_budget_s=2.0)
     except TidemillError as error:
-        return [Check("objects open", False, error.message, error.fix)]
+        return [ProbeCheck("objects open", False, error.message, error.fix)]
     try:
-        return [Check("objects open", True, redact(url)), *await probe_objects(store, rand)]
+        return [ProbeCheck("objects open", True, redact(url)), *await probe_objects(store, rand)]
     finally:
         await store.aclose()
 
 
-async def probe_objects(store: ObjectStore, rand: Rand) -> list[Check]:
+async def probe_objects(store: ObjectStore, rand: Rand) -> list[ProbeCheck]:
     """Create, read, list, conditional create, racing creates, delete; later checks are skipped if create fails."""
     prefix = f"probe/{rand.nonce()}/"
     once, raced = prefix + "once", prefix + "raced"
@@ -54,7 +54,7 @@ async def probe_objects(store: ObjectStore, rand: Rand) -> list[Check]:
     return checks
 
 
-class _Failed(Exception):
+class _ProbeFailedError(Exception):
     def __init__(self, detail: str, fix: str) -> None:
         super().__init__(detail)
         self.detail = detail
@@ -66,13 +66,13 @@ _NO_CONDITIONS = (
 )
 
 
-async def _check(name: str, step: Callable[[], Awaitable[str]]) -> Check:
+async def _check(name: str, step: Callable[[], Awaitable[str]]) -> ProbeCheck:
     try:
-        return Check(name, True, await step())
-    except _Failed as error:
-        return Check(name, False, error.detail, error.fix)
+        return ProbeCheck(name, True, await step())
+    except _ProbeFailedError as error:
+        return ProbeCheck(name, False, error.detail, error.fix)
     except TidemillError as error:
-        return Check(name, False, error.message, error.fix)
+        return ProbeCheck(name, False, error.message, error.fix)
 
 
 async def _create(store: ObjectStore, key: str) -> str:
@@ -83,7 +83,7 @@ async def _create(store: ObjectStore, key: str) -> str:
 async def _read(store: ObjectStore, key: str) -> str:
     whole, piece = await store.get(key), await store.get(key, 6, 12)
     if (whole, piece) != (b"first writer", b"writer"):
-        raise _Failed(
+        raise _ProbeFailedError(
             f"a read returned other bytes than were written: key={key}.",
             "Do not use this server: it does not store objects reliably.",
         )
@@ -93,7 +93,7 @@ async def _read(store: ObjectStore, key: str) -> str:
 async def _list(store: ObjectStore, prefix: str, key: str) -> str:
     found = [meta.key async for meta in store.list(prefix)]
     if found != [key]:
-        raise _Failed(
+        raise _ProbeFailedError(
             f"a listing does not show the new object: prefix={prefix} found={found}.",
             "Use a server whose listings are strongly consistent.",
         )
@@ -106,8 +106,8 @@ async def _second_create(store: ObjectStore, key: str) -> str:
     except ConflictError:
         if await store.get(key) == b"first writer":
             return "a second create is rejected"
-        raise _Failed(f"a rejected create replaced the object: key={key}.", _NO_CONDITIONS) from None
-    raise _Failed(f"a second create of one key was accepted: key={key}.", _NO_CONDITIONS)
+        raise _ProbeFailedError(f"a rejected create replaced the object: key={key}.", _NO_CONDITIONS) from None
+    raise _ProbeFailedError(f"a second create of one key was accepted: key={key}.", _NO_CONDITIONS)
 
 
 async def _race(store: ObjectStore, key: str) -> str:
@@ -121,12 +121,12 @@ async def _race(store: ObjectStore, key: str) -> str:
     ended = await asyncio.gather(*(write(writer) for writer in range(RACERS)))
     winners = [writer for writer in ended if writer is not None]
     if len(winners) != 1:
-        raise _Failed(
+        raise _ProbeFailedError(
             f"not exactly one of the racing creates succeeded: creates={RACERS} succeeded={len(winners)} key={key}.",
             _NO_CONDITIONS,
         )
     if await store.get(key) != f"writer {winners[0]}".encode():
-        raise _Failed(f"the winner of racing creates was overwritten: key={key}.", _NO_CONDITIONS)
+        raise _ProbeFailedError(f"the winner of racing creates was overwritten: key={key}.", _NO_CONDITIONS)
     return f"exactly one of {RACERS} racing creates succeeded"
 
 
@@ -134,5 +134,7 @@ async def _delete(store: ObjectStore, keys: tuple[str, ...]) -> str:
     for key in keys:
         await store.delete(key)
         if await store.head(key) is not None:
-            raise _Failed(f"a deleted object still exists: key={key}.", "Check versioning rules of the bucket.")
+            raise _ProbeFailedError(
+                f"a deleted object still exists: key={key}.", "Check versioning rules of the bucket."
+            )
     return "objects can be deleted"

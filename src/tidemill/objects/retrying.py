@@ -12,7 +12,7 @@
   reported as Conflict. If the object was deleted in between (by age, as an orphan), the outcome stays Unknown. If the
   store stores nonces, a Conflict of the first attempt is resolved as well: a gateway may repeat a create on its own.
 
-Our own object is identified by nonce if the store stores one (`NoncedObjects`), otherwise by comparing bytes. Two
+Our own object is identified by nonce if the store stores one (`NonceStore`), otherwise by comparing bytes. Two
 writers of equal bytes to one key may then both get success, which changes nothing durable.
 """
 
@@ -33,22 +33,22 @@ from tidemill.base.errors import (
     TidemillError,
     UnavailableError,
     UnknownOutcomeError,
-    as_unavailable,
+    to_unavailable,
 )
 from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects import metrics
-from tidemill.objects.coalesce import Request, cut, plan_reads
-from tidemill.objects.health import Health, Kind
+from tidemill.objects.coalesce import RangeRequest, plan_reads, split_response
+from tidemill.objects.health import AttemptKind, StoreHealth
 from tidemill.objects.keys import as_buffers, size_of
 from tidemill.objects.metrics import Operation
 from tidemill.objects.store import Buffer, MisconfiguredError, ObjectMeta, ObjectStore
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
-PUTS_PART = 4
-PROVE_EVERY_S = 1.0
-PROOF_S = 2.0
+PUT_RESERVE_DIVISOR = 4
+PROBE_INTERVAL_S = 1.0
+PROBE_TIMEOUT_S = 2.0
 """Time after which an unanswered probe is cancelled and counts as evidence."""
 
 log = structlog.get_logger()
@@ -58,10 +58,10 @@ Pieces = list[bytes]  # Inside the class, `list` is the method.
 
 
 @runtime_checkable
-class NoncedObjects(Protocol):
+class NonceStore(Protocol):
     """A store that stores the nonce of the attempt that created an object."""
 
-    async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None: ...
+    async def put_with_nonce(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None: ...
 
     async def nonce_of(self, key: str) -> str | None: ...
 
@@ -90,17 +90,17 @@ class RetryingObjects:
         are retriable (Unavailable, with their fix) instead of fatal (Invalid).
         """
         self._inner = inner
-        self._nonced = inner if isinstance(inner, NoncedObjects) else None
+        self._nonced = inner if isinstance(inner, NonceStore) else None
         self._clock = clock
         self._rand = rand
         self._label = store
         self._slots = asyncio.Semaphore(concurrency)
-        self._beside_puts = asyncio.Semaphore(concurrency - concurrency // PUTS_PART)
+        self._beside_puts = asyncio.Semaphore(concurrency - concurrency // PUT_RESERVE_DIVISOR)
         """Acquired before a slot by all calls except puts."""
         self._budget_s = budget_s
         self._coalesce = coalesce
         self._patient = patient
-        self._health = Health(clock)
+        self._health = StoreHealth(clock)
         self._probe: tuple[str, str] | None = None
         """Key and nonce of a probe that may exist."""
         self.may_delete: Callable[[], Awaitable[None]] | None = None
@@ -118,57 +118,59 @@ class RetryingObjects:
         """
         return self._health.trouble()
 
-    def noticed(self) -> str:
+    def recent_fault(self) -> str:
         """Return in one sentence what failed recently although the store works. Never waits."""
-        return self._health.noticed()
+        return self._health.recent_fault()
 
-    def notice(self, what: str) -> None:
+    def record_notice(self, what: str) -> None:
         """Record in one sentence a fault that a reader found, although the store works."""
-        self._health.notice(f"{what.removesuffix('.')} store={self._label}.")
+        self._health.record_notice(f"{what.removesuffix('.')} store={self._label}.")
 
-    async def keep_proving(self) -> None:
+    async def probe_while_suspected(self) -> None:
         """Probe forever: if writes or reads failed or are unanswered, and none has succeeded since, send a request.
 
         So trouble ends when its cause does, and a request that fails for an individual reason (its size, its key) is no
         trouble. It costs nothing while the store is healthy.
         """
         while True:
-            await asyncio.sleep(PROVE_EVERY_S)
+            await asyncio.sleep(PROBE_INTERVAL_S)
             try:
-                async with asyncio.timeout(PROOF_S):
-                    await self._prove()
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    await self._probe_once()
             except (TidemillError, TimeoutError) as error:
                 log.debug("the store is still in trouble", store=self._label, cause=str(error))
 
-    async def _prove(self) -> None:
+    async def _probe_once(self) -> None:
         """Try one write and one read, without retries: the next round is the retry.
 
         A probe that may have landed is repeated under its key, so that at most one is left over.
         """
-        if self._health.suspected("write"):
+        if self._health.is_suspected("write"):
             self._probe = self._probe or (f"probe/{self._rand.nonce()}", self._rand.nonce())
             key, nonce = self._probe
             with contextlib.suppress(ConflictError):
-                await self._once("write", lambda: self._attempt(key, b"probe", nonce))
+                await self._run_attempt("write", lambda: self._attempt_put(key, b"probe", nonce))
         elif self._probe is not None:
             await self.delete(self._probe[0])
             self._probe = None
-        if self._health.suspected("read"):
-            await self._once("read", lambda: self._inner.head("probe/none"))
+        if self._health.is_suspected("read"):
+            await self._run_attempt("read", lambda: self._inner.head("probe/none"))
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        await self._metered("put", lambda: self._put(key, data), lambda _: size_of(data))
+        await self._run_metered("put", lambda: self._put(key, data), lambda _: size_of(data))
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        return await self._metered("get", lambda: self._retried("get", lambda: self._inner.get(key, start, end)), len)
+        return await self._run_metered(
+            "get", lambda: self._run_with_retries("get", lambda: self._inner.get(key, start, end)), len
+        )
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        return await self._metered(
+        return await self._run_metered(
             "get_ranges", lambda: self._get_ranges(key, ranges), lambda found: sum(map(len, found))
         )
 
     async def head(self, key: str) -> ObjectMeta | None:
-        return await self._metered("head", lambda: self._retried("head", lambda: self._inner.head(key)))
+        return await self._run_metered("head", lambda: self._run_with_retries("head", lambda: self._inner.head(key)))
 
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
         """List objects; retries continue after the last object yielded.
@@ -180,39 +182,41 @@ class RetryingObjects:
         number = 0
         while True:
             try:
-                number = self._health.began("read")
+                number = self._health.begin_attempt("read")
                 async for meta in self._inner.list(prefix, start_after):
                     start_after = meta.key
-                    self._health.ended(number, "read", None)
+                    self._health.end_attempt(number, "read", None)
                     number = 0  # The caller may stop here.
                     yield meta
                     retry = _Retry(self._clock, self._rand, self._budget_s)
-                    number = self._health.began("read")
-                meter.ended("ok")
-                self._health.ended(number, "read", None)
+                    number = self._health.begin_attempt("read")
+                meter.count_outcome("ok")
+                self._health.end_attempt(number, "read", None)
                 return
             except (UnavailableError, MisconfiguredError) as error:
                 if isinstance(error, MisconfiguredError) and not self._patient:
-                    self._health.ended(number, "read", error)
+                    self._health.end_attempt(number, "read", error)
                     raise
-                failure = as_unavailable(error)
-                self._health.ended(number, "read", failure)
-                if not await retry.again():
-                    meter.ended("unavailable")
+                failure = to_unavailable(error)
+                self._health.end_attempt(number, "read", failure)
+                if not await retry.wait_before_retry():
+                    meter.count_outcome("unavailable")
                     raise failure from error
                 meter.retries.inc()
             except BaseException as error:  # Cancelled or closed: the request is no longer in flight.
                 if number:
-                    self._health.ended(number, "read", error)
+                    self._health.end_attempt(number, "read", error)
                 raise
 
     async def delete(self, key: str) -> None:
         if self.may_delete is not None:
             await self.may_delete()
         # Unknown is retried too: deleting twice is harmless.
-        await self._metered(
+        await self._run_metered(
             "delete",
-            lambda: self._retried("delete", lambda: self._inner.delete(key), (UnavailableError, UnknownOutcomeError)),
+            lambda: self._run_with_retries(
+                "delete", lambda: self._inner.delete(key), (UnavailableError, UnknownOutcomeError)
+            ),
         )
 
     async def aclose(self) -> None:
@@ -226,7 +230,7 @@ class RetryingObjects:
         unsettled: UnknownOutcomeError | None = None
         while True:
             try:
-                await self._once("write", lambda: self._attempt(key, data, nonce))
+                await self._run_attempt("write", lambda: self._attempt_put(key, data, nonce))
                 return
             except ConflictError as refused:
                 if unsettled is None and self._nonced is None:
@@ -234,7 +238,9 @@ class RetryingObjects:
                 ours = await self._is_ours(key, data, nonce, retry)
                 if ours:
                     if unsettled is None:
-                        self._health.notice(f"the object store rejected a create that it had done: {refused.message}")
+                        self._health.record_notice(
+                            f"the object store rejected a create that it had done: {refused.message}"
+                        )
                     return
                 if ours is None and unsettled is None:
                     raise  # It was another writer's, and has been deleted since.
@@ -255,13 +261,13 @@ class RetryingObjects:
                     if ours:
                         return
                     raise ConflictError(f"the object already exists: key={key}.") from failure
-            if not await retry.again():
+            if not await retry.wait_before_retry():
                 raise unsettled or failure
             self._meters["put"].retries.inc()
 
-    async def _attempt(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+    async def _attempt_put(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
         if self._nonced is not None:
-            await self._nonced.put_nonced(key, data, nonce)
+            await self._nonced.put_with_nonce(key, data, nonce)
         else:
             await self._inner.put(key, data)
 
@@ -272,10 +278,10 @@ class RetryingObjects:
         """
         while True:
             try:
-                ours = await self._compare(key, data, nonce)
+                ours = await self._compare_stored(key, data, nonce)
                 break
             except UnavailableError as error:
-                if not await retry.again():
+                if not await retry.wait_before_retry():
                     raise UnknownOutcomeError(
                         f"the object may have been written, but cannot be read back: key={key}.",
                         fix="Read the key before writing it again.",
@@ -284,7 +290,7 @@ class RetryingObjects:
         metrics.RESOLVED.labels(self._label, found).inc()
         return ours
 
-    async def _compare(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> bool | None:
+    async def _compare_stored(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> bool | None:
         async with self._slots:
             if self._nonced is not None:
                 theirs = await self._nonced.nonce_of(key)
@@ -304,19 +310,19 @@ class RetryingObjects:
 
     async def _get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Pieces:
         if not self._coalesce or len(ranges) < 2 or any(not 0 <= start <= end for start, end in ranges):
-            return await self._retried("get_ranges", lambda: self._inner.get_ranges(key, ranges))
+            return await self._run_with_retries("get_ranges", lambda: self._inner.get_ranges(key, ranges))
         into = [b""] * len(ranges)
 
-        async def fetch(request: Request) -> None:
-            data = await self._retried("get_ranges", lambda: self._inner.get(key, request.start, request.end))
-            cut(request, data, into)
+        async def fetch(request: RangeRequest) -> None:
+            data = await self._run_with_retries("get_ranges", lambda: self._inner.get(key, request.start, request.end))
+            split_response(request, data, into)
 
         # gather raises the first failure; leaving the group then cancels the requests still in flight.
         async with Tasks(on_failure=lambda name, error: None) as tasks:
             await asyncio.gather(*(tasks.spawn(fetch(request), name=f"read {key}") for request in plan_reads(ranges)))
         return into
 
-    async def _retried(
+    async def _run_with_retries(
         self,
         operation: Operation,
         call: Callable[[], Awaitable[T]],
@@ -326,32 +332,32 @@ class RetryingObjects:
         while True:
             try:
                 async with self._beside_puts:
-                    return await self._once("delete" if operation == "delete" else "read", call)
+                    return await self._run_attempt("delete" if operation == "delete" else "read", call)
             except kinds:
                 retry = retry or _Retry(self._clock, self._rand, self._budget_s)
-                if not await retry.again():
+                if not await retry.wait_before_retry():
                     raise
                 self._meters[operation].retries.inc()
 
-    async def _once(self, kind: Kind, call: Callable[[], Awaitable[T]]) -> T:
+    async def _run_attempt(self, kind: AttemptKind, call: Callable[[], Awaitable[T]]) -> T:
         """Make one attempt within the concurrency limit, and record its result in the store's health."""
         health = self._health
         async with self._slots:
-            number = health.began(kind)
+            number = health.begin_attempt(kind)
             failure: BaseException | None = None
             try:
                 return await call()
             except MisconfiguredError as error:
-                told = as_unavailable(error) if self._patient else error
+                told = to_unavailable(error) if self._patient else error
                 failure = told
                 raise told from error
             except BaseException as error:
                 failure = error
                 raise
             finally:
-                health.ended(number, kind, failure)
+                health.end_attempt(number, kind, failure)
 
-    async def _metered(
+    async def _run_metered(
         self, operation: Operation, call: Callable[[], Awaitable[T]], size: Callable[[T], int] | None = None
     ) -> T:
         meter = self._meters[operation]
@@ -369,7 +375,7 @@ class RetryingObjects:
             outcome = "cancelled"
             raise
         finally:
-            meter.ended(outcome)
+            meter.count_outcome(outcome)
             meter.seconds.observe(max(0.0, self._clock.monotonic_s() - started_s))
 
 
@@ -387,7 +393,7 @@ class _Meter:
         self.seconds = metrics.SECONDS.labels(store, operation)
         self._ok = metrics.REQUESTS.labels(store, operation, "ok")
 
-    def ended(self, outcome: str) -> None:
+    def count_outcome(self, outcome: str) -> None:
         child = self._ok if outcome == "ok" else metrics.REQUESTS.labels(self._store, self._operation, outcome)
         child.inc()
 
@@ -401,7 +407,7 @@ class _Retry:
         self._deadline_s = clock.monotonic_s() + budget_s
         self._ceiling_s = BACKOFF_FIRST_S
 
-    async def again(self) -> bool:
+    async def wait_before_retry(self) -> bool:
         """Wait before the next attempt; return False if the budget does not last that long."""
         pause_s = self._rand.uniform(self._ceiling_s / 2, self._ceiling_s)
         self._ceiling_s = min(self._ceiling_s * 2, BACKOFF_MAX_S)
@@ -411,7 +417,7 @@ class _Retry:
         return True
 
 
-def check_budget(budget_s: float, concurrency: int) -> None:
+def check_limits(budget_s: float, concurrency: int) -> None:
     """Raise InvalidError for settings that cannot work."""
     if budget_s < 0 or concurrency < 1:
         raise InvalidError(

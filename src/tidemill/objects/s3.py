@@ -17,8 +17,8 @@ from obstore.store import S3Store
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ClosedError, ConflictError, MissingError
-from tidemill.objects.coalesce import cut, plan_reads
-from tidemill.objects.errors import Place, refused_create, translate
+from tidemill.objects.coalesce import plan_reads, split_response
+from tidemill.objects.errors import StoreLocation, translate_obstore_error, translate_rejected_create
 from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
 from tidemill.objects.store import Buffer, ObjectMeta
 
@@ -48,7 +48,7 @@ class S3Objects:
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         endpoint = str(config.get("endpoint", ""))
-        self._place = Place(bucket, endpoint)
+        self._place = StoreLocation(bucket, endpoint)
         self._prefix = prefix
         self._rand = rand
         self._closed = False
@@ -72,14 +72,14 @@ class S3Objects:
         )
 
     @property
-    def plain(self) -> S3Store:
+    def raw_store(self) -> S3Store:
         """Underlying store of the library, for benchmarks that measure the overhead of this class."""
         return self._store
 
     # the contract --------------------------------------------------------------------------------
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        await self.put_nonced(key, data, self._rand.nonce())
+        await self.put_with_nonce(key, data, self._rand.nonce())
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         path = self._path(key)
@@ -87,7 +87,7 @@ class S3Objects:
             try:
                 return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
             except Exception as error:
-                raise translate(error, "get", key, self._place, writes=False) from error
+                raise translate_obstore_error(error, "get", key, self._place, writes=False) from error
         if end is None or not 0 <= start < end:
             # Empty and open ranges have no portable meaning in HTTP, so the size is needed first.
             size = await self._size(key)
@@ -99,7 +99,7 @@ class S3Objects:
         except Exception as error:
             if "<Code>InvalidRange</Code>" in str(error) or " 416 " in str(error):
                 check_range(key, start, end, await self._size(key))
-            raise translate(error, "get", key, self._place, writes=False) from error
+            raise translate_obstore_error(error, "get", key, self._place, writes=False) from error
         if len(data) < end - start:
             check_range(key, start, end, start + len(data))
         return data
@@ -114,7 +114,7 @@ class S3Objects:
         if not requests:
             await self._size(key)
         for request in requests:
-            cut(request, await self.get(key, request.start, request.end), into)
+            split_response(request, await self.get(key, request.start, request.end), into)
         return into
 
     async def head(self, key: str) -> ObjectMeta | None:
@@ -124,11 +124,11 @@ class S3Objects:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise translate(error, "head", key, self._place, writes=False) from error
+            raise translate_obstore_error(error, "head", key, self._place, writes=False) from error
         return self._meta(found)
 
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
-        self._open()
+        self._check_open()
         full = self._prefix + check_prefix(prefix)
         # The library lists whole path segments; the rest of the prefix is matched here.
         directory = full.rpartition("/")[0]
@@ -142,18 +142,18 @@ class S3Objects:
                         yield self._meta(found)
                     elif path[: len(full)] > full:
                         return
-                self._open()
+                self._check_open()
         except Exception as error:
             if isinstance(error, ClosedError):
                 raise
-            raise translate(error, "list", prefix, self._place, writes=False) from error
+            raise translate_obstore_error(error, "list", prefix, self._place, writes=False) from error
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
         try:
             await obstore.delete_async(self._store, path)
         except Exception as error:
-            failure = translate(error, "delete", key, self._place, writes=True)
+            failure = translate_obstore_error(error, "delete", key, self._place, writes=True)
             if not isinstance(failure, MissingError):
                 raise failure from error
 
@@ -162,7 +162,7 @@ class S3Objects:
 
     # attempts under a nonce, for `retrying` -------------------------------------------------------
 
-    async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+    async def put_with_nonce(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
         """Create an object with one request, with `nonce` in its metadata."""
         path = self._path(key)
         buffers = as_buffers(data)
@@ -171,12 +171,12 @@ class S3Objects:
         try:
             await obstore.put_async(self._store, path, body, mode="create", attributes={NONCE: nonce})
         except Exception as error:
-            failure = translate(error, "put", key, self._place, writes=True)
+            failure = translate_obstore_error(error, "put", key, self._place, writes=True)
             if isinstance(failure, ConflictError):
                 # Conflict is certain only if the object exists.
                 current = await self.head(key)
                 if current is None:
-                    raise refused_create(failure) from error
+                    raise translate_rejected_create(failure) from error
                 raise ConflictError(failure.message, current=current) from error
             raise failure from error
 
@@ -188,18 +188,18 @@ class S3Objects:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise translate(error, "head", key, self._place, writes=False) from error
+            raise translate_obstore_error(error, "head", key, self._place, writes=False) from error
         attributes = {str(name).lower(): str(value) for name, value in found.attributes.items()}
         return attributes.get(NONCE, "")
 
     # ---------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the object store was closed: {self._place}.")
 
     def _path(self, key: str) -> str:
-        self._open()
+        self._check_open()
         return self._prefix + check_key(key)
 
     async def _size(self, key: str) -> int:

@@ -21,13 +21,13 @@ log = structlog.get_logger()
 
 
 @runtime_checkable
-class Noticing(Protocol):
+class NoticeReceiver(Protocol):
     """A store that accepts notices about itself, or a layer above one."""
 
-    def notice(self, what: str) -> None: ...
+    def record_notice(self, what: str) -> None: ...
 
 
-async def checked(objects: object, key: str, read: Callable[[], Awaitable[T]]) -> T:
+async def read_verified(objects: object, key: str, read: Callable[[], Awaitable[T]]) -> T:
     """Return the verified result of `read`.
 
     Raises CorruptError after two mismatches in a row, and the errors of `read`.
@@ -43,14 +43,14 @@ async def read_again(objects: object, key: str, error: CorruptError, read: Calla
     try:
         found = await read()
     except CorruptError:
-        tell_damaged(objects, key, error.message)
+        report_damaged_object(objects, key, error.message)
         raise
-    tell_flipped(objects, key, error.message)
+    report_flipped_read(objects, key, error.message)
     return found
 
 
-def checked_now(objects: object, key: str, read: Callable[[], T]) -> T:
-    """Return the verified result of a synchronous `read`; see `checked`."""
+def read_verified_sync(objects: object, key: str, read: Callable[[], T]) -> T:
+    """Return the verified result of a synchronous `read`; see `read_verified`."""
     try:
         return read()
     except CorruptError as error:
@@ -58,31 +58,33 @@ def checked_now(objects: object, key: str, read: Callable[[], T]) -> T:
     try:
         found = read()
     except CorruptError:
-        tell_damaged(objects, key, first.message)
+        report_damaged_object(objects, key, first.message)
         raise
-    tell_flipped(objects, key, first.message)
+    report_flipped_read(objects, key, first.message)
     return found
 
 
-def tell_flipped(objects: object, key: str, reason: str) -> None:
+def report_flipped_read(objects: object, key: str, reason: str) -> None:
     what = "the object store answered a read with damaged bytes, and then with valid ones"
-    _tell(objects, f"{what}: {_at(key, reason)}")
+    _log_and_notify(objects, f"{what}: {_location(key, reason)}")
 
 
-def tell_damaged(objects: object, key: str, reason: str) -> None:
-    _tell(objects, f"an object is damaged, or the object store damages its answers: reads=2 {_at(key, reason)}")
+def report_damaged_object(objects: object, key: str, reason: str) -> None:
+    _log_and_notify(
+        objects, f"an object is damaged, or the object store damages its answers: reads=2 {_location(key, reason)}"
+    )
 
 
-def _at(key: str, reason: str) -> str:
+def _location(key: str, reason: str) -> str:
     return f"key={key} reason={reason!r}."
 
 
-def _tell(objects: object, what: str) -> None:
+def _log_and_notify(objects: object, what: str) -> None:
     log.error(what)
-    pass_on(objects, what)
+    forward_notice(objects, what)
 
 
-def pass_on(objects: object, what: str) -> None:
+def forward_notice(objects: object, what: str) -> None:
     """Pass a notice to the store, if it accepts notices."""
-    if isinstance(objects, Noticing):
-        objects.notice(what)
+    if isinstance(objects, NoticeReceiver):
+        objects.record_notice(what)

@@ -17,7 +17,9 @@ log = structlog.get_logger()
 
 
 @asynccontextmanager
-async def following(shard: LogShard, clock: Clock, since: int, *, follow: bool) -> AsyncIterator[AsyncIterator[Delta]]:
+async def open_changelog(
+    shard: LogShard, clock: Clock, since: int, *, follow: bool
+) -> AsyncIterator[AsyncIterator[Delta]]:
     """Yield the deltas of `Table.changes`. Inside, history after the last delta is held, however long its reader
     takes."""
     hold = MovingHold(shard, shard.reader_name("changes"), clock, ttl_ms=HOLD_TTL_MS, kept=True)
@@ -28,7 +30,7 @@ async def following(shard: LogShard, clock: Clock, since: int, *, follow: bool) 
             return
         async for delta in shard.listen(since + 1):
             yield delta
-            await hold.at(delta.upper - 1)
+            await hold.move_to(delta.upper - 1)
             if delta.upper >= until and not follow:
                 return
 
@@ -36,14 +38,14 @@ async def following(shard: LogShard, clock: Clock, since: int, *, follow: bool) 
         found = deltas()
         try:
             if until:
-                await hold.at(max(0, since))
-            tasks.spawn(hold.keep(), name="changes-hold")
+                await hold.move_to(max(0, since))
+            tasks.spawn(hold.renew_until_cancelled(), name="changes-hold")
             yield found
         finally:
             await found.aclose()
             await hold.release()
 
 
-async def following_one(deltas: AsyncIterator[Delta]) -> Delta | None:
+async def next_delta(deltas: AsyncIterator[Delta]) -> Delta | None:
     """Return the next delta; None at the end."""
     return await anext(deltas, None)

@@ -18,7 +18,7 @@ from tidemill.query.table import WAIT_S, Moment, Table
 from tidemill.query.table_read import NEWEST_ATTEMPTS
 from tidemill.shards.api import HistoryLostError
 from tidemill.shards.read.time_parsing import as_of_ms
-from tidemill.shards.registry import created_shards
+from tidemill.shards.registry import list_created_shards
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.stores import Stores, open_stores
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import duckdb
 
-    from tidemill.query.fsspec_bucket import Bucket
+    from tidemill.query.fsspec_bucket import BucketFileSystem
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Cluster:
 
     def tables(self) -> list[str]:
         """Return the names of all tables, in order. Raises UnavailableError, ClosedError."""
-        return [created.name for created in self._portal.call(created_shards(self._stores.consensus))]
+        return [created.name for created in self._portal.call(list_created_shards(self._stores.consensus))]
 
     def table(self, name: str) -> Table:
         """Return a table. Raises MissingError (no such table), InvalidError (not a table name), UnavailableError,
@@ -119,13 +119,13 @@ class Cluster:
         self._close()
 
     @cached_property
-    def _bucket(self) -> Bucket:
+    def _bucket(self) -> BucketFileSystem:
         """File system over the bucket, for engines that open files."""
-        from tidemill.query.fsspec_bucket import Bucket
+        from tidemill.query.fsspec_bucket import BucketFileSystem
 
-        return Bucket(self._portal, self._stores.objects)
+        return BucketFileSystem(self._portal, self._stores.objects)
 
-    def _enter(self, context: AbstractAsyncContextManager[T]) -> SyncContext[T]:
+    def _enter_read(self, context: AbstractAsyncContextManager[T]) -> SyncContext[T]:
         """Enter the hold of a read, which ends with the reader, or when the cluster is closed."""
         entered = SyncContext(self._portal, context)
         self._entered.add(entered)
@@ -143,12 +143,12 @@ class Cluster:
 
 def _close(portal: BlockingPortal, stores: Stores, entered: weakref.WeakSet[SyncContext[Any]]) -> None:
     """End all reads while the stores are still open, then close the stores."""
-    if portal.is_here:  # garbage collection of a cycle may run this on the portal's own thread
+    if portal.is_loop_thread:  # garbage collection of a cycle may run this on the portal's own thread
         threading.Thread(target=_close, args=(portal, stores, entered), name="tidemill-close").start()
         return
     try:
         for each in list(entered):
-            each.leave()
+            each.exit()
         with contextlib.suppress(RuntimeError):  # at interpreter exit the thread pools have already shut down
             portal.call(stores.aclose())
     finally:

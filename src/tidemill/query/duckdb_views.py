@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.sync_context import SyncContext
 from tidemill.objects.factory import local_directory
-from tidemill.query.table_read import Chosen
+from tidemill.query.table_read import ReadSelection
 from tidemill.shards.api import DIFF, HASH, TIME, Part
 from tidemill.shards.parts.schema import contents_schema, part_schema
-from tidemill.shards.read.keyed_delta import UNTIL
-from tidemill.shards.read.part_bytes import read_whole
-from tidemill.shards.read.read_plan import Plan, PlanNotPossibleError, plan_parts
+from tidemill.shards.read.keyed_delta import UNTIL_COLUMN
+from tidemill.shards.read.part_bytes import read_part_bytes
+from tidemill.shards.read.read_plan import PlanNotPossibleError, ReadPlan, plan_parts
 
 if TYPE_CHECKING:
     import duckdb
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 GLOB = set("*?[")
 
 
-def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: SyncContext[Chosen], name: str) -> None:
+def make_view(
+    connection: duckdb.DuckDBPyConnection, table: Table, found: SyncContext[ReadSelection], name: str
+) -> None:
     """Create the temporary view `name` of the chosen contents. `found` is left when nothing reads it any more.
 
     Raises InvalidError (DuckDB cannot have such a view), and as reading.
@@ -55,7 +57,9 @@ def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: SyncCo
         ) from error
 
 
-def _make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: SyncContext[Chosen], name: str) -> None:
+def _make_view(
+    connection: duckdb.DuckDBPyConnection, table: Table, found: SyncContext[ReadSelection], name: str
+) -> None:
     """Create the view. Its objects have unique names, so an existing view keeps its data until the new one is
     complete."""
     shard, stores, portal = table._shard, table._stores, table._portal
@@ -64,71 +68,77 @@ def _make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: SyncC
     try:
         try:
             if found.value.at < 0:
-                plan = Plan([], part_schema(shard.schema).empty_table(), contents_schema(shard.schema).empty_table())
+                plan = ReadPlan(
+                    [], part_schema(shard.schema).empty_table(), contents_schema(shard.schema).empty_table()
+                )
             else:
                 plan = plan_parts(portal, stores.objects, shard, found.value.at)
         except PlanNotPossibleError:
-            with table._over(found, None, None, end=found.leave) as rows:
-                _copy(connection, copy_name, rows)
-            _create(connection, name, f"SELECT * FROM {quoted(copy_name)}")
+            with table._stream_chosen(found, None, None, end=found.exit) as rows:
+                _copy_rows(connection, copy_name, rows)
+            _create_view(connection, name, f"SELECT * FROM {quote_identifier(copy_name)}")
         else:
-            weakref.finalize(plan.live, _let_go, found, table)
+            weakref.finalize(plan.live, _release_read, found, table)
             connection.register(live_name, plan.live)
             if plan.gone.num_rows:
-                gone = plan.gone.rename_columns([*_gone_names(table.key), UNTIL])
+                gone = plan.gone.rename_columns([*_superseded_column_names(table.key), UNTIL_COLUMN])
                 connection.register(gone_name, gone)
-            _create(connection, name, _select(plan, table.key, live_name, gone_name, _paths(connection, table, plan)))
+            _create_view(
+                connection,
+                name,
+                _select_sql(plan, table.key, live_name, gone_name, _part_paths(connection, table, plan)),
+            )
     except BaseException:
-        _drop(connection, name, lambda each: each == number)
+        _drop_view_objects(connection, name, lambda each: each == number)
         raise
-    _drop(connection, name, lambda each: each < number)
+    _drop_view_objects(connection, name, lambda each: each < number)
 
 
 _numbers = itertools.count(1)
 
 
-def _drop(connection: duckdb.DuckDBPyConnection, name: str, which: Callable[[int], bool]) -> None:
+def _drop_view_objects(connection: duckdb.DuckDBPyConnection, name: str, which: Callable[[int], bool]) -> None:
     """Drop the objects behind views of this name; `which` selects them by the number of the call that created them."""
     rows = connection.execute("SELECT view_name FROM duckdb_views() WHERE temporary UNION ALL "
                               "SELECT table_name FROM duckdb_tables() WHERE temporary").fetchall()  # fmt: skip
     for (each,) in rows:
-        match = _OURS.fullmatch(each)
+        match = _VIEW_OBJECT_NAME.fullmatch(each)
         if match is None or match[3] != name or not which(int(match[2])):
             continue
         if match[1] == "copy":
-            connection.execute(f"DROP TABLE IF EXISTS temp.{quoted(each)}")
+            connection.execute(f"DROP TABLE IF EXISTS temp.{quote_identifier(each)}")
         else:
             connection.unregister(each)
 
 
-_OURS = re.compile(r"tidemill (live|gone|copy) (\d+) (.*)", re.DOTALL)
+_VIEW_OBJECT_NAME = re.compile(r"tidemill (live|gone|copy) (\d+) (.*)", re.DOTALL)
 
 
-def _gone_names(key: tuple[str, ...]) -> list[str]:
+def _superseded_column_names(key: tuple[str, ...]) -> list[str]:
     return [f"k{place}" for place in range(len(key))]
 
 
-def _let_go(found: SyncContext[Chosen], table: Table) -> None:
+def _release_read(found: SyncContext[ReadSelection], table: Table) -> None:
     """Release the hold. The reference to `table` keeps its cluster open until then, even without other references."""
-    found.leave()
+    found.exit()
 
 
-def _select(plan: Plan, key: tuple[str, ...], live: str, gone: str, paths: list[str]) -> str:
+def _select_sql(plan: ReadPlan, key: tuple[str, ...], live: str, gone: str, paths: list[str]) -> str:
     if not paths:
-        return f"SELECT * FROM {quoted(live)}"
-    columns = ", ".join(f"s.{quoted(column)}" for column in plan.live.column_names)
+        return f"SELECT * FROM {quote_identifier(live)}"
+    columns = ", ".join(f"s.{quote_identifier(column)}" for column in plan.live.column_names)
     listed = ", ".join(f"'{path}'" for path in (each.replace("'", "''") for each in paths))
     said = f"SELECT {columns} FROM read_parquet([{listed}], hive_partitioning = false) s"
     if plan.gone.num_rows:
         same = [
-            _same(f"g.{ours}", f"s.{quoted(column)}", plan.gone.schema.field(place).type)
-            for place, (ours, column) in enumerate(zip(_gone_names(key), key, strict=True))
+            _key_equality_sql(f"g.{ours}", f"s.{quote_identifier(column)}", plan.gone.schema.field(place).type)
+            for place, (ours, column) in enumerate(zip(_superseded_column_names(key), key, strict=True))
         ]
-        said += f" ANTI JOIN {quoted(gone)} g ON ({' AND '.join([*same, f's.{TIME} < g.{UNTIL}'])})"
-    return f"{said} UNION ALL SELECT * FROM {quoted(live)}" if plan.live.num_rows else said
+        said += f" ANTI JOIN {quote_identifier(gone)} g ON ({' AND '.join([*same, f's.{TIME} < g.{UNTIL_COLUMN}'])})"
+    return f"{said} UNION ALL SELECT * FROM {quote_identifier(live)}" if plan.live.num_rows else said
 
 
-def _same(left: str, right: str, of: pa.DataType) -> str:
+def _key_equality_sql(left: str, right: str, of: pa.DataType) -> str:
     """Return SQL for the equality of two key columns, independent of the connection's collation."""
     import pyarrow as pa
 
@@ -137,28 +147,30 @@ def _same(left: str, right: str, of: pa.DataType) -> str:
     return f"{left} IS NOT DISTINCT FROM {right}"
 
 
-def _create(connection: duckdb.DuckDBPyConnection, name: str, select: str) -> None:
-    connection.execute(f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS {select}")
+def _create_view(connection: duckdb.DuckDBPyConnection, name: str, select: str) -> None:
+    connection.execute(f"CREATE OR REPLACE TEMP VIEW {quote_identifier(name)} AS {select}")
 
 
-def _copy(connection: duckdb.DuckDBPyConnection, name: str, rows: pa.RecordBatchReader) -> None:
+def _copy_rows(connection: duckdb.DuckDBPyConnection, name: str, rows: pa.RecordBatchReader) -> None:
     """Copy rows into a temporary table. DuckDB reads a stream batch by batch, and spills beyond its memory limit."""
     stream = f"{name} stream"
     connection.register(stream, rows)
     try:
-        connection.execute(f"CREATE OR REPLACE TEMP TABLE {quoted(name)} AS SELECT * FROM {quoted(stream)}")
+        connection.execute(
+            f"CREATE OR REPLACE TEMP TABLE {quote_identifier(name)} AS SELECT * FROM {quote_identifier(stream)}"
+        )
     finally:
         connection.unregister(stream)
 
 
-def _paths(connection: duckdb.DuckDBPyConnection, table: Table, plan: Plan) -> list[str]:
+def _part_paths(connection: duckdb.DuckDBPyConnection, table: Table, plan: ReadPlan) -> list[str]:
     """Return the paths that DuckDB opens: files if the bucket is a directory, else objects through our file system."""
     if not plan.settled:
         return []
     directory = local_directory(table._stores.urls.objects)
     if directory is not None and not GLOB & set(directory):
         for part in plan.settled:
-            _verify(table, part)
+            _verify_part(table, part)
         return [f"{directory}/{part.object_key}" for part in plan.settled]
     bucket = table._cluster._bucket
     if not connection.filesystem_is_registered(bucket.protocol):
@@ -171,11 +183,11 @@ _verified: OrderedDict[str, None] = OrderedDict()
 VERIFIED_MAX = 8192
 
 
-def _verify(table: Table, part: Part) -> None:
+def _verify_part(table: Table, part: Part) -> None:
     """Verify a file's checksum, which DuckDB does not do when it opens the file itself. Raises CorruptError."""
     if part.crc < 0 or part.object_key in _verified:
         return
-    table._portal.call(read_whole(table._stores.objects, part))
+    table._portal.call(read_part_bytes(table._stores.objects, part))
     _verified[part.object_key] = None
     if len(_verified) > VERIFIED_MAX:
         _verified.popitem(last=False)
@@ -193,5 +205,5 @@ def _check_names(names: list[str], table: str) -> None:
             )
 
 
-def quoted(name: str) -> str:
+def quote_identifier(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'

@@ -29,23 +29,23 @@ class Filter(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     hashes: list[int] | None
 
-    def passing(self, rows: pa.Table) -> pa.Table:
+    def matching_rows(self, rows: pa.Table) -> pa.Table:
         """Return the matching rows. Raises InvalidError if the filter cannot be evaluated on one of them (a division by
         zero, a text that is not a number)."""
         try:
             return rows.filter(self.expression)
         except pa.ArrowException as error:
             raise InvalidError(
-                f"the filter cannot be evaluated on a row: {_said(error)}.",
+                f"the filter cannot be evaluated on a row: {_error_text(error)}.",
                 fix="Write a filter that has a result for every row of the table.",
             ) from error
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return " ".join(str(error).split())[:300].rstrip(".")
 
 
-def filter_of(schema: ShardSchema, where: Where) -> Filter:
+def parse_filter(schema: ShardSchema, where: Where) -> Filter:
     """Return the filter. Raises InvalidError for an unknown column, or a comparison or value that Arrow does not
     support."""
     conditions: list[Condition] = []
@@ -56,20 +56,20 @@ def filter_of(schema: ShardSchema, where: Where) -> Filter:
             from pyarrow.parquet import filters_to_expression
 
             clocks = {c.name for c in schema.columns if c.type == "timestamp_ntz"}
-            given = [_checked(c, clocks) for c in where]
+            given = [_check_condition(c, clocks) for c in where]
             expression = filters_to_expression(given)
             conditions = [c for c in given if isinstance(c, tuple) and len(c) == 3 and isinstance(c[0], str)]
         if "FieldPath(" in _QUOTED.sub("", str(expression)):
             raise ValueError("it names a column by its position")
         empty = contents_schema(schema).empty_table()
         empty.filter(expression)
-        names = tuple(n for n in empty.column_names if _looks_at(expression, empty.drop_columns([n])))
+        names = tuple(n for n in empty.column_names if _uses_missing_column(expression, empty.drop_columns([n])))
         only = {column: value if op == "in" else [value] for column, op, value in conditions if op in ("=", "==", "in")}
         return Filter(expression, names, key_hashes(schema, only) if conditions else None)
     except Exception as error:  # values are the caller's objects: comparing or converting one may raise any type
         have = ", ".join(contents_schema(schema).names)
         raise InvalidError(
-            f"the filter cannot be applied: {_said(error)}.",
+            f"the filter cannot be applied: {_error_text(error)}.",
             fix=f'Write [("column", "=", value)] or an expression of pyarrow.compute, with the columns {have}.',
         ) from error
 
@@ -77,33 +77,33 @@ def filter_of(schema: ShardSchema, where: Where) -> Filter:
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
-def _checked(condition: Any, clocks: Set[str]) -> Any:
+def _check_condition(condition: Any, clocks: Set[str]) -> Any:
     """Check a condition and return it. A filter is evaluated several times, so iterators are rejected.
 
     `clocks`: columns without a zone, which Arrow would compare with a zoned time as if both were UTC. Raises
     ValueError.
     """
     if isinstance(condition, list):
-        return [_checked(one, clocks) for one in condition]
+        return [_check_condition(one, clocks) for one in condition]
     if not isinstance(condition, tuple) or len(condition) != 3:
         return condition
     name, _, value = condition
     if isinstance(value, Iterator):
         raise ValueError("the values of a comparison must be a list")
     values = value if isinstance(value, list | tuple | set | frozenset) else [value]
-    if isinstance(name, str) and name in clocks and any(_names_zone(one) for one in values):
+    if isinstance(name, str) and name in clocks and any(_has_time_zone(one) for one in values):
         raise ValueError(f"column {name} is a time without a zone: compare it with another such time")
     return condition
 
 
-def _names_zone(value: Any) -> bool:
+def _has_time_zone(value: Any) -> bool:
     """Return whether a datetime or an Arrow scalar has a time zone."""
     if isinstance(value, pa.Scalar):
         return pa.types.is_timestamp(value.type) and value.type.tz is not None
     return isinstance(value, datetime) and value.tzinfo is not None
 
 
-def _looks_at(expression: pc.Expression, without: pa.Table) -> bool:
+def _uses_missing_column(expression: pc.Expression, without: pa.Table) -> bool:
     """Return whether the expression uses a column, by evaluating it without that column: Arrow does not list them."""
     try:
         without.filter(expression)

@@ -20,7 +20,7 @@ _numbers = count(1)
 NEVER_CHANGES = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class Bucket(AbstractFileSystem):  # type: ignore[misc]
+class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """File system of one bucket.
 
     Paths are `PROTOCOL://SIZE.CRC.FOOTER_CRC/KEY`: the known facts of a part, so that opening it needs no request.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.sync_context import SyncContext
-from tidemill.query.table_read import Chosen
+from tidemill.query.table_read import ReadSelection
 
 if TYPE_CHECKING:
     import polars as pl
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tidemill.query.table import Table
 
 
-def polars() -> Any:
+def import_polars() -> Any:
     """Import Polars. Raises InvalidError if it is not installed."""
     try:
         import polars
@@ -24,10 +24,10 @@ def polars() -> Any:
     return polars
 
 
-def scan(table: Table, found: SyncContext[Chosen]) -> pl.LazyFrame:
+def lazy_frame(table: Table, found: SyncContext[ReadSelection]) -> pl.LazyFrame:
     """Return a frame of the chosen contents. Polars references the source while a frame may read it, and so the
     hold."""
-    module = polars()
+    module = import_polars()
     from polars.io.plugins import register_io_source
 
     def source(
@@ -39,7 +39,7 @@ def scan(table: Table, found: SyncContext[Chosen]) -> pl.LazyFrame:
         left = rows
         read = list(dict.fromkeys([*names, *used]))
         types = {name: schema[name] for name in read}  # the table's types may have been widened since
-        for batch in table._over(found, read, None, end=lambda: None):
+        for batch in table._stream_chosen(found, read, None, end=lambda: None):
             frame = module.from_arrow(batch).cast(types)
             if predicate is not None:
                 frame = frame.filter(predicate).select(names)

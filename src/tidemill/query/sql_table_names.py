@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import duckdb
 
 
-def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set[str], set[str]]:
+def find_table_names(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set[str], set[str]]:
     """Return (tables, names that are either a table or defined by a WITH of the query).
 
     `get_table_names` is used only for statements that cannot be serialized: it also binds, and so rejects every JOIN
@@ -34,14 +34,14 @@ def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set
         if "single statement" in str(error):
             fix = "Pass one statement; for a PIVOT name the values: PIVOT t ON column IN (…) USING …."
         raise InvalidError(f"the query does not parse: {error}.", fix=fix) from error
-    nodes = list(_nodes(tree))
+    nodes = list(_walk_nodes(tree))
     tables = {node["table_name"] for node in nodes if node.get("type") == "BASE_TABLE"}
     called = {each["key"].lower() for node in nodes for each in node.get("cte_map", {}).get("map", [])}
     either = {name for name in tables if name.lower() in called}
     return tables - either, either
 
 
-def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
+def _walk_nodes(tree: Any) -> Iterator[dict[str, Any]]:
     waiting = [tree]
     while waiting:
         node = waiting.pop()

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
-from tidemill.base.errors import InvalidError, MissingError, unknown_name
+from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.sync_context import SyncContext
-from tidemill.query.changelog import following, following_one
-from tidemill.query.filters import Filter, Where, filter_of
-from tidemill.query.table_read import Chosen, chosen, rows_of
+from tidemill.query.changelog import next_delta, open_changelog
+from tidemill.query.filters import Filter, Where, parse_filter
+from tidemill.query.table_read import ReadSelection, read_rows, select_read
 from tidemill.shards.api import Delta
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.shards.read.part_bytes import fetching
+from tidemill.shards.read.part_bytes import fetch_through
 from tidemill.shards.read.row_count import count_rows
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.stores import Stores
@@ -80,15 +80,15 @@ class Table:
     def count(self, where: Where | None = None, *, as_of: Moment = None, wait_s: float = WAIT_S) -> int:
         """Return the number of rows. Without a filter no row is read: the diffs of all updates are summed."""
         if where is not None:
-            only = self._filter(where)
+            only = self._parse_filter(where)
             with self.to_batches(only.names[:1] or None, where, as_of=as_of, wait_s=wait_s) as reader:
                 return sum(batch.num_rows for batch in reader)
-        with self._choose(as_of, wait_s, long=False) as found:
-            fetch = fetching(self._portal, self._stores.objects, whole=False)
+        with self._choose_batches(as_of, wait_s, long=False) as found:
+            fetch = fetch_through(self._portal, self._stores.objects, whole=False)
             try:
                 return count_rows(found.batches, found.at, fetch)
             except MissingError as error:
-                raise self._portal.call(self._shard.why_missing(error, found.batches)) from error
+                raise self._portal.call(self._shard.explain_missing(error, found.batches)) from error
 
     def to_arrow(
         self,
@@ -99,7 +99,7 @@ class Table:
         wait_s: float = WAIT_S,
     ) -> pa.Table:
         """Return all rows in memory, in no particular order."""
-        with self._reader(columns, where, as_of, wait_s, long=False) as reader:
+        with self._open_reader(columns, where, as_of, wait_s, long=False) as reader:
             return reader.read_all()
 
     def to_batches(
@@ -116,7 +116,7 @@ class Table:
         The call fixes and holds the time until the reader is exhausted, closed or garbage-collected: concurrent writes
         do not matter. It is an Arrow reader, so DuckDB, Polars and `pyarrow.dataset.write_dataset` accept it too.
         """
-        return self._reader(columns, where, as_of, wait_s, long=True)
+        return self._open_reader(columns, where, as_of, wait_s, long=True)
 
     def changes(self, since: Moment, *, follow: bool = False) -> Iterator[pa.Table]:
         """Yield every update after the time `since`, once, in tables of one or several whole appends: the columns,
@@ -133,8 +133,8 @@ class Table:
         at = as_of_ms(since)
         if at is None:
             at = self.frontiers().upper - 1
-        deltas = following(self._fresh(), self._stores.clock, at, follow=follow)
-        return self._changed(self._cluster._enter(deltas))
+        deltas = open_changelog(self._refresh_shard(), self._stores.clock, at, follow=follow)
+        return self._yield_changes(self._cluster._enter_read(deltas))
 
     def to_polars(
         self,
@@ -145,17 +145,17 @@ class Table:
         wait_s: float = WAIT_S,
     ) -> pl.DataFrame:
         """Return all rows as a DataFrame. Also raises InvalidError if polars is not installed."""
-        from tidemill.query.polars_frames import polars
+        from tidemill.query.polars_frames import import_polars
 
-        frame: pl.DataFrame = polars().from_arrow(self.to_arrow(columns, where, as_of=as_of, wait_s=wait_s))
+        frame: pl.DataFrame = import_polars().from_arrow(self.to_arrow(columns, where, as_of=as_of, wait_s=wait_s))
         return frame
 
     def scan_polars(self, *, as_of: Moment = None, wait_s: float = WAIT_S) -> pl.LazyFrame:
         """Return a LazyFrame at one time, which is held until the last frame derived from it is gone; columns that a
         query does not use are not read. Also raises InvalidError if polars is not installed."""
-        from tidemill.query.polars_frames import scan
+        from tidemill.query.polars_frames import lazy_frame
 
-        return scan(self, self._choose(as_of, wait_s, long=True))
+        return lazy_frame(self, self._choose_batches(as_of, wait_s, long=True))
 
     def to_duckdb(
         self,
@@ -172,51 +172,55 @@ class Table:
         closed, or this is called again for the same name at a newer time. For several tables at one time use
         `Cluster.to_duckdb`. Also raises InvalidError if DuckDB has another object of that name.
         """
-        from tidemill.query.duckdb_views import make_view, quoted
+        from tidemill.query.duckdb_views import make_view, quote_identifier
 
-        chosen = self._choose(as_of, wait_s, long=True)
+        chosen = self._choose_batches(as_of, wait_s, long=True)
         try:
             make_view(connection, self, chosen, name or self.name)
         except BaseException:
-            chosen.leave()
+            chosen.exit()
             raise
-        return connection.sql(f"SELECT * FROM {quoted(name or self.name)}")
+        return connection.sql(f"SELECT * FROM {quote_identifier(name or self.name)}")
 
     def __repr__(self) -> str:
         return f"<tidemill.Table {self.name}: {', '.join(self.schema.names)}>"
 
     # ------------------------------------------------------------------------------------------------
 
-    def _changed(self, entered: SyncContext[AsyncIterator[Delta]]) -> Iterator[pa.Table]:
+    def _yield_changes(self, entered: SyncContext[AsyncIterator[Delta]]) -> Iterator[pa.Table]:
         with entered as deltas:
-            while (delta := self._portal.call(following_one(deltas))) is not None:
+            while (delta := self._portal.call(next_delta(deltas))) is not None:
                 if delta.rows.num_rows:
                     yield delta.rows
 
-    def _reader(
+    def _open_reader(
         self, columns: Sequence[str] | None, where: Where | None, as_of: Moment, wait_s: float, *, long: bool
     ) -> pa.RecordBatchReader:
-        found = self._choose(as_of, wait_s, long=long)
+        found = self._choose_batches(as_of, wait_s, long=long)
         try:
-            return self._over(found, columns, where, end=found.leave)
+            return self._stream_chosen(found, columns, where, end=found.exit)
         except BaseException:
-            found.leave()
+            found.exit()
             raise
 
-    def _over(
-        self, found: SyncContext[Chosen], columns: Sequence[str] | None, where: Where | None, end: Callable[[], None]
+    def _stream_chosen(
+        self,
+        found: SyncContext[ReadSelection],
+        columns: Sequence[str] | None,
+        where: Where | None,
+        end: Callable[[], None],
     ) -> pa.RecordBatchReader:
         """Return a stream of the chosen contents; `end` is called when it is exhausted or abandoned."""
-        names = self._columns(columns)
-        only = None if where is None else self._filter(where)
+        names = self._check_column_names(columns)
+        only = None if where is None else self._parse_filter(where)
         read = names if only is None else [*names, *(n for n in only.names if n not in names)]
         wanted = None if only is None else only.hashes
-        tables = rows_of(self._portal, self._stores.objects, self._shard, found.value, read, wanted)
+        tables = read_rows(self._portal, self._stores.objects, self._shard, found.value, read, wanted)
 
         def batches() -> Iterator[pa.RecordBatch]:
             try:
                 for table in tables:
-                    rows = table if only is None else only.passing(table).select(names)
+                    rows = table if only is None else only.matching_rows(table).select(names)
                     yield from rows.to_batches()
             finally:
                 end()
@@ -224,22 +228,22 @@ class Table:
         schema = pa.schema([self.schema.field(name) for name in names])
         return pa.RecordBatchReader.from_batches(schema, batches())
 
-    def _choose(self, as_of: Moment, wait_s: float, *, long: bool) -> SyncContext[Chosen]:
+    def _choose_batches(self, as_of: Moment, wait_s: float, *, long: bool) -> SyncContext[ReadSelection]:
         at = as_of_ms(as_of)
-        found = self._cluster._enter(chosen(self._fresh(), at, wait_s, long=long))
+        found = self._cluster._enter_read(select_read(self._refresh_shard(), at, wait_s, long=long))
         if all(batch.schema_version <= self._shard.schema.version for batch in found.value.batches):
             return found
-        found.leave()  # the schema changed between `_fresh` and the choice
-        return self._cluster._enter(chosen(self._fresh(), at, wait_s, long=long))
+        found.exit()  # the schema changed between `_refresh_shard` and the choice
+        return self._cluster._enter_read(select_read(self._refresh_shard(), at, wait_s, long=long))
 
-    def _fresh(self) -> LogShard:
+    def _refresh_shard(self) -> LogShard:
         """Return the handle with the newest schema. Raises MissingError, UnavailableError."""
         self._portal.call(self._shard.frontiers())
         if self._shard.state.schema.version != self._shard.schema.version:
             self._shard = self._portal.call(self._stores.shard(self.name))
         return self._shard
 
-    def _columns(self, columns: Sequence[str] | None) -> list[str]:
+    def _check_column_names(self, columns: Sequence[str] | None) -> list[str]:
         have = self.schema.names
         names = have if columns is None else list(columns)
         if isinstance(columns, str) or not names or len(set(names)) < len(names):
@@ -250,9 +254,9 @@ class Table:
         for name in names:
             if name not in have:
                 raise InvalidError(
-                    f"no such column: table={self.name} column={name}.", fix=unknown_name(str(name), have)
+                    f"no such column: table={self.name} column={name}.", fix=unknown_name_fix(str(name), have)
                 )
         return names
 
-    def _filter(self, where: Where) -> Filter:
-        return filter_of(self._shard.schema, where)
+    def _parse_filter(self, where: Where) -> Filter:
+        return parse_filter(self._shard.schema, where)

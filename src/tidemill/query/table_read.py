@@ -10,9 +10,9 @@ from tidemill.base.errors import MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Batch, HistoryLostError
-from tidemill.shards.read.hash_ranges import cut, read_range
+from tidemill.shards.read.hash_ranges import cut_ranges, read_range
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES
-from tidemill.shards.read.part_bytes import fetching
+from tidemill.shards.read.part_bytes import fetch_through
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,7 +23,7 @@ NEWEST_ATTEMPTS = 3
 """Attempts to look up the newest time, because since may pass it before it is held."""
 
 
-class Chosen(NamedTuple):
+class ReadSelection(NamedTuple):
     """Time of a read and its batches. `at` -1: nothing was ever written."""
 
     at: int
@@ -31,7 +31,7 @@ class Chosen(NamedTuple):
 
 
 @asynccontextmanager
-async def chosen(shard: LogShard, as_of: int | None, wait_s: float, *, long: bool) -> AsyncIterator[Chosen]:
+async def select_read(shard: LogShard, as_of: int | None, wait_s: float, *, long: bool) -> AsyncIterator[ReadSelection]:
     """Yield the batches that hold the contents at `as_of` (None = the newest time). Inside, they stay readable.
 
     `long`: the read may take any time; else a hold is taken only for a large one, as for every short read. Raises
@@ -44,32 +44,32 @@ async def chosen(shard: LogShard, as_of: int | None, wait_s: float, *, long: boo
                 batches = await shard.batches_until(at, wait_s) if at >= 0 or as_of is not None else []
                 if not batches or not (long or _size_bytes(batches) > HOLD_ABOVE_BYTES):
                     break
-                await stack.enter_async_context(shard.holding("python", at))
+                await stack.enter_async_context(shard.hold_during("python", at))
                 batches = await shard.batches_until(at)  # choose after the hold is in force, so that all parts stay
                 break
             except HistoryLostError:
                 if as_of is not None or attempt == NEWEST_ATTEMPTS - 1:
                     raise
-        yield Chosen(at, batches)
+        yield ReadSelection(at, batches)
 
 
 def _size_bytes(batches: Sequence[Batch]) -> int:
     return sum(part.size_bytes for batch in batches for part in batch.parts)
 
 
-def rows_of(
+def read_rows(
     portal: BlockingPortal,
     objects: ObjectStore,
     shard: LogShard,
-    found: Chosen,
+    found: ReadSelection,
     columns: Sequence[str],
     wanted: list[int] | None,
 ) -> Iterator[pa.Table]:
     """Yield `columns` of the contents, by ranges of the hash; `wanted`: only rows with these hashes. Raises
     HistoryLostError, CorruptError, UnavailableError."""
-    fetch = fetching(portal, objects, whole=len(columns) == len(shard.schema.columns))
+    fetch = fetch_through(portal, objects, whole=len(columns) == len(shard.schema.columns))
     try:
-        for chosen_range in cut(found.batches, wanted):
+        for chosen_range in cut_ranges(found.batches, wanted):
             yield from read_range(shard.schema, chosen_range, found.at, fetch, columns)
     except MissingError as error:
-        raise portal.call(shard.why_missing(error, found.batches)) from error
+        raise portal.call(shard.explain_missing(error, found.batches)) from error

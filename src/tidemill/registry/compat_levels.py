@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tidemill.registry.avro.compat import differences as avro_differences
-from tidemill.registry.jsonschema.compat import differences as json_differences
-from tidemill.registry.limits import Steps, bounded
-from tidemill.registry.parsed_schema import Difference, Parsed
-from tidemill.registry.protobuf.compat import differences as protobuf_differences
+from tidemill.registry.avro.compat import find_differences as avro_differences
+from tidemill.registry.jsonschema.compat import find_differences as json_differences
+from tidemill.registry.limits import StepBudget, run_bounded
+from tidemill.registry.parsed_schema import Difference, ParsedSchema
+from tidemill.registry.protobuf.compat import find_differences as protobuf_differences
 
 LEVELS = ("BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FORWARD_TRANSITIVE", "FULL", "FULL_TRANSITIVE", "NONE")
 DEFAULT = "BACKWARD"
 
-_DIFFERENCES: dict[str, Callable[[Any, Any, Steps], list[Difference]]] = {
+_DIFFERENCES: dict[str, Callable[[Any, Any, StepBudget], list[Difference]]] = {
     "AVRO": avro_differences,
     "JSON": json_differences,
     "PROTOBUF": protobuf_differences,
 }
 
 
-def compared_with(level: str, versions: Sequence[int]) -> Sequence[int]:
+def versions_to_compare(level: str, versions: Sequence[int]) -> Sequence[int]:
     """Return those of the live versions, given in ascending order, with which `level` compares, the newest first."""
     if level == "NONE":
         return ()
@@ -33,7 +33,7 @@ def compared_with(level: str, versions: Sequence[int]) -> Sequence[int]:
     return newest_first if level.endswith("_TRANSITIVE") else newest_first[:1]
 
 
-def problems(level: str, new: Parsed, old: Parsed, steps: Steps) -> list[str]:
+def find_problems(level: str, new: ParsedSchema, old: ParsedSchema, steps: StepBudget) -> list[str]:
     """Return why the two are not compatible at this level, one sentence each; empty when they are. Raises
     RegistryError."""
     if level == "NONE":
@@ -45,7 +45,7 @@ def problems(level: str, new: Parsed, old: Parsed, steps: Steps) -> list[str]:
     found: list[Difference] = []
     compare = _DIFFERENCES[new.kind]
     if not level.startswith("FORWARD"):
-        found += bounded(lambda: compare(new.model, old.model, steps))
+        found += run_bounded(lambda: compare(new.model, old.model, steps))
     if not level.startswith("BACKWARD"):
-        found += bounded(lambda: compare(old.model, new.model, steps))
+        found += run_bounded(lambda: compare(old.model, new.model, steps))
     return [difference.message() for difference in dict.fromkeys(found)]

@@ -23,25 +23,25 @@ class RegistryError(InvalidError):
         return int(str(self.code)[:3])
 
 
-def no_subject(subject: str) -> RegistryError:
+def subject_not_found(subject: str) -> RegistryError:
     return RegistryError(40401, f"Subject '{subject}' not found.")
 
 
-def no_version(version: int | str) -> RegistryError:
+def version_not_found(version: int | str) -> RegistryError:
     return RegistryError(40402, f"Version {version} not found.")
 
 
-def no_schema(schema_id: int | None = None) -> RegistryError:
+def schema_not_found(schema_id: int | None = None) -> RegistryError:
     return RegistryError(40403, "Schema not found" if schema_id is None else f"Schema {schema_id} not found")
 
 
-def bad_schema(reason: str) -> RegistryError:
+def invalid_schema(reason: str) -> RegistryError:
     return RegistryError(42201, f"Invalid schema: {reason}")
 
 
-def too_large(what: str, size: int, limit: int) -> RegistryError:
+def schema_too_large(what: str, size: int, limit: int) -> RegistryError:
     return RegistryError(42209, f"Schema too large: {what}={size} limit={limit}")
 
 
-def not_permitted(reason: str) -> RegistryError:
+def operation_not_permitted(reason: str) -> RegistryError:
     return RegistryError(42205, reason)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from tidemill.registry.errors import RegistryError, bad_schema
+from tidemill.registry.errors import RegistryError, invalid_schema
 
 DEPTH = 100
 """Levels of nesting in a schema's JSON. Code that walks it recurses a few frames per level, far below Python's
@@ -28,16 +28,16 @@ MESSAGES = 100
 T = TypeVar("T")
 
 
-class Steps:
+class StepBudget:
     """Countdown of one comparison. Raises RegistryError once it has taken too many steps."""
 
     def __init__(self, limit: int = STEPS) -> None:
         self._left = limit
 
-    def take(self) -> None:
+    def count_step(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise bad_schema("comparing it with an earlier version takes too many steps")
+            raise invalid_schema("comparing it with an earlier version takes too many steps")
 
 
 def load_json(text: str) -> Any:
@@ -45,17 +45,17 @@ def load_json(text: str) -> Any:
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise bad_schema(f"it is not JSON: {error}") from error
+        raise invalid_schema(f"it is not JSON: {error}") from error
     nodes = 0
     level = [value]
     for _ in range(DEPTH):
         nodes += len(level)
         if nodes > NODES:
-            raise bad_schema(f"it contains more than {NODES} values")
+            raise invalid_schema(f"it contains more than {NODES} values")
         level = [child for node in level for child in _children(node)]
         if not level:
             return value
-    raise bad_schema(f"it is nested more than {DEPTH} levels deep")
+    raise invalid_schema(f"it is nested more than {DEPTH} levels deep")
 
 
 def _children(node: Any) -> list[Any]:
@@ -64,18 +64,18 @@ def _children(node: Any) -> list[Any]:
     return node if isinstance(node, list) else []
 
 
-def bounded(work: Callable[[], T]) -> T:
+def run_bounded(work: Callable[[], T]) -> T:
     """Run `work()`. A recursion beyond Python's limit is an error of the schema."""
     try:
         return work()
     except RecursionError as error:
-        raise bad_schema("it is nested too deeply") from error
+        raise invalid_schema("it is nested too deeply") from error
 
 
-def shown(value: object) -> str:
+def shorten(value: object) -> str:
     """Format an untrusted value for a message."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-__all__ = ["DEPTH", "MESSAGES", "NODES", "STEPS", "RegistryError", "Steps", "bounded", "load_json", "shown"]
+__all__ = ["DEPTH", "MESSAGES", "NODES", "STEPS", "RegistryError", "StepBudget", "load_json", "run_bounded", "shorten"]

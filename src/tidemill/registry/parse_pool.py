@@ -7,49 +7,49 @@ from typing import TypeVar
 
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.rows.registry import SchemaRow
-from tidemill.registry.compat_levels import problems
-from tidemill.registry.limits import Steps
-from tidemill.registry.parsed_schema import Parsed
-from tidemill.registry.schema_types import Place, SubmittedSchema, understand
+from tidemill.registry.compat_levels import find_problems
+from tidemill.registry.limits import StepBudget
+from tidemill.registry.parsed_schema import ParsedSchema
+from tidemill.registry.schema_types import Place, SubmittedSchema, parse_schema
 from tidemill.registry.settings import RegistrySettings
-from tidemill.registry.store import CachedValue
-from tidemill.shards.executor import Cpu
+from tidemill.registry.store import RecentCache
+from tidemill.shards.executor import RunCpuWork
 
-VERDICTS = 10_000
+CACHED_RESULTS = 10_000
 T = TypeVar("T")
 
 
-class Understanding:
+class ParsePool:
     """Pool that parses and compares on `cpu`. Raises RegistryError; UnavailableError when too many requests wait."""
 
-    def __init__(self, cpu: Cpu, settings: RegistrySettings) -> None:
+    def __init__(self, cpu: RunCpuWork, settings: RegistrySettings) -> None:
         self._cpu = cpu
         self._settings = settings
-        self._parsed: CachedValue[object, Parsed] = CachedValue(settings.parsed_bytes)
-        self._verdicts: CachedValue[tuple[str, str, str], tuple[str, ...]] = CachedValue(VERDICTS)
+        self._parsed: RecentCache[object, ParsedSchema] = RecentCache(settings.parsed_bytes)
+        self._verdicts: RecentCache[tuple[str, str, str], tuple[str, ...]] = RecentCache(CACHED_RESULTS)
         self.under_way = 0
         self.refused = 0
 
-    async def parse(self, given: SubmittedSchema, places: Mapping[Place, SchemaRow]) -> Parsed:
+    async def parse(self, given: SubmittedSchema, places: Mapping[Place, SchemaRow]) -> ParsedSchema:
         """Return the parsed schema. `places` has everything that it refers to."""
         key = (given, tuple(sorted((place, row.id, row.digest) for place, row in places.items())))
         found = self._parsed.get(key)
         if found is None:
-            found = await self._run(lambda: understand(given, places))
+            found = await self._run_on_cpu(lambda: parse_schema(given, places))
             weight = len(given.text) + sum(len(row.text) + len(row.descriptor) for row in places.values())
             self._parsed.put(key, found, weight + 1_000)
         return found
 
-    async def problems(self, level: str, new: Parsed, old: Parsed) -> tuple[str, ...]:
+    async def problems(self, level: str, new: ParsedSchema, old: ParsedSchema) -> tuple[str, ...]:
         """Return why two schemas are not compatible at a level."""
         key = (level, new.deep, old.deep)
         found = self._verdicts.get(key)
         if found is None:
-            found = tuple(await self._run(lambda: problems(level, new, old, Steps())))
+            found = tuple(await self._run_on_cpu(lambda: find_problems(level, new, old, StepBudget())))
             self._verdicts.put(key, found, 1 + len(found))
         return found
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run_on_cpu(self, work: Callable[[], T]) -> T:
         if self.under_way >= self._settings.waiting:
             self.refused += 1
             raise UnavailableError(f"too many schemas wait to be parsed: waiting={self.under_way}.", fix="Retry.")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tidemill.metastore.rows.registry import Reference
 
-KINDS = ("JSON", "PROTOBUF", "AVRO")
+SCHEMA_TYPES = ("JSON", "PROTOBUF", "AVRO")
 """Schema types, in the order in which Confluent's registry lists them."""
 
 
@@ -23,7 +23,7 @@ class Difference(NamedTuple):
         return f'{{errorType:"{self.kind}", description:"{self.told}", path:"{self.path or "/"}"}}'
 
 
-class Parsed(NamedTuple):
+class ParsedSchema(NamedTuple):
     """Parsed schema. `text` is what is stored; `model` is what the `compat` module of its kind compares. `deep` is a
     digest over the schema and everything it refers to: schemas with equal `deep` have the same meaning."""
 
@@ -36,14 +36,14 @@ class Parsed(NamedTuple):
     deep: str = ""
 
 
-class Resolved(NamedTuple):
+class ResolvedReference(NamedTuple):
     """Reference together with the schema it refers to."""
 
     name: str
-    parsed: Parsed
+    parsed: ParsedSchema
 
 
-def digest_of(kind: str, meaning: bytes, references: Sequence[Reference]) -> str:
+def schema_digest(kind: str, meaning: bytes, references: Sequence[Reference]) -> str:
     """Return the digest, 32 hex digits. `meaning` is the schema's canonical form, without the schemas that it refers
     to."""
     found = hashlib.blake2b(digest_size=16)

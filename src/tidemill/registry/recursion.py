@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tidemill.registry.limits import MESSAGES, Steps
+from tidemill.registry.limits import MESSAGES, StepBudget
 from tidemill.registry.parsed_schema import Difference
 
 Pair = tuple[int, int]
 _NONE = 1 << 30
 
 
-class Walk:
+class SchemaComparison:
     """One comparison. It counts its steps and collects its differences."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: StepBudget) -> None:
         self.steps = steps
         self.found: list[Difference] = []
         self._good: set[Pair] = set()
@@ -31,15 +31,15 @@ class Walk:
         if len(self.found) < MESSAGES:
             self.found.append(Difference(kind, path, told))
 
-    def once(self, reader: object, writer: object, compare: Callable[[], None]) -> None:
+    def compare_once(self, reader: object, writer: object, compare: Callable[[], None]) -> None:
         """Run `compare()` for this pair of types, unless its result is known. Both objects must live as long as the
         walk."""
-        self.steps.take()
+        self.steps.count_step()
         pair = (id(reader), id(writer))
         if pair in self._good:
             return
         if pair in self._bad:
-            self._keep(self._bad[pair])
+            self._add_limited(self._bad[pair])
             return
         if pair in self._open:
             self._leaned = min(self._leaned, self._open[pair])
@@ -61,14 +61,14 @@ class Walk:
             outer = min(outer, self._leaned)
         self._leaned = outer
         for difference in mine:
-            self._keep(difference)
+            self._add_limited(difference)
 
     def fits(self, compare: Callable[[], None]) -> bool:
         """Return whether `compare()` finds no difference. Its differences are discarded, because an alternative may
         fit."""
-        return not self.trial(compare)
+        return not self.collect_differences(compare)
 
-    def trial(self, compare: Callable[[], None]) -> list[Difference]:
+    def collect_differences(self, compare: Callable[[], None]) -> list[Difference]:
         kept, self.found = self.found, []
         try:
             compare()
@@ -76,6 +76,6 @@ class Walk:
         finally:
             self.found = kept
 
-    def _keep(self, difference: Difference) -> None:
+    def _add_limited(self, difference: Difference) -> None:
         if len(self.found) < MESSAGES:
             self.found.append(difference)

@@ -6,7 +6,7 @@ from tidemill.registry.registry import Registry
 from tidemill.registry.schema_types import SubmittedSchema
 
 
-class Registrar:
+class LocalSchemaRegistrar:
     """Registrar of schemas for other parts of this process."""
 
     def __init__(self, registry: Registry) -> None:

@@ -13,22 +13,29 @@ from tidemill.base.runtime.coop import CoopBudget
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.registry import RegistryConfigRow, RegistryHeadRow, SchemaRow, VersionRow
 from tidemill.registry import transitions
-from tidemill.registry.compat_levels import DEFAULT, LEVELS, compared_with
-from tidemill.registry.errors import RegistryError, no_schema, no_subject, no_version, not_permitted, too_large
-from tidemill.registry.parse_pool import Understanding
-from tidemill.registry.parsed_schema import Parsed
-from tidemill.registry.schema_types import SubmittedSchema, given_of
-from tidemill.registry.settings import SCHEMA_BYTES_MOST, RegistrySettings
+from tidemill.registry.compat_levels import DEFAULT, LEVELS, versions_to_compare
+from tidemill.registry.errors import (
+    RegistryError,
+    operation_not_permitted,
+    schema_not_found,
+    schema_too_large,
+    subject_not_found,
+    version_not_found,
+)
+from tidemill.registry.parse_pool import ParsePool
+from tidemill.registry.parsed_schema import ParsedSchema
+from tidemill.registry.schema_types import SubmittedSchema, submitted_from_row
+from tidemill.registry.settings import SCHEMA_BYTES_MAX, RegistrySettings
 from tidemill.registry.store import RegistryStore
-from tidemill.registry.transitions import Change, live
-from tidemill.registry.writer import Changes
-from tidemill.shards.executor import Cpu
+from tidemill.registry.transitions import Change, live_versions
+from tidemill.registry.writer import RegistryWriter
+from tidemill.shards.executor import RunCpuWork
 
-EVERY = ""
+GLOBAL_SUBJECT = ""
 """Subject under which the global configuration is stored."""
 
 
-class Found(NamedTuple):
+class RegisteredVersion(NamedTuple):
     """Version of a subject together with its schema."""
 
     version: VersionRow
@@ -39,13 +46,13 @@ class Registry:
     """Registry. Raises RegistryError; UnavailableError, ClosedError; writes also UnknownOutcomeError."""
 
     def __init__(
-        self, metastore: Metastore, clock: Clock, rand: Rand, cpu: Cpu, settings: RegistrySettings | None = None
+        self, metastore: Metastore, clock: Clock, rand: Rand, cpu: RunCpuWork, settings: RegistrySettings | None = None
     ) -> None:
         self.book = RegistryStore(metastore, CoopBudget(clock))
         self._clock = clock
         self._settings = settings or RegistrySettings()
-        self._understanding = Understanding(cpu, self._settings)
-        self._changes = Changes(metastore, self.book, clock, rand)
+        self._understanding = ParsePool(cpu, self._settings)
+        self._changes = RegistryWriter(metastore, self.book, clock, rand)
 
     def facts(self) -> dict[str, object]:
         """Return counts as of the last read of the head, with their limits."""
@@ -64,34 +71,34 @@ class Registry:
 
     # reading --------------------------------------------------------------------------------------
 
-    async def find(self, subject: str, version: int | None, *, deleted: bool = False) -> Found:
+    async def find(self, subject: str, version: int | None, *, deleted: bool = False) -> RegisteredVersion:
         """Return one version of a subject; the latest without a `version`."""
         versions = await self.book.versions(subject, fresh=True)
-        shown = versions if deleted else live(versions)
+        shown = versions if deleted else live_versions(versions)
         if not shown:
-            raise no_subject(subject)
+            raise subject_not_found(subject)
         if version is None:
             row = shown[-1]
         else:
             match = [one for one in shown if one.version == version]
             if not match:
-                raise no_version(version)
+                raise version_not_found(version)
             row = match[0]
-        return Found(row, await self.book.schema(row.id))
+        return RegisteredVersion(row, await self.book.schema(row.id))
 
-    async def lookup(self, subject: str, given: SubmittedSchema, *, deleted: bool = False) -> Found:
+    async def lookup(self, subject: str, given: SubmittedSchema, *, deleted: bool = False) -> RegisteredVersion:
         """Return the version under which the subject has this schema."""
         self._check_size(given)
         versions = await self.book.versions(subject, fresh=True)
-        shown = versions if deleted else live(versions)
+        shown = versions if deleted else live_versions(versions)
         if not shown:
-            raise no_subject(subject)
-        parsed = await self._parse(given, subject)
+            raise subject_not_found(subject)
+        parsed = await self._parse_submitted(given, subject)
         ids = await self.book.ids_of(parsed.digest)
         for row in reversed(shown):
             if row.id in ids:
-                return Found(row, await self.book.schema(row.id))
-        raise no_schema()
+                return RegisteredVersion(row, await self.book.schema(row.id))
+        raise schema_not_found()
 
     async def level(self, subject: str) -> str:
         row, every = await self._configs(subject)
@@ -101,63 +108,69 @@ class Registry:
         row, every = await self._configs(subject)
         return (row.mode if row else "") or (every.mode if every else "") or "READWRITE"
 
-    async def check(
+    async def check_compatibility(
         self, subject: str, given: SubmittedSchema, version: int | None, *, all_versions: bool = False
     ) -> list[str]:
         """Return why the schema is not compatible at the subject's level, with one version (None is the latest) or
         with those that the level selects. A subject without versions is compatible with any schema."""
         self._check_size(given)
-        versions = live(await self.book.versions(subject, fresh=True))
+        versions = live_versions(await self.book.versions(subject, fresh=True))
         if not versions and version is not None:
-            raise no_subject(subject)
+            raise subject_not_found(subject)
         level = await self.level(subject)
-        parsed = await self._parse(given, subject, new=True)
+        parsed = await self._parse_submitted(given, subject, new=True)
         if all_versions:
-            wanted = list(compared_with(level, [row.version for row in versions]))
+            wanted = list(versions_to_compare(level, [row.version for row in versions]))
         else:
             wanted = [versions[-1].version if versions else 0] if version is None else [version]
         by_number = {row.version: row for row in versions}
         if version is not None and version not in by_number:
-            raise no_version(version)
-        return await self._problems(level, parsed, [by_number[number] for number in wanted if number in by_number])
+            raise version_not_found(version)
+        return await self._compatibility_problems(
+            level, parsed, [by_number[number] for number in wanted if number in by_number]
+        )
 
     # writing --------------------------------------------------------------------------------------
 
-    async def register(self, subject: str, given: SubmittedSchema, *, wanted_id: int = 0, version: int = 0) -> Found:
+    async def register(
+        self, subject: str, given: SubmittedSchema, *, wanted_id: int = 0, version: int = 0
+    ) -> RegisteredVersion:
         """Return the version under which the subject has this schema now. `wanted_id` and `version` are given by an
         import."""
         self._check_size(given)
-        found = await self._registered(subject, given, wanted_id)
+        found = await self._find_registered(subject, given, wanted_id)
         if found is not None:
             return found
-        parsed_of: list[Parsed] = []
+        parsed_of: list[ParsedSchema] = []
 
         async def decide(head: RegistryHeadRow) -> Change[VersionRow]:
-            parsed = await self._parse(given, subject, new=True)
+            parsed = await self._parse_submitted(given, subject, new=True)
             parsed_of[:] = [parsed]
             versions = await self.book.versions(subject)
             ids = await self.book.ids_of(parsed.digest)
-            same = next((row for row in reversed(live(versions)) if row.id in ids), None)
+            same = next((row for row in reversed(live_versions(versions)) if row.id in ids), None)
             if same is not None and not wanted_id:
                 return Change([], head, same)
-            transitions.may_register(subject, await self.mode(subject), wanted_id)
+            transitions.require_registrable(subject, await self.mode(subject), wanted_id)
             now_ms = self._clock.now_ms()
             if wanted_id:
-                there = await self._there(wanted_id)
+                there = await self._find_schema(wanted_id)
                 return transitions.import_version(
                     head, subject, versions, parsed, there, ids, (wanted_id, version), now_ms, self._settings
                 )
             if version and version != transitions.next_version(versions):
                 raise RegistryError(42201, f"Invalid schema: version {version} is not one more than the latest")
-            await self._compatible(subject, parsed, live(versions))
+            await self._require_compatible(subject, parsed, live_versions(versions))
             return transitions.register(head, subject, versions, parsed, ids, now_ms, self._settings)
 
         # The slow work runs once without the lock, so that other changes do not wait; under the lock it is cached. A
         # refusal here is ignored, because the attempt under the lock decides it on a consistent state.
         with contextlib.suppress(RegistryError):
-            await decide((await self._changes.looked())[1])
-        row = await self._changes.make(decide)
-        return Found(row, SchemaRow(row.id, parsed_of[0].kind, parsed_of[0].text, digest=parsed_of[0].digest))
+            await decide((await self._changes.read_head())[1])
+        row = await self._changes.apply_change(decide)
+        return RegisteredVersion(
+            row, SchemaRow(row.id, parsed_of[0].kind, parsed_of[0].text, digest=parsed_of[0].digest)
+        )
 
     async def delete(
         self, subject: str, version: int | None, *, permanent: bool = False, latest: bool = False
@@ -166,24 +179,24 @@ class Registry:
 
         async def decide(head: RegistryHeadRow) -> Change[list[int]]:
             versions = await self.book.versions(subject)
-            transitions.writable(subject, await self.mode(subject))
+            transitions.require_writable(subject, await self.mode(subject))
             number = version
             if latest:
-                shown = versions if permanent else live(versions)
+                shown = versions if permanent else live_versions(versions)
                 if not shown:
-                    raise no_subject(subject)
+                    raise subject_not_found(subject)
                 number = shown[-1].version
-            numbers = transitions.to_delete(subject, versions, number, permanent)
+            numbers = transitions.versions_to_delete(subject, versions, number, permanent)
             for one in numbers:
-                await self._not_referred(subject, one, permanent)
+                await self._require_unreferenced(subject, one, permanent)
             if not permanent:
                 configured = await self.book.config(subject) is not None
                 return transitions.delete_versions(head, subject, versions, numbers, configured)
             ids = {row.id for row in versions if row.version in numbers}
-            schemas = {one: await self.book.used(one) for one in sorted(ids)}
+            schemas = {one: await self.book.schema_usage(one) for one in sorted(ids)}
             return transitions.purge_versions(head, subject, versions, numbers, schemas)
 
-        return await self._changes.make(decide)
+        return await self._changes.apply_change(decide)
 
     async def set_level(self, subject: str, level: str, normalize: bool | None = None, *, clear: bool = False) -> None:
         """Change the level and normalization. An omitted value is unchanged; `clear` removes both first."""
@@ -191,7 +204,7 @@ class Registry:
             raise RegistryError(42203, f"Invalid compatibility level. Valid values are {', '.join(LEVELS)}.")
 
         async def decide(head: RegistryHeadRow) -> Change[RegistryConfigRow]:
-            transitions.writable(subject, await self.mode(subject))
+            transitions.require_writable(subject, await self.mode(subject))
             row = await self.book.config(subject)
             old = row or RegistryConfigRow(subject)
             if clear:
@@ -200,7 +213,7 @@ class Registry:
             new = replace(old, compatibility=level or old.compatibility, normalize=said)
             return transitions.configure(head, new, row is not None, self._settings)
 
-        await self._changes.make(decide)
+        await self._changes.apply_change(decide)
 
     async def set_mode(self, subject: str, mode: str, *, force: bool = False) -> None:
         """Change the mode; "" restores the global one."""
@@ -209,41 +222,43 @@ class Registry:
 
         async def decide(head: RegistryHeadRow) -> Change[RegistryConfigRow]:
             if mode == "IMPORT" and not force:
-                there = bool(live(await self.book.versions(subject))) if subject else head.subjects > 0
+                there = bool(live_versions(await self.book.versions(subject))) if subject else head.subjects > 0
                 if there:
-                    raise not_permitted("Cannot import since found existing subjects")
+                    raise operation_not_permitted("Cannot import since found existing subjects")
             row = await self.book.config(subject)
             new = replace(row or RegistryConfigRow(subject), mode=mode)
             return transitions.configure(head, new, row is not None, self._settings)
 
-        await self._changes.make(decide)
+        await self._changes.apply_change(decide)
 
     # ----------------------------------------------------------------------------------------------
 
     def _check_size(self, given: SubmittedSchema) -> None:
-        limit = min(self._settings.schema_bytes, SCHEMA_BYTES_MOST)
+        limit = min(self._settings.schema_bytes, SCHEMA_BYTES_MAX)
         size = len(given.text.encode(errors="surrogatepass"))
         if size > limit:
-            raise too_large("bytes", size, limit)
+            raise schema_too_large("bytes", size, limit)
 
-    async def _parse(self, given: SubmittedSchema, subject: str, *, new: bool = False) -> Parsed:
+    async def _parse_submitted(self, given: SubmittedSchema, subject: str, *, new: bool = False) -> ParsedSchema:
         if not given.normalize:
             row, every = await self._configs(subject)
             asked = row.normalize if row is not None and row.normalize is not None else every and every.normalize
             given = given._replace(normalize=bool(asked))
-        parsed = await self._understanding.parse(given, await self.book.places(given.references, new=new))
+        parsed = await self._understanding.parse(given, await self.book.referenced_schemas(given.references, new=new))
         size = len(parsed.text.encode()) + len(parsed.descriptor)
-        if size > SCHEMA_BYTES_MOST:
-            raise too_large("bytes with its descriptor", size, SCHEMA_BYTES_MOST)
+        if size > SCHEMA_BYTES_MAX:
+            raise schema_too_large("bytes with its descriptor", size, SCHEMA_BYTES_MAX)
         return parsed
 
-    async def _stored(self, row: SchemaRow) -> Parsed:
-        return await self._understanding.parse(given_of(row), await self.book.places(row.references, new=False))
+    async def _parse_stored(self, row: SchemaRow) -> ParsedSchema:
+        return await self._understanding.parse(
+            submitted_from_row(row), await self.book.referenced_schemas(row.references, new=False)
+        )
 
     async def _configs(self, subject: str) -> tuple[RegistryConfigRow | None, RegistryConfigRow | None]:
-        return await self.book.config(subject) if subject else None, await self.book.config(EVERY)
+        return await self.book.config(subject) if subject else None, await self.book.config(GLOBAL_SUBJECT)
 
-    async def _registered(self, subject: str, given: SubmittedSchema, wanted_id: int) -> Found | None:
+    async def _find_registered(self, subject: str, given: SubmittedSchema, wanted_id: int) -> RegisteredVersion | None:
         """Look up a schema without a lock or a write: most clients that start ask for a schema that exists."""
         if wanted_id:
             return None
@@ -254,17 +269,17 @@ class Registry:
                 raise
             return None
 
-    async def _there(self, schema_id: int) -> SchemaRow | None:
+    async def _find_schema(self, schema_id: int) -> SchemaRow | None:
         try:
             return await self.book.schema(schema_id)
         except RegistryError:
             return None
 
-    async def _compatible(self, subject: str, parsed: Parsed, versions: list[VersionRow]) -> None:
+    async def _require_compatible(self, subject: str, parsed: ParsedSchema, versions: list[VersionRow]) -> None:
         level = await self.level(subject)
-        numbers = compared_with(level, [row.version for row in versions])
+        numbers = versions_to_compare(level, [row.version for row in versions])
         by_number = {row.version: row for row in versions}
-        found = await self._problems(level, parsed, [by_number[number] for number in numbers])
+        found = await self._compatibility_problems(level, parsed, [by_number[number] for number in numbers])
         if found:
             told = ", ".join(found)[:8_000]
             raise RegistryError(
@@ -273,16 +288,16 @@ class Registry:
                 f'"{subject}", details: [{told}]',
             )
 
-    async def _problems(self, level: str, parsed: Parsed, versions: list[VersionRow]) -> list[str]:
+    async def _compatibility_problems(self, level: str, parsed: ParsedSchema, versions: list[VersionRow]) -> list[str]:
         """Return the differences from the first version that does not fit."""
         for row in versions:
-            old = await self._stored(await self.book.schema(row.id))
+            old = await self._parse_stored(await self.book.schema(row.id))
             found = await self._understanding.problems(level, parsed, old)
             if found:
                 return [*found, f"{{oldSchemaVersion: {row.version}}}", f"{{compatibility: '{level}'}}"]
         return []
 
-    async def _not_referred(self, subject: str, version: int, permanent: bool) -> None:
+    async def _require_unreferenced(self, subject: str, version: int, permanent: bool) -> None:
         ids = await self.book.referrers(subject, version, deleted=permanent)
         if ids:
             raise RegistryError(

@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.avro.parse import parse as parse_avro
-from tidemill.registry.errors import RegistryError, bad_schema
+from tidemill.registry.errors import RegistryError, invalid_schema
 from tidemill.registry.jsonschema.parse import parse as parse_json
-from tidemill.registry.limits import bounded
-from tidemill.registry.parsed_schema import Parsed, Resolved
+from tidemill.registry.limits import run_bounded
+from tidemill.registry.parsed_schema import ParsedSchema, ResolvedReference
+from tidemill.registry.protobuf.parse import encode_descriptor
 from tidemill.registry.protobuf.parse import parse as parse_protobuf
-from tidemill.registry.protobuf.parse import serialized
 
 Place = tuple[str, int]
 """Subject and version that a reference names."""
 
-Parse = Callable[[str, Sequence[Reference], Sequence[Resolved], bool], Parsed]
+Parse = Callable[[str, Sequence[Reference], Sequence[ResolvedReference], bool], ParsedSchema]
 _PARSE: dict[str, Parse] = {"AVRO": parse_avro, "JSON": parse_json, "PROTOBUF": parse_protobuf}
 
 
@@ -31,48 +31,50 @@ class SubmittedSchema(NamedTuple):
     normalize: bool = False
 
 
-def given_of(row: SchemaRow) -> SubmittedSchema:
+def submitted_from_row(row: SchemaRow) -> SubmittedSchema:
     """Return a stored schema for parsing. A Protobuf schema uses its descriptor: its text is never compiled again."""
-    text = serialized(row.descriptor) if row.descriptor else row.text
+    text = encode_descriptor(row.descriptor) if row.descriptor else row.text
     return SubmittedSchema(row.kind, text, row.references)
 
 
-def understand(given: SubmittedSchema, places: Mapping[Place, SchemaRow]) -> Parsed:
+def parse_schema(given: SubmittedSchema, places: Mapping[Place, SchemaRow]) -> ParsedSchema:
     """Parse a schema. `places` holds every schema that is referred to, directly or not. Raises RegistryError."""
-    return _Understanding(places).parse(given)
+    return _SchemaParser(places).parse(given)
 
 
-class _Understanding:
+class _SchemaParser:
     """Parser that parses each place once, so that two schemas that refer to the same place share its model."""
 
     def __init__(self, places: Mapping[Place, SchemaRow]) -> None:
         self._places = places
-        self._parsed: dict[Place, Parsed] = {}
+        self._parsed: dict[Place, ParsedSchema] = {}
 
-    def parse(self, given: SubmittedSchema) -> Parsed:
+    def parse(self, given: SubmittedSchema) -> ParsedSchema:
         parse = _PARSE.get(given.kind)
         if parse is None:
-            raise bad_schema(f"schemaType {given.kind!r} is not AVRO, JSON or PROTOBUF")
-        resolved: dict[str, Resolved] = {}
+            raise invalid_schema(f"schemaType {given.kind!r} is not AVRO, JSON or PROTOBUF")
+        resolved: dict[str, ResolvedReference] = {}
         self._resolve(given.references, resolved, {})
-        found = bounded(lambda: parse(given.text, given.references, list(resolved.values()), given.normalize))
+        found = run_bounded(lambda: parse(given.text, given.references, list(resolved.values()), given.normalize))
         parts = (found.digest, *(other.parsed.deep for other in resolved.values()))
         return found._replace(deep=blake2b("\0".join(parts).encode(), digest_size=16).hexdigest())
 
-    def _resolve(self, references: Sequence[Reference], found: dict[str, Resolved], places: dict[str, Place]) -> None:
+    def _resolve(
+        self, references: Sequence[Reference], found: dict[str, ResolvedReference], places: dict[str, Place]
+    ) -> None:
         """Resolve references, referenced schemas before those that refer to them."""
         for reference in references:
             place = (reference.subject, reference.version)
             if reference.name in places:
                 if places[reference.name] != place:
-                    raise bad_schema(f"the reference {reference.name!r} refers to two different schemas")
+                    raise invalid_schema(f"the reference {reference.name!r} refers to two different schemas")
                 continue
             places[reference.name] = place
             row = self._places[place]
             self._resolve(row.references, found, places)
             if place not in self._parsed:
-                self._parsed[place] = self.parse(given_of(row))
-            found[reference.name] = Resolved(reference.name, self._parsed[place])
+                self._parsed[place] = self.parse(submitted_from_row(row))
+            found[reference.name] = ResolvedReference(reference.name, self._parsed[place])
 
 
-__all__ = ["Place", "RegistryError", "SubmittedSchema", "given_of", "understand"]
+__all__ = ["Place", "RegistryError", "SubmittedSchema", "parse_schema", "submitted_from_row"]

@@ -9,10 +9,10 @@ from tidemill.base.limits import METASTORE_VALUE_BYTES
 SUBJECT_BYTES = 512
 """Bytes of a subject's name in UTF-8. The metastore's keys contain it, with every zero byte doubled."""
 
-REFERENCES = 64
+REFERENCES_MAX = 64
 """Number of schemas to which one schema refers, directly or not."""
 
-SCHEMA_BYTES_MOST = METASTORE_VALUE_BYTES - (16 << 10)
+SCHEMA_BYTES_MAX = METASTORE_VALUE_BYTES - (16 << 10)
 """Bytes of a schema. One row holds it with its references."""
 
 WRITE_BUDGET_S = 20.0

@@ -26,10 +26,10 @@ from tidemill.metastore.rows.registry import (
     UseRow,
     VersionRow,
 )
-from tidemill.registry.errors import bad_schema, no_schema
+from tidemill.registry.errors import invalid_schema, schema_not_found
 from tidemill.registry.schema_types import Place
-from tidemill.registry.settings import REFERENCES
-from tidemill.registry.transitions import Used, live
+from tidemill.registry.settings import REFERENCES_MAX
+from tidemill.registry.transitions import SchemaUsage, live_versions
 
 HEAD = REGISTRY_HEADS.key("head")
 
@@ -53,12 +53,12 @@ class RegistryStore:
         """Return a schema by id. A schema that was deleted on another node may still be found for a second. Raises
         RegistryError(40403)."""
         if not 0 < schema_id < 2**32:
-            raise no_schema(schema_id)
+            raise schema_not_found(schema_id)
         for fresh in (False, True):
             found = await self._metastore.get(SCHEMAS, schema_id, fresh=fresh)
             if found is not None:
                 return found
-        raise no_schema(schema_id)
+        raise schema_not_found(schema_id)
 
     async def versions(self, subject: str, *, fresh: bool = False) -> list[VersionRow]:
         return await self._metastore.rows(VERSIONS, subject, fresh=fresh)
@@ -69,8 +69,8 @@ class RegistryStore:
         async for keys, values in self._metastore.prefix(VERSIONS.prefix()):
             for key, value in zip(keys, values, strict=True):
                 found.append(VERSIONS.decode(key, value))
-                if not len(found) % 100 and self._pace.due:
-                    await self._pace.rest()
+                if not len(found) % 100 and self._pace.is_used_up:
+                    await self._pace.wait_for_turn()
         return found
 
     async def uses(self, schema_id: int) -> list[UseRow]:
@@ -100,11 +100,11 @@ class RegistryStore:
                 found.append(row)
         return found
 
-    async def used(self, schema_id: int) -> Used:
+    async def schema_usage(self, schema_id: int) -> SchemaUsage:
         row = await self.schema(schema_id)
-        return Used(row, len(await self.uses(schema_id)), await self.ids_of(row.digest))
+        return SchemaUsage(row, len(await self.uses(schema_id)), await self.ids_of(row.digest))
 
-    async def places(self, references: Sequence[Reference], *, new: bool) -> dict[Place, SchemaRow]:
+    async def referenced_schemas(self, references: Sequence[Reference], *, new: bool) -> dict[Place, SchemaRow]:
         """Return everything that is referred to, directly or not. With `new`, directly referenced versions must be
         live.
 
@@ -117,13 +117,13 @@ class RegistryStore:
             place = (reference.subject, reference.version)
             if place in found:
                 continue
-            if len(found) >= REFERENCES:
-                raise bad_schema(f"it refers to more than {REFERENCES} schemas")
+            if len(found) >= REFERENCES_MAX:
+                raise invalid_schema(f"it refers to more than {REFERENCES_MAX} schemas")
             row = None
             if 0 < reference.version < 2**32:
                 row = await self._metastore.get(VERSIONS, reference.subject, reference.version, fresh=False)
             if row is None or (must_live and row.deleted):
-                raise bad_schema(f"no schema for subject {reference.subject!r} and version {reference.version}")
+                raise invalid_schema(f"no schema for subject {reference.subject!r} and version {reference.version}")
             found[place] = schema = await self.schema(row.id)
             waiting += [(inner, False) for inner in schema.references]
         return found
@@ -133,7 +133,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class CachedValue(Generic[K, V]):
+class RecentCache(Generic[K, V]):
     """Cache of the most recently used values, up to a total weight."""
 
     def __init__(self, limit: int) -> None:
@@ -159,4 +159,4 @@ class CachedValue(Generic[K, V]):
             self.weight -= gone
 
 
-__all__ = ["HEAD", "CachedValue", "RegistryStore", "live"]
+__all__ = ["HEAD", "RecentCache", "RegistryStore", "live_versions"]

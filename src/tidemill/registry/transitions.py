@@ -30,8 +30,8 @@ from tidemill.metastore.rows.registry import (
     UseRow,
     VersionRow,
 )
-from tidemill.registry.errors import RegistryError, no_subject, no_version, not_permitted
-from tidemill.registry.parsed_schema import Parsed
+from tidemill.registry.errors import RegistryError, operation_not_permitted, subject_not_found, version_not_found
+from tidemill.registry.parsed_schema import ParsedSchema
 from tidemill.registry.settings import RegistrySettings
 
 MODES = ("READWRITE", "READONLY", "IMPORT")
@@ -48,7 +48,7 @@ class Change(NamedTuple, Generic[T]):
     answer: T
 
 
-class Used(NamedTuple):
+class SchemaUsage(NamedTuple):
     """Rows that the caller reads of a schema that is about to lose a version."""
 
     row: SchemaRow
@@ -57,7 +57,7 @@ class Used(NamedTuple):
     """All ids of its digest."""
 
 
-def live(versions: Sequence[VersionRow]) -> list[VersionRow]:
+def live_versions(versions: Sequence[VersionRow]) -> list[VersionRow]:
     return [row for row in versions if not row.deleted]
 
 
@@ -65,49 +65,49 @@ def next_version(versions: Sequence[VersionRow]) -> int:
     return max((row.version for row in versions), default=0) + 1
 
 
-def writable(subject: str, mode: str) -> None:
+def require_writable(subject: str, mode: str) -> None:
     """Raise RegistryError if the subject must not change."""
     if mode == "READONLY":
-        raise not_permitted(f"Subject {subject or 'registry'} is in read-only mode")
+        raise operation_not_permitted(f"Subject {subject or 'registry'} is in read-only mode")
 
 
-def may_register(subject: str, mode: str, wanted_id: int) -> None:
+def require_registrable(subject: str, mode: str, wanted_id: int) -> None:
     """Raise RegistryError if the subject's mode forbids this registration or import."""
-    writable(subject, mode)
+    require_writable(subject, mode)
     if wanted_id > 0 and mode != "IMPORT":
-        raise not_permitted(f"Subject {subject} is not in import mode")
+        raise operation_not_permitted(f"Subject {subject} is not in import mode")
     if wanted_id <= 0 and mode == "IMPORT":
-        raise not_permitted(f"Subject {subject} is not in read-write mode")
+        raise operation_not_permitted(f"Subject {subject} is not in read-write mode")
 
 
 def register(
     head: RegistryHeadRow,
     subject: str,
     versions: Sequence[VersionRow],
-    parsed: Parsed,
+    parsed: ParsedSchema,
     ids: tuple[int, ...],
     now_ms: int,
     limits: RegistrySettings,
 ) -> Change[VersionRow]:
     """Register a new version. `ids` are those that this schema already has."""
-    _bounds(head, versions, not ids, limits)
+    _check_limits(head, versions, not ids, limits)
     rows: Rows = []
     schema_id = ids[0] if ids else head.next_id
     if not ids:
         if schema_id > LAST_ID:
             raise RegistryError(50001, f"No id is left: next={schema_id}")
-        rows += [SCHEMAS.encode(_row(schema_id, parsed)), DIGESTS.encode(DigestRow(parsed.digest, schema_id))]
-        rows += _referrers(schema_id, parsed)
+        rows += [SCHEMAS.encode(_schema_row(schema_id, parsed)), DIGESTS.encode(DigestRow(parsed.digest, schema_id))]
+        rows += _referrer_rows(schema_id, parsed)
     version = VersionRow(subject, next_version(versions), schema_id, created_ms=now_ms)
-    rows += _used(version)
-    return Change(rows, _grown(head, versions, not ids, schema_id), version)
+    rows += _version_rows(version)
+    return Change(rows, _grown_head(head, versions, not ids, schema_id), version)
 
 
 def import_version(
     head: RegistryHeadRow,
     subject: str,
     versions: Sequence[VersionRow],
-    parsed: Parsed,
+    parsed: ParsedSchema,
     there: SchemaRow | None,
     ids: tuple[int, ...],
     wanted: tuple[int, int],
@@ -125,16 +125,16 @@ def import_version(
         if found.id != schema_id or found.deleted:
             raise RegistryError(42207, f"Version {found.version} of subject {subject} has the id {found.id}.")
         return Change([], head, found)
-    _bounds(head, versions, there is None, limits)
+    _check_limits(head, versions, there is None, limits)
     rows: Rows = []
     if there is None:
         first, *others = (*ids, schema_id)
         digest = DigestRow(parsed.digest, first, tuple(others))
-        rows += [SCHEMAS.encode(_row(schema_id, parsed)), DIGESTS.encode(digest)]
-        rows += _referrers(schema_id, parsed)
+        rows += [SCHEMAS.encode(_schema_row(schema_id, parsed)), DIGESTS.encode(digest)]
+        rows += _referrer_rows(schema_id, parsed)
     version = VersionRow(subject, number if number > 0 else next_version(versions), schema_id, created_ms=now_ms)
-    rows += _used(version)
-    return Change(rows, _grown(head, versions, there is None, schema_id), version)
+    rows += _version_rows(version)
+    return Change(rows, _grown_head(head, versions, there is None, schema_id), version)
 
 
 def delete_versions(
@@ -143,7 +143,7 @@ def delete_versions(
     """Hide these live versions. With the last one the configuration of the subject is deleted."""
     wanted = set(numbers)
     rows: Rows = [VERSIONS.encode(replace(row, deleted=True)) for row in versions if row.version in wanted]
-    if configured and all(row.version in wanted for row in live(versions)):
+    if configured and all(row.version in wanted for row in live_versions(versions)):
         rows.append((REGISTRY_CONFIGS.key(subject), b""))
         head = replace(head, configs=head.configs - 1)
     return Change(rows, head, sorted(wanted))
@@ -154,7 +154,7 @@ def purge_versions(
     subject: str,
     versions: Sequence[VersionRow],
     numbers: Sequence[int],
-    schemas: Mapping[int, Used],
+    schemas: Mapping[int, SchemaUsage],
 ) -> Change[list[int]]:
     """Purge these deleted versions, and the schemas that no other version uses."""
     wanted = set(numbers)
@@ -181,12 +181,12 @@ def purge_versions(
     return Change(rows, after, sorted(wanted))
 
 
-def to_delete(subject: str, versions: Sequence[VersionRow], number: int | None, permanent: bool) -> list[int]:
+def versions_to_delete(subject: str, versions: Sequence[VersionRow], number: int | None, permanent: bool) -> list[int]:
     """Return the versions that a DELETE of one (`number`) or of all refers to. Raises RegistryError."""
     if number is not None:
         row = next((row for row in versions if row.version == number), None)
         if row is None:
-            raise no_version(number) if versions else no_subject(subject)
+            raise version_not_found(number) if versions else subject_not_found(subject)
         if row.deleted == permanent:
             return [number]
         told = f"Subject '{subject}' Version {number} was"
@@ -194,14 +194,14 @@ def to_delete(subject: str, versions: Sequence[VersionRow], number: int | None, 
             raise RegistryError(40407, f"{told} not deleted first before being permanently deleted")
         raise RegistryError(40406, f"{told} soft deleted.Set permanent=true to delete permanently")
     if not versions:
-        raise no_subject(subject)
+        raise subject_not_found(subject)
     if permanent:
-        if live(versions):
+        if live_versions(versions):
             raise RegistryError(40405, f"Subject '{subject}' was not deleted first before being permanently deleted")
         return [row.version for row in versions]
-    if not live(versions):
+    if not live_versions(versions):
         raise RegistryError(40404, f"Subject '{subject}' was soft deleted.Set permanent=true to delete permanently")
-    return [row.version for row in live(versions)]
+    return [row.version for row in live_versions(versions)]
 
 
 def configure(
@@ -211,7 +211,7 @@ def configure(
     key, value = REGISTRY_CONFIGS.encode(row)
     empty = row == RegistryConfigRow(row.subject)
     if not there and not empty:
-        _room("configured subjects", head.configs, limits.subjects)
+        _check_limit("configured subjects", head.configs, limits.subjects)
     after = replace(head, configs=head.configs + (not empty) - there)
     return Change([(key, b"" if empty else value)], after, row)
 
@@ -219,23 +219,25 @@ def configure(
 # ----------------------------------------------------------------------------------------------------
 
 
-def _next(versions: Sequence[VersionRow]) -> int:
+def _next_version(versions: Sequence[VersionRow]) -> int:
     return max((row.version for row in versions), default=0) + 1
 
 
-def _row(schema_id: int, parsed: Parsed) -> SchemaRow:
+def _schema_row(schema_id: int, parsed: ParsedSchema) -> SchemaRow:
     return SchemaRow(schema_id, parsed.kind, parsed.text, parsed.references, parsed.digest, parsed.descriptor)
 
 
-def _referrers(schema_id: int, parsed: Parsed) -> Rows:
+def _referrer_rows(schema_id: int, parsed: ParsedSchema) -> Rows:
     return [REFERRERS.encode(ReferrerRow(r.subject, r.version, schema_id)) for r in parsed.references]
 
 
-def _used(version: VersionRow) -> Rows:
+def _version_rows(version: VersionRow) -> Rows:
     return [VERSIONS.encode(version), USES.encode(UseRow(version.id, version.subject, version.version))]
 
 
-def _grown(head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: bool, schema_id: int) -> RegistryHeadRow:
+def _grown_head(
+    head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: bool, schema_id: int
+) -> RegistryHeadRow:
     return replace(
         head,
         next_id=max(head.next_id, schema_id + 1),
@@ -245,15 +247,17 @@ def _grown(head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: bo
     )
 
 
-def _bounds(head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: bool, limits: RegistrySettings) -> None:
-    _room("versions of the subject", len(versions), limits.versions_per_subject)
-    _room("versions", head.versions, limits.versions)
+def _check_limits(
+    head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: bool, limits: RegistrySettings
+) -> None:
+    _check_limit("versions of the subject", len(versions), limits.versions_per_subject)
+    _check_limit("versions", head.versions, limits.versions)
     if not versions:
-        _room("subjects", head.subjects, limits.subjects)
+        _check_limit("subjects", head.subjects, limits.subjects)
     if new_schema:
-        _room("schemas", head.schemas, limits.schemas)
+        _check_limit("schemas", head.schemas, limits.schemas)
 
 
-def _room(what: str, have: int, limit: int) -> None:
+def _check_limit(what: str, have: int, limit: int) -> None:
     if have >= limit:
-        raise not_permitted(f"The registry is full: {what}={have} limit={limit}. Delete some permanently.")
+        raise operation_not_permitted(f"The registry is full: {what}={have} limit={limit}. Delete some permanently.")

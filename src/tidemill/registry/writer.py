@@ -28,7 +28,7 @@ outcome of its change."""
 T = TypeVar("T")
 
 
-class Tried(NamedTuple, Generic[T]):
+class UnknownAttempt(NamedTuple, Generic[T]):
     """Attempt with an unknown outcome: what it expected of the head, and its answer if it was written."""
 
     seqno: int
@@ -36,11 +36,11 @@ class Tried(NamedTuple, Generic[T]):
     answer: T
 
 
-class _Hidden(UnknownOutcomeError):
+class _OutcomeHiddenError(UnknownOutcomeError):
     """Too many later changes: the outcome can no longer be determined."""
 
 
-class Changes:
+class RegistryWriter:
     """Writer of one process; any number of processes have one. `head` is the newest that this one read."""
 
     def __init__(self, metastore: Metastore, book: RegistryStore, clock: Clock, rand: Rand) -> None:
@@ -52,23 +52,23 @@ class Changes:
         """Lock that lets the changes of one process wait for each other instead of conflicting at the commit."""
         self.head = RegistryHeadRow("head")
 
-    async def looked(self) -> tuple[int, RegistryHeadRow]:
+    async def read_head(self) -> tuple[int, RegistryHeadRow]:
         seqno, self.head = await self._book.head()
         return seqno, self.head
 
-    async def make(self, decide: Callable[[RegistryHeadRow], Awaitable[Change[T]]]) -> T:
+    async def apply_change(self, decide: Callable[[RegistryHeadRow], Awaitable[Change[T]]]) -> T:
         """Write what `decide(head)` returns, unless another process was faster; then decide again.
 
         Raises the refusal of `decide`, UnavailableError, UnknownOutcomeError.
         """
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
-        tried: dict[str, Tried[T]] = {}
+        tried: dict[str, UnknownAttempt[T]] = {}
         async with self._line:
             while True:
                 error: TidemillError
                 try:
                     return (await self._attempt(decide, tried)).answer
-                except _Hidden:
+                except _OutcomeHiddenError:
                     raise
                 except (ConflictError, FencedError, UnknownOutcomeError) as lost:
                     error = lost
@@ -88,17 +88,17 @@ class Changes:
                 await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
 
     async def _attempt(
-        self, decide: Callable[[RegistryHeadRow], Awaitable[Change[T]]], tried: dict[str, Tried[T]]
-    ) -> Change[T] | Tried[T]:
-        seqno, head = await self.looked()
-        landed = _landed(tried, seqno, head)
+        self, decide: Callable[[RegistryHeadRow], Awaitable[Change[T]]], tried: dict[str, UnknownAttempt[T]]
+    ) -> Change[T] | UnknownAttempt[T]:
+        seqno, head = await self.read_head()
+        landed = _find_landed(tried, seqno, head)
         if landed is not None:
             return landed
         try:
             change = await decide(head)
         except RegistryError as refused:
             # The refusal counts only if the head is unchanged: then all reads after it are of one state.
-            if (await self.looked())[0] == seqno:
+            if (await self.read_head())[0] == seqno:
                 raise
             raise ConflictError("the registry was changed concurrently.") from refused
         if not change.rows:
@@ -108,13 +108,13 @@ class Changes:
         try:
             await self._metastore.commit([*change.rows, REGISTRY_HEADS.encode(after)], expects={HEAD: seqno})
         except UnknownOutcomeError:
-            tried[nonce] = Tried(seqno, head.changes, change.answer)
+            tried[nonce] = UnknownAttempt(seqno, head.changes, change.answer)
             raise
         self.head = after
         return change
 
 
-def _landed(tried: dict[str, Tried[T]], seqno: int, head: RegistryHeadRow) -> Tried[T] | None:
+def _find_landed(tried: dict[str, UnknownAttempt[T]], seqno: int, head: RegistryHeadRow) -> UnknownAttempt[T] | None:
     """Return the attempt that was written, if there is one. Attempts that were certainly not written, and never will
     be, are forgotten.
 
@@ -124,7 +124,9 @@ def _landed(tried: dict[str, Tried[T]], seqno: int, head: RegistryHeadRow) -> Tr
         if nonce in head.attempts:
             return attempt
         if head.changes - attempt.changes > ATTEMPTS:
-            raise _Hidden("later changes hide whether the registry was changed.", fix="Read the subject again.")
+            raise _OutcomeHiddenError(
+                "later changes hide whether the registry was changed.", fix="Read the subject again."
+            )
         if attempt.seqno != seqno:
             del tried[nonce]
     return None

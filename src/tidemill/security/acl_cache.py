@@ -14,12 +14,12 @@ from typing import Final
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
-from tidemill.metastore.cached_rows import refresh_for_ever
+from tidemill.metastore.cached_rows import refresh_forever
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.rows import RULES
-from tidemill.metastore.rows.acls import RuleRow
-from tidemill.security.acls import Authorizer, Filter, Rule, check_rule
-from tidemill.security.retrying_write import write
+from tidemill.metastore.rows import ACLS
+from tidemill.metastore.rows.acls import AclRow
+from tidemill.security.acls import AclRule, Authorizer, RuleFilter, check_rule
+from tidemill.security.retrying_write import write_rows
 
 REFRESH_S: Final = 1.0
 RULES_MAX: Final = 10_000
@@ -31,45 +31,45 @@ class AclCache:
         self._metastore = metastore
         self._clock = clock
         self._super_users = tuple(super_users)
-        self._rows: Sequence[RuleRow] | None = None
+        self._rows: Sequence[AclRow] | None = None
         self.authorizer = Authorizer((), self._super_users)
 
     async def refresh(self, *, fresh: bool = True) -> None:
         """Re-read the rules if a row changed. Raises Unavailable."""
-        rows = await self._metastore.rows(RULES, fresh=fresh)
+        rows = await self._metastore.rows(ACLS, fresh=fresh)
         if rows is not self._rows:
-            self.authorizer = Authorizer(map(_rule, rows), self._super_users)
+            self.authorizer = Authorizer(map(_rule_of_row, rows), self._super_users)
             self._rows = rows
 
     async def run(self) -> None:
         """Refresh indefinitely."""
-        await refresh_for_ever(self, REFRESH_S, "access.rules_not_read")
+        await refresh_forever(self, REFRESH_S, "access.rules_not_read")
 
-    async def find(self, wanted: Filter) -> list[Rule]:
-        return [rule for row in await self._metastore.rows(RULES) if wanted.fits(rule := _rule(row))]
+    async def find(self, wanted: RuleFilter) -> list[AclRule]:
+        return [rule for row in await self._metastore.rows(ACLS) if wanted.matches(rule := _rule_of_row(row))]
 
-    async def add(self, rules: Sequence[Rule]) -> None:
+    async def add(self, rules: Sequence[AclRule]) -> None:
         """Add all rules atomically. Raises InvalidError for an invalid rule, or for too many rules in all."""
         for rule in rules:
             check_rule(rule)
-        known = {_rule(row) for row in await self._metastore.rows(RULES)}
+        known = {_rule_of_row(row) for row in await self._metastore.rows(ACLS)}
         new = sorted(set(rules) - known)
         if len(known) + len(new) > RULES_MAX:
             raise InvalidError(f"too many rules: limit={RULES_MAX} have={len(known)}.", fix="Use prefixed rules.")
         now_ms = self._clock.now_ms()
-        await self._commit([RULES.encode(RuleRow(*_fields(rule), now_ms)) for rule in new])
+        await self._commit([ACLS.encode(AclRow(*_fields(rule), now_ms)) for rule in new])
 
-    async def delete(self, rules: Sequence[Rule]) -> None:
-        await self._commit([(RULES.key(*_fields(rule)), b"") for rule in rules])
+    async def delete(self, rules: Sequence[AclRule]) -> None:
+        await self._commit([(ACLS.key(*_fields(rule)), b"") for rule in rules])
 
     async def _commit(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
-        await write(self._metastore, self._clock, rows, _FIX)
+        await write_rows(self._metastore, self._clock, rows, _FIX)
         await self.refresh()
 
 
-def _rule(row: RuleRow) -> Rule:
-    return Rule(row.resource, row.pattern, row.name, row.principal, row.host, row.operation, row.permission)
+def _rule_of_row(row: AclRow) -> AclRule:
+    return AclRule(row.resource, row.pattern, row.name, row.principal, row.host, row.operation, row.permission)
 
 
-def _fields(rule: Rule) -> tuple[int, int, str, str, str, int, int]:
+def _fields(rule: AclRule) -> tuple[int, int, str, str, str, int, int]:
     return rule.resource, rule.pattern, rule.name, rule.principal, rule.host, rule.operation, rule.permission

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from tidemill.base.address import plain_host
+from tidemill.base.address import canonical_host
 from tidemill.base.errors import InvalidError
 from tidemill.security.principals import NAME_CHARS_MAX
 
@@ -62,8 +62,8 @@ class Permission(IntEnum):
 
 
 CLUSTER_NAME: Final = "kafka-cluster"
-EVERY: Final = "*"
-EVERYBODY: Final = "User:*"
+WILDCARD: Final = "*"
+ANY_PRINCIPAL: Final = "User:*"
 RESOURCE_CHARS_MAX: Final = 249
 DECISIONS_MAX: Final = 10_000
 """Limit of cached decisions. The cache lasts until the rules change."""
@@ -88,7 +88,7 @@ _ALLOWED_BY: Final = {
 }
 
 
-class Rule(msgspec.Struct, frozen=True, order=True):
+class AclRule(msgspec.Struct, frozen=True, order=True):
     resource: int
     pattern: int
     name: str
@@ -98,7 +98,7 @@ class Rule(msgspec.Struct, frozen=True, order=True):
     permission: int
 
 
-def check_rule(rule: Rule) -> None:
+def check_rule(rule: AclRule) -> None:
     """Raise InvalidError for a rule that could never match or that has an invalid field."""
     operations = {int(each) for each in OPERATIONS.get(rule.resource, ())}  # type: ignore[call-overload]
     why = ""
@@ -127,7 +127,7 @@ def _is_principal(text: str) -> bool:
     return kind == "User" and 0 < len(name) <= NAME_CHARS_MAX and name.isprintable()
 
 
-class Filter(msgspec.Struct, frozen=True):
+class RuleFilter(msgspec.Struct, frozen=True):
     """Filter of rules. None and ANY match every value of a field. The pattern MATCH matches every rule that applies to
     a resource of this name: literal, prefixed or `*`."""
 
@@ -139,17 +139,17 @@ class Filter(msgspec.Struct, frozen=True):
     operation: int = Operation.ANY
     permission: int = Permission.ANY
 
-    def fits(self, rule: Rule) -> bool:
+    def matches(self, rule: AclRule) -> bool:
         return (
             self.resource in (Resource.ANY, rule.resource)
             and self.principal in (None, rule.principal)
             and self.host in (None, rule.host)
             and self.operation in (Operation.ANY, rule.operation)
             and self.permission in (Permission.ANY, rule.permission)
-            and self._names(rule)
+            and self._matches_name(rule)
         )
 
-    def _names(self, rule: Rule) -> bool:
+    def _matches_name(self, rule: AclRule) -> bool:
         if self.pattern not in (Pattern.ANY, Pattern.MATCH, rule.pattern):
             return False
         if self.name is None or self.name == rule.name:
@@ -158,16 +158,16 @@ class Filter(msgspec.Struct, frozen=True):
             return False
         if rule.pattern == Pattern.PREFIXED:
             return self.name.startswith(rule.name)
-        return rule.name == EVERY
+        return rule.name == WILDCARD
 
 
 class Authorizer:
     """Decide requests against one set of rules."""
 
-    def __init__(self, rules: Iterable[Rule] = (), super_users: Iterable[str] = ()) -> None:
+    def __init__(self, rules: Iterable[AclRule] = (), super_users: Iterable[str] = ()) -> None:
         self._super_users = frozenset(super_users)
-        self._literal: dict[tuple[int, str], list[Rule]] = {}
-        self._prefixed: dict[tuple[int, str], list[Rule]] = {}
+        self._literal: dict[tuple[int, str], list[AclRule]] = {}
+        self._prefixed: dict[tuple[int, str], list[AclRule]] = {}
         lengths: dict[int, set[int]] = {}
         for rule in rules:
             by = self._prefixed if rule.pattern == Pattern.PREFIXED else self._literal
@@ -191,22 +191,22 @@ class Authorizer:
     def _decide(self, principal: str, host: str, operation: Operation, resource: Resource, name: str) -> bool:
         if principal in self._super_users:
             return True
-        about = [rule for rule in self._about(resource, name) if _is_of(rule, principal, host)]
+        about = [rule for rule in self._rules_for(resource, name) if _applies_to(rule, principal, host)]
         if any(rule.permission == Permission.DENY and rule.operation in (operation, Operation.ALL) for rule in about):
             return False
         enough = _ALLOWED_BY.get(operation, (operation, Operation.ALL))
         return any(rule.permission == Permission.ALLOW and rule.operation in enough for rule in about)
 
-    def _about(self, resource: Resource, name: str) -> Iterable[Rule]:
+    def _rules_for(self, resource: Resource, name: str) -> Iterable[AclRule]:
         yield from self._literal.get((resource, name), ())
-        if name != EVERY:
-            yield from self._literal.get((resource, EVERY), ())
+        if name != WILDCARD:
+            yield from self._literal.get((resource, WILDCARD), ())
         for length in self._lengths.get(resource, ()):
             if length > len(name):
                 break
             yield from self._prefixed.get((resource, name[:length]), ())
 
-    def allows_some(self, principal: str, host: str, operation: Operation, resource: Resource) -> bool:
+    def allows_on_any(self, principal: str, host: str, operation: Operation, resource: Resource) -> bool:
         """Return whether the operation is allowed on any resource of this kind (KIP-679). An allowing rule does not
         count if a denying rule covers everything that it names."""
         if principal in self._super_users:
@@ -217,7 +217,7 @@ class Authorizer:
             for (kind, _), rules in by.items()
             if kind == resource
             for rule in rules
-            if _is_of(rule, principal, host)
+            if _applies_to(rule, principal, host)
         ]
         denied = [r for r in mine if r.permission == Permission.DENY and r.operation in (operation, Operation.ALL)]
         enough = _ALLOWED_BY.get(operation, (operation, Operation.ALL))
@@ -228,26 +228,26 @@ class Authorizer:
             for rule in mine
         )
 
-    def operations(self, principal: str, host: str, resource: Resource, name: str) -> int:
+    def allowed_operations(self, principal: str, host: str, resource: Resource, name: str) -> int:
         """Return the allowed operations as a bit field (KIP-430)."""
         allowed: Sequence[Operation] = [
             each for each in OPERATIONS[resource] if self.allows(principal, host, each, resource, name)
         ]
-        return bits(allowed)
+        return operation_bits(allowed)
 
 
-def bits(operations: Iterable[Operation]) -> int:
+def operation_bits(operations: Iterable[Operation]) -> int:
     return sum(1 << each for each in operations)
 
 
-def _is_of(rule: Rule, principal: str, host: str) -> bool:
-    return rule.principal in (principal, EVERYBODY) and plain_host(rule.host) in (host, EVERY)
+def _applies_to(rule: AclRule, principal: str, host: str) -> bool:
+    return rule.principal in (principal, ANY_PRINCIPAL) and canonical_host(rule.host) in (host, WILDCARD)
 
 
-def _covers(denial: Rule, rule: Rule) -> bool:
+def _covers(denial: AclRule, rule: AclRule) -> bool:
     """Return whether `denial` applies to every resource that `rule` names."""
     if denial.pattern == Pattern.PREFIXED:
-        return rule.name.startswith(denial.name) and not (rule.pattern == Pattern.LITERAL and rule.name == EVERY)
-    if denial.name == EVERY:
+        return rule.name.startswith(denial.name) and not (rule.pattern == Pattern.LITERAL and rule.name == WILDCARD)
+    if denial.name == WILDCARD:
         return True
     return rule.pattern == Pattern.LITERAL and rule.name == denial.name

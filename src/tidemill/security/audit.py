@@ -16,7 +16,7 @@ from tidemill.base.clock import Clock
 
 log = structlog.get_logger()
 
-TELL_EVERY_S: Final = 10.0
+LOG_INTERVAL_S: Final = 10.0
 REMEMBERED_MAX: Final = 1_000
 """Limit of distinct refusals remembered within TELL_EVERY_S. Further ones are counted together, by event."""
 
@@ -33,38 +33,38 @@ class Audit:
         self._lock = threading.Lock()
         """Guards both dictionaries: large requests are checked in threads."""
 
-    def refused(self, event: str, about: tuple[str, ...], **facts: Any) -> None:
+    def log_refusal(self, event: str, about: tuple[str, ...], **facts: Any) -> None:
         """Log a refusal. Refusals of one event with equal `about` share one line."""
         _REFUSED.labels(event).inc()
         with self._lock:
-            untold = self._tell((event, *(_cut(part) for part in about)), event)
+            untold = self._count_suppressed((event, *(_truncate(part) for part in about)), event)
         if untold is not None:
-            log.warning(event, audit=True, untold=untold, **{key: _cut(value) for key, value in facts.items()})
+            log.warning(event, audit=True, untold=untold, **{key: _truncate(value) for key, value in facts.items()})
 
-    def _tell(self, key: tuple[str, ...], event: str) -> int | None:
+    def _count_suppressed(self, key: tuple[str, ...], event: str) -> int | None:
         """Return how many lines of this kind were left out since the last one; None if this line is left out too."""
         now_s = self._clock.monotonic_s()
         if key not in self._told and len(self._told) >= REMEMBERED_MAX:
-            self._forget(now_s)
+            self._drop_old_kinds(now_s)
             if len(self._told) >= REMEMBERED_MAX:
                 key = (event,)
         told_s = self._told.get(key)
-        if told_s is not None and now_s - told_s < TELL_EVERY_S:
+        if told_s is not None and now_s - told_s < LOG_INTERVAL_S:
             self._untold[key] = self._untold.get(key, 0) + 1
             return None
         self._told[key] = now_s
         return self._untold.pop(key, 0)
 
-    def changed(self, event: str, **facts: Any) -> None:
+    def log_change(self, event: str, **facts: Any) -> None:
         log.info(event, audit=True, **facts)
 
-    def _forget(self, now_s: float) -> None:
-        old = [key for key, told_s in self._told.items() if now_s - told_s >= TELL_EVERY_S]
+    def _drop_old_kinds(self, now_s: float) -> None:
+        old = [key for key, told_s in self._told.items() if now_s - told_s >= LOG_INTERVAL_S]
         for key in old:
             del self._told[key]
             self._untold.pop(key, None)
 
 
-def _cut(value: Any) -> Any:
+def _truncate(value: Any) -> Any:
     """Truncate text that comes from clients."""
     return value[:TEXT_CHARS_MAX] if isinstance(value, str) else value

@@ -8,11 +8,11 @@ from typing import Final
 FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 2.0
 FORGOTTEN_AFTER_S: Final = 60.0
-SLOWED_MAX: Final = 1_000
+ADDRESSES_MAX: Final = 1_000
 """Limit of addresses whose failures are remembered."""
 
 
-class Failures:
+class AuthFailureThrottle:
     """Failure counts by address, and the delay that they cause: it doubles with each failure. Pure and bounded."""
 
     def __init__(self) -> None:
@@ -22,6 +22,6 @@ class Failures:
         count, last_s = self._counts.pop(host, (0, now_s))
         count = 1 if now_s - last_s > FORGOTTEN_AFTER_S else count + 1
         self._counts[host] = (count, now_s)
-        if len(self._counts) > SLOWED_MAX:
+        if len(self._counts) > ADDRESSES_MAX:
             self._counts.popitem(last=False)
         return float(min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(count - 1, 10)))

@@ -51,7 +51,7 @@ class TokenSettings(msgspec.Struct, frozen=True):
     leeway_s: int = 30
 
 
-class Bearer(msgspec.Struct, frozen=True):
+class VerifiedToken(msgspec.Struct, frozen=True):
     """Verified token. `expires_ms` is its own `exp`; it is accepted until `ends_ms`, which allows for clock
     differences. `claims`: all claims of the token."""
 
@@ -61,7 +61,7 @@ class Bearer(msgspec.Struct, frozen=True):
     claims: Mapping[str, object]
 
 
-class Tokens:
+class TokenVerifier:
     def __init__(self, settings: TokenSettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
@@ -79,26 +79,26 @@ class Tokens:
     async def start(self) -> None:
         """Read the keys of a file or the secret. Raises InvalidError."""
         if not self._settings.jwks_url:
-            await self._look()
+            await self._load_keys()
 
-    async def verify(self, token: str) -> Bearer:
+    async def verify(self, token: str) -> VerifiedToken:
         """Verify a token. Raises AuthenticationFailedError; Unavailable while no key has ever been read."""
         from joserfc import jwt
         from joserfc.errors import JoseError
 
         if len(token) > TOKEN_CHARS_MAX:
             raise AuthenticationFailedError("token is too long")
-        await self._look()
+        await self._load_keys()
         settings = self._settings
         try:
             try:
                 found = jwt.decode(token, self._keys, algorithms=self._algorithms)
             except (JoseError, ValueError) as error:
-                if not await self._look_again(error):
+                if not await self._refetch_keys(error):
                     raise
                 found = jwt.decode(token, self._keys, algorithms=self._algorithms)
             claims = found.claims
-            self._check(claims)
+            self._check_claims(claims)
         except AuthenticationFailedError:
             raise
         except Exception as error:
@@ -108,9 +108,9 @@ class Tokens:
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
             raise AuthenticationFailedError(f"token names no principal: claim={settings.principal_claim}")
         expires_ms = int(claims["exp"] * 1000)
-        return Bearer(USER + name, expires_ms, expires_ms + settings.leeway_s * 1000, claims)
+        return VerifiedToken(USER + name, expires_ms, expires_ms + settings.leeway_s * 1000, claims)
 
-    def _check(self, claims: Any) -> None:
+    def _check_claims(self, claims: Any) -> None:
         """Raise AuthenticationFailedError if a claim is missing, malformed, expired or of another issuer or
         audience."""
         settings, now_s = self._settings, self._clock.now_ms() / 1000
@@ -138,21 +138,21 @@ class Tokens:
     def _algorithms(self) -> list[str]:
         return _SECRET if self._settings.secret else _PUBLIC
 
-    async def _look_again(self, error: Exception) -> bool:
+    async def _refetch_keys(self, error: Exception) -> bool:
         """Return whether a fetch, after a token that no key verifies, brought other keys."""
         if not self._settings.jwks_url or self._clock.monotonic_s() - self._looked_s < FETCH_AGAIN_S:
             return False
         before = self._keys
-        await self._look(due_s=FETCH_AGAIN_S)
+        await self._load_keys(due_s=FETCH_AGAIN_S)
         return self._keys is not before
 
-    async def _look(self, due_s: float = FETCH_EVERY_S) -> None:
+    async def _load_keys(self, due_s: float = FETCH_EVERY_S) -> None:
         """Read the keys if that is due. Raises UnavailableError while none was ever read, InvalidError for a bad
         file."""
         settings = self._settings
         async with self._one:
             if settings.secret:
-                self._keys = self._keys or _secret(settings.secret)
+                self._keys = self._keys or _import_secret(settings.secret)
                 return
             if settings.jwks_file:
                 await asyncio.to_thread(self._read_file, Path(settings.jwks_file))
@@ -160,7 +160,7 @@ class Tokens:
             if self._clock.monotonic_s() - self._looked_s >= due_s:
                 self._looked_s = self._clock.monotonic_s()
                 try:
-                    self._keys = _key_set(await asyncio.to_thread(_fetched, settings.jwks_url))
+                    self._keys = _parse_key_set(await asyncio.to_thread(_fetch, settings.jwks_url))
                 except (OSError, ValueError, InvalidError) as error:
                     log.warning("access.keys_not_fetched", url=settings.jwks_url, error=str(error))
                     self._looked_s += FETCH_AGAIN_S - due_s  # retry after FETCH_AGAIN_S instead of the full interval
@@ -174,7 +174,7 @@ class Tokens:
             found = path.stat()
             if (found.st_mtime_ns, found.st_size) == self._seen:
                 return
-            self._keys = _key_set(path.read_bytes())
+            self._keys = _parse_key_set(path.read_bytes())
             self._seen = (found.st_mtime_ns, found.st_size)
         except (OSError, InvalidError) as error:
             if self._keys is None:
@@ -199,7 +199,7 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _fetched(url: str) -> bytes:
+def _fetch(url: str) -> bytes:
     """Fetch a JWKS document. Raises OSError, ValueError."""
     opener = urllib.request.build_opener(_SafeRedirects)
     with opener.open(url, timeout=_FETCH_TIMEOUT_S) as answer:
@@ -209,7 +209,7 @@ def _fetched(url: str) -> bytes:
     return body
 
 
-def _key_set(body: bytes) -> Any:
+def _parse_key_set(body: bytes) -> Any:
     """Parse a JWKS document. Keys of unknown kinds, and secret keys, are ignored. Raises InvalidError."""
     from joserfc.errors import JoseError
     from joserfc.jwk import KeySet, import_key
@@ -227,7 +227,7 @@ def _key_set(body: bytes) -> Any:
     return KeySet(keys)
 
 
-def _secret(secret: str) -> Any:
+def _import_secret(secret: str) -> Any:
     from joserfc.jwk import OctKey
 
     if len(secret.encode()) < 32:

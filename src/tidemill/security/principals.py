@@ -26,7 +26,7 @@ PrincipalOf = Callable[[str], str | None]
 
 def principal_rules(rules: Iterable[str]) -> PrincipalOf:
     """Compile mapping rules. Raises InvalidError naming the rule that cannot be parsed."""
-    compiled = [_compiled(rule.strip()) for rule in rules]
+    compiled = [_compile_rule(rule.strip()) for rule in rules]
 
     def principal_of(name: str) -> str | None:
         return next((USER + found for rule in compiled if (found := rule(name))), None)
@@ -34,7 +34,7 @@ def principal_rules(rules: Iterable[str]) -> PrincipalOf:
     return principal_of
 
 
-def _compiled(rule: str) -> Callable[[str], str | None]:
+def _compile_rule(rule: str) -> Callable[[str], str | None]:
     if rule == "DEFAULT":
         return lambda name: name
     parts = _RULE.fullmatch(rule)

@@ -10,12 +10,12 @@ from typing import Final
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
-from tidemill.metastore.cached_rows import refresh_for_ever
+from tidemill.metastore.cached_rows import refresh_forever
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import QUOTAS
 from tidemill.metastore.rows.quotas import QuotaRow
-from tidemill.security.quotas import Limits, Quota, check_quota
-from tidemill.security.retrying_write import write
+from tidemill.security.quotas import Quota, QuotaLimits, check_quota
+from tidemill.security.retrying_write import write_rows
 
 REFRESH_S: Final = 2.0
 QUOTAS_MAX: Final = 10_000
@@ -27,7 +27,7 @@ class QuotaCache:
         self._metastore = metastore
         self._clock = clock
         self._rows: Sequence[QuotaRow] | None = None
-        self.limits = Limits()
+        self.limits = QuotaLimits()
 
     async def refresh(self, *, fresh: bool = True) -> None:
         """Re-read the quotas if a row changed. Raises Unavailable."""
@@ -38,7 +38,7 @@ class QuotaCache:
 
     async def run(self) -> None:
         """Refresh indefinitely."""
-        await refresh_for_ever(self, REFRESH_S, "access.quotas_not_read")
+        await refresh_forever(self, REFRESH_S, "access.quotas_not_read")
 
     async def list(self) -> Sequence[Quota]:
         return [_quota(row) for row in await self._metastore.rows(QUOTAS)]
@@ -51,7 +51,7 @@ class QuotaCache:
             raise InvalidError(f"too many quotas: limit={QUOTAS_MAX}.", fix="Use defaults.")
         rows = [QUOTAS.encode(QuotaRow(each.user, each.client, each.name, each.value)) for each in put]
         rows += [(QUOTAS.key(each.user, each.client, each.name), b"") for each in removed]
-        await write(self._metastore, self._clock, rows, _FIX)
+        await write_rows(self._metastore, self._clock, rows, _FIX)
         await self.refresh()
 
 

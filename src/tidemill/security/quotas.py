@@ -31,21 +31,21 @@ PRODUCE: Final = "producer_byte_rate"
 CONSUME: Final = "consumer_byte_rate"
 REQUEST: Final = "request_percentage"
 NAMES: Final = (PRODUCE, CONSUME, REQUEST)
-NOBODY: Final = ""
+NO_ENTITY: Final = ""
 DEFAULT: Final = "*"
 BURST_S: Final = 1.0
 THROTTLE_MAX_MS: Final = {PRODUCE: 30_000, CONSUME: 30_000, REQUEST: 1_000}
 BUCKETS_MAX: Final = 10_000
 
 
-def named(name: str | None) -> str:
+def stored_name(name: str | None) -> str:
     """Return the stored form of an entity's user or client. None is the default entity."""
     return DEFAULT if name is None else f"={name}"
 
 
 class Quota(msgspec.Struct, frozen=True, order=True):
-    """`user`, `client`: the empty string (not part of the entity), DEFAULT or `named(NAME)`. `value`: bytes per second,
-    or per cent for REQUEST."""
+    """`user`, `client`: the empty string (not part of the entity), DEFAULT or `stored_name(NAME)`. `value`: bytes per
+    second, or per cent for REQUEST."""
 
     user: str
     client: str
@@ -71,7 +71,7 @@ def check_quota(quota: Quota) -> None:
         )
 
 
-class Limits:
+class QuotaLimits:
     """Quotas of a cluster, and the usage of each on this node."""
 
     def __init__(self, quotas: Iterable[Quota] = ()) -> None:
@@ -80,7 +80,7 @@ class Limits:
         self.replace(quotas)
 
     @property
-    def none(self) -> bool:
+    def is_empty(self) -> bool:
         return not self._rates
 
     def replace(self, quotas: Iterable[Quota]) -> None:
@@ -89,9 +89,9 @@ class Limits:
         self.of_time = any(name == REQUEST for name, _, _ in self._rates)
         """True if some entity has a request time quota."""
 
-    def use(self, name: str, user: str, client: str, amount: float, now_s: float) -> int:
+    def record_usage(self, name: str, user: str, client: str, amount: float, now_s: float) -> int:
         """Deduct `amount`; return for how many milliseconds the client must be throttled from now on."""
-        found = self._find(name, user, client)
+        found = self._find_bucket(name, user, client)
         if found is None:
             return 0
         key, rate = found
@@ -105,18 +105,18 @@ class Limits:
             self._buckets.popitem(last=False)
         return 0 if balance >= 0 else max(1, round(-balance / rate * 1000))
 
-    def _find(self, name: str, user: str, client: str) -> tuple[tuple[str, str, str], float] | None:
+    def _find_bucket(self, name: str, user: str, client: str) -> tuple[tuple[str, str, str], float] | None:
         """Return (bucket key, rate). A default quota gives each name its own bucket."""
-        u, c = named(user), named(client[:NAME_CHARS_MAX])
+        u, c = stored_name(user), stored_name(client[:NAME_CHARS_MAX])
         for at_user, at_client in (
             (u, c),
             (u, DEFAULT),
-            (u, NOBODY),
+            (u, NO_ENTITY),
             (DEFAULT, c),
             (DEFAULT, DEFAULT),
-            (DEFAULT, NOBODY),
-            (NOBODY, c),
-            (NOBODY, DEFAULT),
+            (DEFAULT, NO_ENTITY),
+            (NO_ENTITY, c),
+            (NO_ENTITY, DEFAULT),
         ):
             rate = self._rates.get((name, at_user, at_client))
             if rate is not None:

@@ -14,7 +14,7 @@ WRITE_BUDGET_S: Final = 20.0
 PAUSE_S: Final = 0.1
 
 
-async def write(metastore: Metastore, clock: Clock, rows: Sequence[tuple[bytes, bytes]], fix: str) -> None:
+async def write_rows(metastore: Metastore, clock: Clock, rows: Sequence[tuple[bytes, bytes]], fix: str) -> None:
     """Write all rows (of one entity) atomically. Raises UnknownOutcomeError after WRITE_BUDGET_S, with `fix` for the
     caller."""
     if not rows:

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import msgspec
 
 from tidemill.base.clock import Rand
-from tidemill.security.oauth_tokens import Tokens
+from tidemill.security.oauth_tokens import TokenVerifier
 from tidemill.security.principals import USER
 from tidemill.security.scram import (
     NAMES,
@@ -27,8 +27,8 @@ from tidemill.security.scram import (
     SCRAM_SHA_512,
     AuthenticationFailedError,
     ScramServer,
-    decoy,
-    is_password,
+    decoy_credential,
+    matches_password,
 )
 from tidemill.security.users import Users
 
@@ -40,7 +40,7 @@ PASSWORD_CHARS_MAX: Final = 1_024
 _STRONGEST_FIRST: Final = (SCRAM_SHA_512, SCRAM_SHA_256)
 
 
-class Step(msgspec.Struct, frozen=True):
+class SaslStep(msgspec.Struct, frozen=True):
     """Result of one message. `principal` "" = the exchange continues. `expires_ms` 0 = the authentication never
     expires."""
 
@@ -49,38 +49,38 @@ class Step(msgspec.Struct, frozen=True):
     expires_ms: int = 0
 
 
-class Exchange(Protocol):
-    async def step(self, message: bytes) -> Step:
+class SaslExchange(Protocol):
+    async def step(self, message: bytes) -> SaslStep:
         """Process one message. Raises AuthenticationFailedError; Unavailable if the credentials cannot be read now."""
         ...
 
 
 class Authenticator:
-    def __init__(self, users: Users, rand: Rand, tokens: Tokens | None = None) -> None:
+    def __init__(self, users: Users, rand: Rand, tokens: TokenVerifier | None = None) -> None:
         self.users = users
         self.tokens = tokens
         self._rand = rand
         self._secret = rand.nonce().encode()
         self._deriving = asyncio.Semaphore(DERIVED_AT_ONCE)
 
-    def exchange(self, mechanism: str) -> Exchange:
+    def start_exchange(self, mechanism: str) -> SaslExchange:
         if mechanism == PLAIN:
             return _Plain(self)
         if mechanism == OAUTHBEARER:
             assert self.tokens is not None
-            return _Bearer(self.tokens)
+            return _OauthBearer(self.tokens)
         number = next(number for number, name in NAMES.items() if name == mechanism)
         return _Scram(self.users, ScramServer(number, self._rand.nonce()), self._secret)
 
-    async def password(self, user: str, password: str) -> str:
+    async def verify_password(self, user: str, password: str) -> str:
         """Return the principal of a user with this password. Raises AuthenticationFailedError."""
         if not user or len(password) > PASSWORD_CHARS_MAX:
             raise AuthenticationFailedError("user name missing or password too long", user)
         first, second = await asyncio.gather(*(self.users.credential(user, each) for each in _STRONGEST_FIRST))
         found = first or second
         async with self._deriving:
-            stored = found or decoy(user, SCRAM_SHA_512, self._secret)
-            fits = await asyncio.to_thread(is_password, stored, password)
+            stored = found or decoy_credential(user, SCRAM_SHA_512, self._secret)
+            fits = await asyncio.to_thread(matches_password, stored, password)
         if found is None or not fits:
             raise AuthenticationFailedError("wrong password or unknown user", user)
         return USER + user
@@ -90,7 +90,7 @@ class _Plain:
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
 
-    async def step(self, message: bytes) -> Step:
+    async def step(self, message: bytes) -> SaslStep:
         try:
             parts = message.decode().split("\x00")
         except UnicodeDecodeError as error:
@@ -100,7 +100,7 @@ class _Plain:
         authzid, user, password = parts
         if authzid and authzid != user:
             raise AuthenticationFailedError("authorization id differs from the user", user)
-        return Step(b"", await self._authenticator.password(user, password))
+        return SaslStep(b"", await self._authenticator.verify_password(user, password))
 
 
 class _Scram:
@@ -110,21 +110,21 @@ class _Scram:
         self._secret = secret
         self._user: str | None = None
 
-    async def step(self, message: bytes) -> Step:
+    async def step(self, message: bytes) -> SaslStep:
         if self._user is not None:
-            return Step(self._server.final(message), USER + self._user)
+            return SaslStep(self._server.server_final(message), USER + self._user)
         mechanism = self._server.mechanism
-        user = self._server.first(message)
-        found = await self._users.credential(user, mechanism) or decoy(user, mechanism, self._secret)
+        user = self._server.read_client_first(message)
+        found = await self._users.credential(user, mechanism) or decoy_credential(user, mechanism, self._secret)
         self._user = user
-        return Step(self._server.challenge(found))
+        return SaslStep(self._server.server_first(found))
 
 
-class _Bearer:
-    def __init__(self, tokens: Tokens) -> None:
+class _OauthBearer:
+    def __init__(self, tokens: TokenVerifier) -> None:
         self._tokens = tokens
 
-    async def step(self, message: bytes) -> Step:
+    async def step(self, message: bytes) -> SaslStep:
         try:
             header, *pairs = message.decode("ascii").split("\x01")
         except UnicodeDecodeError as error:
@@ -139,4 +139,4 @@ class _Bearer:
         _, _, authzid = header.split(",")[1].partition("a=") if header.count(",") == 2 else ("", "", "")
         if authzid and USER + authzid != found.principal:
             raise AuthenticationFailedError("authorization id differs from the principal", found.principal)
-        return Step(b"", found.principal, found.expires_ms)
+        return SaslStep(b"", found.principal, found.expires_ms)

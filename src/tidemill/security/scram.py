@@ -52,7 +52,7 @@ class Credential(msgspec.Struct, frozen=True):
     iterations: int
 
 
-def salted(mechanism: int, password: str, salt: bytes, iterations: int) -> bytes:
+def derive_salted_password(mechanism: int, password: str, salt: bytes, iterations: int) -> bytes:
     """Return Hi() of RFC 5802. Takes some milliseconds: run it in a thread."""
     return hashlib.pbkdf2_hmac(_HASHES[mechanism], password.encode(), salt, iterations)
 
@@ -64,18 +64,22 @@ def credential_of(user: str, mechanism: int, salted_password: bytes, salt: bytes
     return Credential(user, mechanism, salt, stored_key, hmac.digest(salted_password, b"Server Key", name), iterations)
 
 
-def made_of(user: str, mechanism: int, password: str, salt: bytes, iterations: int = ITERATIONS_MIN) -> Credential:
+def derive_credential(
+    user: str, mechanism: int, password: str, salt: bytes, iterations: int = ITERATIONS_MIN
+) -> Credential:
     """Derive the credential of a password. Takes some milliseconds: run it in a thread."""
-    return credential_of(user, mechanism, salted(mechanism, password, salt, iterations), salt, iterations)
+    return credential_of(
+        user, mechanism, derive_salted_password(mechanism, password, salt, iterations), salt, iterations
+    )
 
 
-def is_password(found: Credential, password: str) -> bool:
+def matches_password(found: Credential, password: str) -> bool:
     """Return whether the password matches the credential. Takes some milliseconds: run it in a thread."""
-    given = made_of(found.user, found.mechanism, password, found.salt, found.iterations)
+    given = derive_credential(found.user, found.mechanism, password, found.salt, found.iterations)
     return hmac.compare_digest(given.stored_key, found.stored_key)
 
 
-def decoy(user: str, mechanism: int, secret: bytes) -> Credential:
+def decoy_credential(user: str, mechanism: int, secret: bytes) -> Credential:
     """Return a credential that no password matches, always the same for a name, so that a client cannot learn whether
     the user exists."""
     salt = hmac.digest(secret, user.encode(), "sha512")[:SALT_BYTES]
@@ -83,7 +87,7 @@ def decoy(user: str, mechanism: int, secret: bytes) -> Credential:
     return Credential(user, mechanism, salt, hmac.digest(secret, salt, "sha512")[:size], bytes(size), ITERATIONS_MIN)
 
 
-class _Asked(NamedTuple):
+class _ClientFirst(NamedTuple):
     header: str
     bare: str
     user: str
@@ -91,18 +95,19 @@ class _Asked(NamedTuple):
 
 
 class ScramServer:
-    """Server side of one exchange: `first`, then `challenge`, then `final`. Each raises AuthenticationFailedError."""
+    """Server side of one exchange: `read_client_first`, then `server_first`, then `server_final`. Each raises
+    AuthenticationFailedError."""
 
     def __init__(self, mechanism: int, nonce: str) -> None:
         self.mechanism = mechanism
         self._nonce = nonce
-        self._asked: _Asked | None = None
+        self._asked: _ClientFirst | None = None
         self._server_first = ""
         self._credential: Credential | None = None
 
-    def first(self, message: bytes) -> str:
+    def read_client_first(self, message: bytes) -> str:
         """Parse the client's first message; return the user name."""
-        text = _text(message)
+        text = _decode_text(message)
         header_flag, _, rest = text.partition(",")
         authzid, comma, bare = rest.partition(",")
         if header_flag not in ("n", "y") or not comma or (authzid and not authzid.startswith("a=")):
@@ -110,35 +115,35 @@ class ScramServer:
         fields = bare.split(",")
         if len(fields) < 2 or not fields[0].startswith("n=") or not fields[1].startswith("r=") or len(fields[1]) < 3:
             raise AuthenticationFailedError("first message lacks a name or a nonce")
-        user = _name(fields[0][2:])
-        if authzid and _name(authzid[2:]) != user:
+        user = _decode_name(fields[0][2:])
+        if authzid and _decode_name(authzid[2:]) != user:
             raise AuthenticationFailedError("authorization id differs from the user", user)
-        self._asked = _Asked(f"{header_flag},{authzid},", bare, user, fields[1][2:])
+        self._asked = _ClientFirst(f"{header_flag},{authzid},", bare, user, fields[1][2:])
         return user
 
-    def challenge(self, credential: Credential) -> bytes:
+    def server_first(self, credential: Credential) -> bytes:
         assert self._asked is not None
         self._credential = credential
         salt = base64.b64encode(credential.salt).decode()
         self._server_first = f"r={self._asked.nonce}{self._nonce},s={salt},i={credential.iterations}"
         return self._server_first.encode()
 
-    def final(self, message: bytes) -> bytes:
+    def server_final(self, message: bytes) -> bytes:
         asked, credential = self._asked, self._credential
         assert asked is not None and credential is not None
-        text = _text(message)
+        text = _decode_text(message)
         without_proof, _, proof_text = text.rpartition(",p=")
         fields = without_proof.split(",")
         if len(fields) < 2 or not fields[0].startswith("c=") or not fields[1].startswith("r="):
             raise AuthenticationFailedError("final message lacks a field", asked.user)
-        if _base64(fields[0][2:], asked.user) != asked.header.encode():
+        if _decode_base64(fields[0][2:], asked.user) != asked.header.encode():
             raise AuthenticationFailedError("final message has another header than the first", asked.user)
         if not hmac.compare_digest(fields[1][2:].encode(), f"{asked.nonce}{self._nonce}".encode()):
             raise AuthenticationFailedError("final message has another nonce", asked.user)
         name = _HASHES[self.mechanism]
         authenticated = f"{asked.bare},{self._server_first},{without_proof}".encode()
         signature = hmac.digest(credential.stored_key, authenticated, name)
-        proof = _base64(proof_text, asked.user)
+        proof = _decode_base64(proof_text, asked.user)
         if len(proof) != len(signature):
             raise AuthenticationFailedError("proof has the wrong size", asked.user)
         client_key = bytes(a ^ b for a, b in zip(proof, signature, strict=True))
@@ -147,7 +152,7 @@ class ScramServer:
         return b"v=" + base64.b64encode(hmac.digest(credential.server_key, authenticated, name))
 
 
-def _text(message: bytes) -> str:
+def _decode_text(message: bytes) -> str:
     try:
         text = message.decode()
     except UnicodeDecodeError as error:
@@ -157,7 +162,7 @@ def _text(message: bytes) -> str:
     return text
 
 
-def _name(text: str) -> str:
+def _decode_name(text: str) -> str:
     """Decode a SCRAM name. Raises AuthenticationFailedError if `,` or `=` is not escaped as RFC 5802 requires."""
     plain = text.replace("=2C", ",").replace("=3D", "=")
     if not plain or plain.replace("=", "=3D").replace(",", "=2C") != text:
@@ -165,7 +170,7 @@ def _name(text: str) -> str:
     return plain
 
 
-def _base64(text: str, user: str) -> bytes:
+def _decode_base64(text: str, user: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -22,7 +22,7 @@ _EXPIRES: Final = Gauge(
 _VERSIONS: Final = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 _CLIENTS: Final = {"none": ssl.CERT_NONE, "requested": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
-Seen = tuple[tuple[int, int, int], ...]
+FileStamps = tuple[tuple[int, int, int], ...]
 
 
 class TlsSettings(msgspec.Struct, frozen=True):
@@ -36,13 +36,13 @@ class TlsSettings(msgspec.Struct, frozen=True):
     min_version: str = "1.2"
 
 
-class Certificates:
-    """Server certificates and the SSL context made from them. Call `load` first, then `renew` every few seconds, in a
-    thread."""
+class ServerCertificates:
+    """Server certificates and the SSL context made from them. Call `load` first, then `reload_if_changed` every few
+    seconds, in a thread."""
 
     def __init__(self, settings: TlsSettings) -> None:
         self._settings = settings
-        self._seen: Seen = ()
+        self._seen: FileStamps = ()
         self._context: ssl.SSLContext | None = None
 
     @property
@@ -53,17 +53,17 @@ class Certificates:
     def load(self) -> None:
         """Load the files. Raises InvalidError with the configuration key and the reason; the former context stays in
         use."""
-        seen = self._look()
-        self._context, self._seen = _context(self._settings), seen
+        seen = self._read_file_stamps()
+        self._context, self._seen = _load_context(self._settings), seen
 
-    def renew(self) -> bool:
+    def reload_if_changed(self) -> bool:
         """Reload the files if one of them changed; return whether one did. Raises InvalidError as `load` does."""
-        if self._look() == self._seen:
+        if self._read_file_stamps() == self._seen:
             return False
         self.load()
         return True
 
-    def _look(self) -> Seen:
+    def _read_file_stamps(self) -> FileStamps:
         settings = self._settings
         named = {"certificate": settings.certificate, "key": settings.key, "client_ca": settings.client_ca}
         seen = []
@@ -80,7 +80,7 @@ class Certificates:
         return tuple(seen)
 
 
-def _context(settings: TlsSettings) -> ssl.SSLContext:
+def _load_context(settings: TlsSettings) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _VERSIONS[settings.min_version]
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
@@ -91,7 +91,7 @@ def _context(settings: TlsSettings) -> ssl.SSLContext:
     except (OSError, ValueError) as error:
         raise InvalidError(
             f"cannot use the certificate and key: certificate={settings.certificate} key={settings.key}"
-            f" error={_reason(error)}.",
+            f" error={_reason_of_error(error)}.",
             fix="Set tls.certificate and tls.key to matching PEM files; the key must not have a password.",
         ) from error
     if settings.client_auth != "none":
@@ -105,7 +105,7 @@ def _context(settings: TlsSettings) -> ssl.SSLContext:
         except (OSError, ValueError) as error:
             raise InvalidError(
                 f"cannot read the CA of client certificates: tls.client_ca={settings.client_ca}"
-                f" error={_reason(error)}.",
+                f" error={_reason_of_error(error)}.",
                 fix="Set tls.client_ca to a PEM file.",
             ) from error
     context.verify_mode = _CLIENTS[settings.client_auth]
@@ -113,7 +113,7 @@ def _context(settings: TlsSettings) -> ssl.SSLContext:
     return context
 
 
-def _reason(error: Exception) -> str:
+def _reason_of_error(error: Exception) -> str:
     return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
 
 

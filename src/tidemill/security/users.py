@@ -15,7 +15,7 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import USERS
 from tidemill.metastore.rows.users import UserRow
 from tidemill.security.principals import NAME_CHARS_MAX
-from tidemill.security.retrying_write import write
+from tidemill.security.retrying_write import write_rows
 from tidemill.security.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, Credential
 
 _FIX: Final = "Check with `tidemill user list`."
@@ -81,7 +81,7 @@ class Users:
             for c in put
         ]
         rows += [(USERS.key(user, mechanism), b"") for mechanism in deleted]
-        await write(self._metastore, self._clock, rows, _FIX)
+        await write_rows(self._metastore, self._clock, rows, _FIX)
 
 
 def _credential(row: UserRow) -> Credential:

@@ -23,7 +23,7 @@ from tidemill.shapes.memory_budget import OverBudgetError
 _log = structlog.get_logger()
 
 
-class EndReason(NamedTuple):
+class SharedFrames(NamedTuple):
     """Rendered frames, shared by all event streams that had read up to `after`: the items after it, up to `end`."""
 
     after: LogOffset
@@ -50,7 +50,7 @@ class LiveShape:
         self.rows_loaded = 0
         self.error: TidemillError | None = None
         self.end_reason = ""
-        self.told: EndReason | None = None
+        self.told: SharedFrames | None = None
         """Frames shared by all event streams that wait for one transaction. They are woken in one turn of the event
         loop, after which the frames are released; they do not count as the shape's memory."""
         self._state = "loading"
@@ -62,29 +62,29 @@ class LiveShape:
         return self._state
 
     @property
-    def gone(self) -> bool:
+    def has_ended(self) -> bool:
         return self._state in ("dropped", "failed")
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Number of requests that wait for news now."""
         return len(self._waiters)
 
-    def ready(self) -> None:
+    def mark_ready(self) -> None:
         if self._state == "loading":
             self._state = "live"
             self._wake()
 
     def fail(self, error: TidemillError, *, broken: bool = False) -> None:
         """End the shape with `error`. Later requests and those that wait now get this error."""
-        if not self.gone:
+        if not self.has_ended:
             self.error = error
             self.broken = broken
             self._end("failed", str(error))
 
     def drop(self, reason: str) -> None:
         """End the shape because its log cannot be continued; clients refetch."""
-        if not self.gone:
+        if not self.has_ended:
             self._end("dropped", reason)
 
     def _end(self, state: str, reason: str) -> None:
@@ -102,12 +102,12 @@ class LiveShape:
         except OverBudgetError as error:
             self.drop(str(error))
             return
-        if self.log.overgrown:
+        if self.log.is_overgrown:
             self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
 
     def publish(self, last_seen: int, *, mark: bool = False) -> None:
         """Make the staged transaction visible as a whole; ignored once the shape has ended."""
-        if self.gone:
+        if self.has_ended:
             return
         if last_seen > self.last_seen:
             self.last_seen = last_seen
@@ -115,7 +115,7 @@ class LiveShape:
             self._wake()
 
     async def fetch(self, after: LogOffset) -> Chunk:
-        """Return the next chunk of the log (`LogStorage.fetch`). Damaged storage ends the shape: check `gone`
+        """Return the next chunk of the log (`LogStorage.fetch`). Damaged storage ends the shape: check `has_ended`
         afterwards."""
         try:
             return await self.log.fetch(after)
@@ -132,12 +132,12 @@ class LiveShape:
         future.add_done_callback(self._waiters.discard)
         return future
 
-    def tell(self, after: LogOffset, end: LogOffset, frames: bytes) -> None:
+    def share_frames(self, after: LogOffset, end: LogOffset, frames: bytes) -> None:
         if self.told is None:
-            asyncio.get_running_loop().call_soon(self._forget)
-        self.told = EndReason(after, end, frames)
+            asyncio.get_running_loop().call_soon(self._clear_frames)
+        self.told = SharedFrames(after, end, frames)
 
-    def _forget(self) -> None:
+    def _clear_frames(self) -> None:
         self.told = None
 
     def _wake(self) -> None:
@@ -146,7 +146,7 @@ class LiveShape:
                 future.set_result(None)
 
     async def wait_loaded(self, timeout_s: float) -> bool:
-        """Return True once the shape is no longer loading, False after `timeout_s`. Check `gone` and `error`
+        """Return True once the shape is no longer loading, False after `timeout_s`. Check `has_ended` and `error`
         afterwards."""
         if self._state != "loading":
             return True
@@ -158,5 +158,5 @@ class LiveShape:
             return False
         return True
 
-    async def wait_over(self) -> None:
+    async def wait_ended(self) -> None:
         await self._over.wait()

@@ -21,14 +21,14 @@ SHARE = 0.5
 
 
 class Turn:
-    """One slice. A step checks `over` after each piece of work, and stops."""
+    """One slice. A step checks `is_over` after each piece of work, and stops."""
 
     def __init__(self, clock: Clock, until_s: float) -> None:
         self._clock = clock
         self.until_s = until_s
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self._clock.monotonic_s() >= self.until_s
 
 
@@ -50,7 +50,7 @@ class LoopShare:
         self.busy_s = 0.0
         self.longest_s = 0.0
 
-    async def work(self, step: Step) -> None:
+    async def run_step(self, step: Step) -> None:
         """Call `step` in turns until it has nothing left. Raises what `step` raises."""
         more = True
         while more:
@@ -59,13 +59,13 @@ class LoopShare:
                 try:
                     more = step(Turn(self._clock, started_s + self._slice_s))
                 finally:
-                    pause_s = self._settle(self._clock.monotonic_s() - started_s)
+                    pause_s = self._charge(self._clock.monotonic_s() - started_s)
                 if pause_s > 0:
                     await asyncio.sleep(pause_s)
                 elif more:
                     await asyncio.sleep(0)
 
-    def _settle(self, spent_s: float) -> float:
+    def _charge(self, spent_s: float) -> float:
         """Return how long to leave the loop to others after `spent_s` of work; isolated bursts need no pause."""
         now_s = self._clock.monotonic_s()
         factor = (1 - self._share) / self._share

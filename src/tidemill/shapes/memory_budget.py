@@ -43,7 +43,7 @@ class Budget:
         self.refused = 0
         self._make_room = make_room
 
-    def take(self, size_bytes: int) -> None:
+    def reserve(self, size_bytes: int) -> None:
         """Reserve bytes. Raises OverBudgetError, and reserves nothing then."""
         missing = self.used_bytes + size_bytes - self.limit_bytes
         if missing <= 0:
@@ -60,16 +60,16 @@ class Budget:
             )
         self.used_bytes += size_bytes
 
-    def give(self, size_bytes: int) -> None:
+    def release(self, size_bytes: int) -> None:
         self.used_bytes -= size_bytes
 
 
-def take_of_all(size_bytes: int, *budgets: Budget) -> None:
+def reserve_in_all(size_bytes: int, *budgets: Budget) -> None:
     """Reserve bytes in each budget, or in none: raises OverBudgetError if one of them has no room."""
     for count, budget in enumerate(budgets):
         try:
-            budget.take(size_bytes)
+            budget.reserve(size_bytes)
         except BaseException:
             for taken in budgets[:count]:
-                taken.give(size_bytes)
+                taken.release(size_bytes)
             raise

@@ -24,10 +24,10 @@ from tidemill.shapes.live_shape import LiveShape
 LOADING_SHOWN_S = 10.0
 LOADING_BUDGET_MS = 60_000
 FAULT_SHOWN_S = 60.0
-MOST_OWN = 20
-SHARDS = "shapes:shards"
-LARGEST = 5
-LOOKED_AT = 1_000
+MAX_SHAPE_STATUSES = 20
+SHARDS_STATUS = "shapes:shards"
+LARGEST_COUNT = 5
+CHECKED_PER_REPORT = 1_000
 """Shapes whose size is checked for one report."""
 
 _SHAPES = Gauge("tidemill_shapes", "Live shapes")
@@ -38,7 +38,7 @@ _BUSY = Gauge("tidemill_shapes_loop_seconds", "Time of the event loop that shape
 _LONGEST = Gauge("tidemill_shapes_longest_slice_seconds", "Longest slice of event loop time that shapes used")
 
 
-class Source(msgspec.Struct, frozen=True):
+class SourceProgress(msgspec.Struct, frozen=True):
     """Progress of one database, or of all shards: the position of the slowest shape, and of the stream."""
 
     position: int
@@ -46,7 +46,7 @@ class Source(msgspec.Struct, frozen=True):
     unit: str
 
 
-class Reporter:
+class ShapeReporter:
     """Publishes the statuses. The service calls it once a second, and when a shape fails."""
 
     def __init__(self, tracker: StatusTracker) -> None:
@@ -57,10 +57,10 @@ class Reporter:
         """Definition of a failed shape → the status that shows its failure."""
         self._sources: set[str] = set()
 
-    def fault(self, shape: LiveShape, error: str, now_ms: int, now_s: float) -> None:
+    def report_failure(self, shape: LiveShape, error: str, now_ms: int, now_s: float) -> None:
         """Report that a shape failed for a reason that is not its client's."""
-        self.healed(shape)
-        if len(self._own) < MOST_OWN:
+        self.clear_failure(shape)
+        if len(self._own) < MAX_SHAPE_STATUSES:
             name = f"shape:{shape.handle}"
             self._own[name] = now_s + FAULT_SHOWN_S
             self._failed[shape.definition] = name
@@ -70,17 +70,17 @@ class Reporter:
         """Return the definitions whose failures are reported."""
         return list(self._failed)
 
-    def healed(self, shape: LiveShape) -> None:
+    def clear_failure(self, shape: LiveShape) -> None:
         """Clear the failure of the shape's definition: this shape has loaded, or failed itself."""
         name = self._failed.get(shape.definition)
         if name is not None:
-            self._drop(name)
+            self._remove_status(name)
 
-    def tick(
+    def publish(
         self,
         counts: Mapping[str, int],
         load: Iterable[LiveShape],
-        sources: Mapping[str, Source],
+        sources: Mapping[str, SourceProgress],
         words: str,
         now_ms: int,
         now_s: float,
@@ -88,10 +88,10 @@ class Reporter:
         """Publish all statuses. `counts`: live shapes per status; `load`: shapes that are loading."""
         loading: dict[str, int] = {}
         for shape in load:
-            name = mark_of(shape)
+            name = status_name_of(shape)
             loading[name] = loading.get(name, 0) + 1
             if now_s - shape.started_s > LOADING_SHOWN_S:
-                self._loading(shape, now_ms, now_s)
+                self._report_loading(shape, now_ms, now_s)
         for name, count in counts.items():
             source = sources[name]
             said = f"{count} shapes, {loading.get(name, 0)} of them loading{words}"
@@ -103,11 +103,11 @@ class Reporter:
             self._tracker.remove(name)
         self._sources = set(counts)
         for name in [name for name, until_s in self._own.items() if until_s <= now_s]:
-            self._drop(name)
+            self._remove_status(name)
 
-    def _loading(self, shape: LiveShape, now_ms: int, now_s: float) -> None:
+    def _report_loading(self, shape: LiveShape, now_ms: int, now_s: float) -> None:
         name = f"shape:{shape.handle}"
-        if name not in self._own and len(self._own) >= MOST_OWN:
+        if name not in self._own and len(self._own) >= MAX_SHAPE_STATUSES:
             return
         self._own[name] = now_s + FAULT_SHOWN_S
         self._tracker.set(
@@ -115,20 +115,20 @@ class Reporter:
             reason=f"loads the initial rows of {shape.definition.source}",
         )  # fmt: skip
 
-    def ended(self, shape: LiveShape) -> None:
+    def clear_loading(self, shape: LiveShape) -> None:
         """Remove the status of a shape that no longer loads; a failure remains for its time."""
         name = f"shape:{shape.handle}"
         if name in self._own and self._tracker.failure(name) is None:
-            self._drop(name)
+            self._remove_status(name)
 
-    def _drop(self, name: str) -> None:
+    def _remove_status(self, name: str) -> None:
         del self._own[name]
         self._failed = {definition: failed for definition, failed in self._failed.items() if failed != name}
-        self._tracker.heal(name)
+        self._tracker.clear_failure(name)
         self._tracker.remove(name)
 
 
-class Largest:
+class LargestShapes:
     """Tracks the largest shapes. Each call checks LOOKED_AT shapes, so with more shapes a large one is found some calls
     later."""
 
@@ -136,21 +136,23 @@ class Largest:
         self._to_see: list[LiveShape] = []
         self._found: list[LiveShape] = []
 
-    def look(self, shapes: Mapping[str, LiveShape]) -> list[LiveShape]:
-        if len(self._to_see) < LOOKED_AT:
+    def find(self, shapes: Mapping[str, LiveShape]) -> list[LiveShape]:
+        if len(self._to_see) < CHECKED_PER_REPORT:
             self._to_see = list(shapes.values())
-        seen, self._to_see = self._to_see[-LOOKED_AT:], self._to_see[:-LOOKED_AT]
-        live = {shape.handle: shape for shape in (*self._found, *seen) if not shape.gone}
-        self._found = nlargest(LARGEST, live.values(), key=lambda shape: shape.log.base_bytes + shape.log.log_bytes)
+        seen, self._to_see = self._to_see[-CHECKED_PER_REPORT:], self._to_see[:-CHECKED_PER_REPORT]
+        live = {shape.handle: shape for shape in (*self._found, *seen) if not shape.has_ended}
+        self._found = nlargest(
+            LARGEST_COUNT, live.values(), key=lambda shape: shape.log.base_bytes + shape.log.log_bytes
+        )
         return self._found
 
 
-def mark_of(shape: LiveShape) -> str:
+def status_name_of(shape: LiveShape) -> str:
     source = shape.definition.source
-    return SHARDS if source.kind == "shard" else f"shapes:{source.database}"
+    return SHARDS_STATUS if source.kind == "shard" else f"shapes:{source.database}"
 
 
-def show(*, shapes: int, used: int, limit: int, backlog: int, busy_s: float, longest_s: float) -> None:
+def set_metrics(*, shapes: int, used: int, limit: int, backlog: int, busy_s: float, longest_s: float) -> None:
     """Set the metrics."""
     _SHAPES.set(shapes)
     _BYTES.set(used)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tidemill.base.errors import InvalidError
 from tidemill.shapes.log.log import SEPARATOR
-from tidemill.shapes.memory_budget import Budget, take_of_all
+from tidemill.shapes.memory_budget import Budget, reserve_in_all
 
 
 class ResponseMemory:
@@ -34,7 +34,7 @@ class ResponseMemory:
             raise InvalidError(
                 f"the subset is too large: limit_bytes={self._limit_bytes}.", fix="Narrow it, or read it in pages."
             )
-        take_of_all(len(joined), self._share, self.budget)
+        reserve_in_all(len(joined), self._share, self.budget)
         self.size_bytes += len(joined)
         self.pieces.append(joined)
 
@@ -42,6 +42,6 @@ class ResponseMemory:
         """Free the memory. Idempotent."""
         if not self._released:
             self._released = True
-            self.budget.give(self.size_bytes)
-            self._share.give(self.size_bytes)
+            self.budget.release(self.size_bytes)
+            self._share.release(self.size_bytes)
             self.pieces = []

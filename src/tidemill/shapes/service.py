@@ -1,16 +1,17 @@
 """All shapes of one process: creates them from definitions, shares and bounds them, and closes them.
 
 The service owns the table of live shapes (by handle and by definition), the plans of recent requests, one pump task per
-captured database, one task per shape, and the budgets of memory and disk. `open` returns the live shape of a plan or
-starts one. A housekeeping task runs once a second. It ends shapes whose table is no longer captured or was redefined,
-ends abandoned loads, and publishes stage statuses and metrics.
+captured database, one task per shape, and the budgets of memory and disk. `open_shape` returns the live shape of a plan
+or starts one. A housekeeping task runs once a second. It ends shapes whose table is no longer captured or was
+redefined, ends abandoned loads, and publishes stage statuses and metrics.
 
 - Invariant (one shape per definition): a definition has at most one live shape. A shape that was dropped is replaced
   under a new handle.
 - Invariant (bounded): at most `max_shapes` shapes are live, and together they use at most `memory_bytes`. Room is made
   only by evicting shapes that were not read for `idle_s` and have no waiting request. If no such shape exists, the new
   one is rejected; a shape in use is never ended for it.
-- Invariant (isolated failures): any exception from building or following a shape ends that shape only (`_run`). An
+- Invariant (isolated failures): any exception from building or following a shape ends that shape only (`_run_shape`).
+An
   exception from evaluating its part of a stream ends it in the tap. The definition is then rejected for a while
   (`rejection_cache`).
 - Invariant (no residue): a shape ends when its table is no longer captured. Nothing of an ended shape remains, except
@@ -30,27 +31,36 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
-from tidemill.base.runtime.tasks import Tasks, is_own_fault, keep, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_await, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.definition.compiler_thread import CompilerThread
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition
-from tidemill.shapes.definition.planner import Plan, ShapeRequest, shard_name
-from tidemill.shapes.definition.rejection_cache import Refusals
+from tidemill.shapes.definition.plan_cache import PlanCache
+from tidemill.shapes.definition.planner import Plan, ShapeRequest, parse_shard_name
+from tidemill.shapes.definition.rejection_cache import RejectionCache
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.log import LogStorage
 from tidemill.shapes.log.log_offset import LogOffset
-from tidemill.shapes.log.saved_shape import KeptShard, SavedDefinition
-from tidemill.shapes.log.sqlite_file import Saved, ShapeFile
+from tidemill.shapes.log.saved_shape import SavedShardShape, SavedTableShape
+from tidemill.shapes.log.sqlite_file import ShapeFile, StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget, OverBudgetError
-from tidemill.shapes.reporting import LOOKED_AT, SHARDS, Largest, Reporter, Source, mark_of, show
+from tidemill.shapes.reporting import (
+    CHECKED_PER_REPORT,
+    SHARDS_STATUS,
+    LargestShapes,
+    ShapeReporter,
+    SourceProgress,
+    set_metrics,
+    status_name_of,
+)
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.shape_sizes import clause_bytes, size_of
+from tidemill.shapes.shape_sizes import fixed_bytes
 from tidemill.shapes.shards.shard_shapes import Build, ShardOpener, ShardShapes
-from tidemill.shapes.tables.capture_tap import ShapeTap, broken
-from tidemill.shapes.tables.captured_database import Relations, Seeker
+from tidemill.shapes.tables.capture_tap import ShapeTap, unexpected_failure
+from tidemill.shapes.tables.captured_database import Relations, TableFinder
 from tidemill.shapes.tables.initial_snapshot import TransientTableError
 from tidemill.shapes.tables.replica_identity import needs_old_rows
 from tidemill.shapes.tables.table_shapes import NotCapturedError, TablePausedError, TableShapes
@@ -61,20 +71,16 @@ HOUSEKEEPING_S = 1.0
 ABANDONED_S = 10.0
 """Time after its last request at which a loading shape without waiting requests is ended, to free its snapshot slot."""
 
-SUBSETS_OF_MEMORY = 4
+SUBSET_MEMORY_DIVISOR = 4
 """Divisor: the rows of subsets that are being sent may use this fraction of the memory; the rest is reserved for
 shapes."""
 
-READERS = 2
+READER_THREADS = 2
 """Threads that read log entries that are only on disk. Each store also has its own writer thread."""
 
 SHARDS_FILE = "%shards"
 """File name for shapes over shards. It cannot collide with a capture's file: a `%` in those is followed by two
 digits."""
-
-SPELLINGS = 4
-LARGE_CLAUSE_BYTES = 1_000
-"""Number of different requests per definition whose plans are cached; only one if the clause is larger than this."""
 
 
 class ShapeService:
@@ -84,19 +90,14 @@ class ShapeService:
         self.settings = settings or ShapeSettings()
         self.clock = clock
         self.rand = rand
-        self.budget = Budget(self.settings.memory_bytes, self._make_bytes)
-        self.disk = Budget(
-            self.settings.disk_bytes,
-            self._make_disk,
-            whose="all shapes together",
-            what="disk",
-            setting="shapes.disk_mb",
-        )
-        self.subsets = Budget(self.settings.memory_bytes // SUBSETS_OF_MEMORY, whose="all subsets together")
+        self.budget = Budget(self.settings.memory_bytes, self._make_memory)
+        of_disk = {"whose": "all shapes together", "what": "disk", "setting": "shapes.disk_mb"}
+        self.disk = Budget(self.settings.disk_bytes, self._make_disk, **of_disk)
+        self.subsets = Budget(self.settings.memory_bytes // SUBSET_MEMORY_DIVISOR, whose="all subsets together")
         self.share = LoopShare(clock, self.settings.loop_share)
         self._tracker = tracker
-        self._reporter = Reporter(tracker)
-        self._refusals = Refusals()
+        self._reporter = ShapeReporter(tracker)
+        self._refusals = RejectionCache()
         self._tasks = Tasks(self._task_failed)
         self._compiler = CompilerThread()
         self._tables = TableShapes(clock, self.share, self.settings.backlog, self._compiler)
@@ -108,18 +109,15 @@ class ShapeService:
         """Number of live shapes per stage status."""
         self._loading: dict[LiveShape, None] = {}
         self._over_shards: dict[LiveShape, None] = {}
-        self._largest = Largest()
+        self._largest = LargestShapes()
         self._by_definition: dict[ShapeDefinition, LiveShape] = {}
-        self._plans: dict[ShapeRequest, Plan] = {}
-        """Plans of live shapes, by request."""
-        self._asked: dict[ShapeDefinition, list[ShapeRequest]] = {}
-        """Requests of each definition that have an entry in `_plans`."""
+        self._plans = PlanCache(capacity=2 * self.settings.max_shapes)
         self._runners: dict[str, asyncio.Task[None]] = {}
         self._pumps: dict[str, list[asyncio.Task[None]]] = {}
         self._stores: dict[str, ShapeStore] = {}
         self._shard_store: ShapeStore | None = None
         self._shard_pumps: list[asyncio.Task[None]] = []
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="shapes-read")
+        self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="shapes-read")
         self._evicted = 0
         self._over = False
         """Shapes have ended since the catalog entries of uncaptured tables were last removed."""
@@ -128,7 +126,7 @@ class ShapeService:
 
     # -- assembly ----------------------------------------------------------------------------------
 
-    def add_database(self, name: str, dsn: str, relations: Relations, seeker: Seeker | None = None) -> ShapeTap:
+    def add_database(self, name: str, dsn: str, relations: Relations, seeker: TableFinder | None = None) -> ShapeTap:
         """Serve the tables of a captured database; return the tap to add to its capture.
 
         `relations()` returns the relations that are captured now: their columns are what the stream carries. It returns
@@ -144,19 +142,19 @@ class ShapeService:
         sink = self._tables.add(name, dsn, relations, store, seeker)
 
         async def pump() -> None:
-            await self._tables.restore(name, self._take_in_again)
+            await self._tables.restore(name, self._restore_table_shape)
             await sink.run()
 
         async def answer() -> None:
-            await self._tables.answer(name)
+            await self._tables.answer_requests(name)
 
         kept = [
-            keep(f"shapes:{name}", pump, tracker=self._tracker, clock=self.clock),
-            keep(f"shapes:{name}/asked", answer, tracker=self._tracker, clock=self.clock),
+            run_unit(f"shapes:{name}", pump, tracker=self._tracker, clock=self.clock),
+            run_unit(f"shapes:{name}/asked", answer, tracker=self._tracker, clock=self.clock),
         ]
         if store is not None:
             self._stores[name] = store
-            kept.append(keep(disk_mark(name), store.run, tracker=self._tracker, clock=self.clock))
+            kept.append(run_unit(disk_status_name(name), store.run, tracker=self._tracker, clock=self.clock))
         self._pumps[name] = [self._tasks.spawn(each, name=f"shapes:{name}") for each in kept]
         return sink
 
@@ -175,7 +173,7 @@ class ShapeService:
                 self.clock,
                 self.rand,
                 self._tracker,
-                disk_mark(name),
+                disk_status_name(name),
                 self.settings.limits,
                 self.budget,
                 self.disk,
@@ -206,35 +204,35 @@ class ShapeService:
 
     def suspend_database(self, name: str, reason: str = "the capture left this node") -> None:
         """End the shapes of a database like `release_database`, without flushing anything to disk."""
-        self._forget_plans()
-        self._refusals.forget()
+        self._plans.clear()
+        self._refusals.clear()
         for shape in list(self._by_handle.values()):
             if shape.definition.source.kind == "table" and shape.definition.source.database == name:
-                self._forget(shape, reason)
+                self._end_shape(shape, reason)
         for pump in self._pumps.pop(name, []):
             pump.cancel()
-        self._tables.suspend(name)
+        self._tables.suspend_database(name)
 
     def add_shards(self, opener: ShardOpener, cluster: Callable[[], Awaitable[str]] | None = None) -> None:
         """Serve shards: `opener(name)` returns a handle or raises MissingError. `cluster()` returns the id of the
         cluster that they belong to; without it their shapes are in memory only."""
         store = self._shard_store = self._open_store(SHARDS_FILE, "shards") if cluster is not None else None
-        self._shards.serve(opener, cluster, store)
+        self._shards.start_serving(opener, cluster, store)
         if store is not None:
-            store.name = _known_to_nobody
-            restore = keep(SHARDS, self._restore_shards, tracker=self._tracker, clock=self.clock)
-            writes = keep(disk_mark("shards"), store.run, tracker=self._tracker, clock=self.clock)
-            self._shard_pumps = [self._tasks.spawn(each, name=SHARDS) for each in (restore, writes)]
+            store.name = _ignore_file_name
+            restore = run_unit(SHARDS_STATUS, self._restore_shards, tracker=self._tracker, clock=self.clock)
+            writes = run_unit(disk_status_name("shards"), store.run, tracker=self._tracker, clock=self.clock)
+            self._shard_pumps = [self._tasks.spawn(each, name=SHARDS_STATUS) for each in (restore, writes)]
 
     async def _restore_shards(self) -> None:
-        await self._shards.restore(self._take_in_shard_again)
+        await self._shards.restore(self._restore_shard_shape)
         await asyncio.Event().wait()  # keep the supervised task running
 
     async def _release_shards(self) -> None:
         """Write the progress of the shapes over shards, and release their file."""
         store = self._shard_store
         if store is not None:
-            self._shards.note()
+            self._shards.save_progress()
             for pump in self._shard_pumps:
                 pump.cancel()
             await asyncio.gather(*self._shard_pumps, return_exceptions=True)
@@ -248,18 +246,20 @@ class ShapeService:
             await self.release_database(name, "the node is stopping")
         await self._release_shards()
         for shape in list(self._by_handle.values()):
-            self._forget(shape, "the node is stopping")
+            self._end_shape(shape, "the node is stopping")
         await self._tasks.aclose()
         self._compiler.close()
         self._readers.shutdown(wait=False)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         """Stop all shapes: a supervised task ends with an error only if the supervision itself has a defect."""
-        _log.error("shapes have stopped after an internal error", part=name, error=sentence(error), exc_info=error)
-        self._tracker.fail("shapes", sentence(error), now_ms=self.clock.now_ms())
+        _log.error(
+            "shapes have stopped after an internal error", part=name, error=error_sentence(error), exc_info=error
+        )
+        self._tracker.fail("shapes", error_sentence(error), now_ms=self.clock.now_ms())
         self._closed = True
         for shape in list(self._by_handle.values()):
-            self._forget(shape, "shapes have stopped after an internal error")
+            self._end_shape(shape, "shapes have stopped after an internal error")
 
     # -- look-up -----------------------------------------------------------------------------------
 
@@ -276,14 +276,14 @@ class ShapeService:
                 "base_bytes": shape.log.base_bytes,
                 "log_bytes": shape.log.log_bytes,
                 "pending_bytes": self._tables.pending_bytes(shape),
-                "waiting": shape.waiting,
+                "waiting": shape.waiting_count,
             }
             for shape in self._by_handle.values()
         ]
 
     def facts(self) -> dict[str, object]:
         """Return counts and bytes of all shapes, and the largest ones; of bounded size."""
-        sinks = self._tables.sinks().values()
+        sinks = self._tables.taps().values()
         return {
             "shapes": len(self._by_handle),
             "max_shapes": self.settings.max_shapes,
@@ -293,8 +293,8 @@ class ShapeService:
             "disk_bytes": self.disk.used_bytes,
             "disk_limit_bytes": self.disk.limit_bytes,
             "disk_refused": self.disk.refused,
-            "read_bytes": sum(store.lent.used_bytes for store in self._kept().values()),
-            "kept": sorted(name for name, store in self._kept().items() if store.waited_for),
+            "read_bytes": sum(store.lent.used_bytes for store in self._all_stores().values()),
+            "kept": sorted(name for name, store in self._all_stores().items() if store.waited_for),
             "backlog_bytes": sum(sink.held_bytes for sink in sinks),
             "fell_behind": sum(sink.fell_behind for sink in sinks),
             "evicted_idle": self._evicted,
@@ -304,11 +304,11 @@ class ShapeService:
             "longest_slice_ms": round(self.share.longest_s * 1000, 1),
             "largest": [
                 {"handle": s.handle, "source": str(s.definition.source), "bytes": s.log.base_bytes + s.log.log_bytes}
-                for s in self._largest.look(self._by_handle)
+                for s in self._largest.find(self._by_handle)
             ],
         }
 
-    def _kept(self) -> dict[str, ShapeStore]:
+    def _all_stores(self) -> dict[str, ShapeStore]:
         return self._stores if self._shard_store is None else {**self._stores, "shards": self._shard_store}
 
     @property
@@ -316,28 +316,25 @@ class ShapeService:
         """`active`; `starting` while a captured database has no relations yet; `stopping` once closed."""
         if self._closed:
             return "stopping"
-        return "starting" if self._tables.starting() else "active"
+        return "starting" if self._tables.is_starting() else "active"
 
-    def by_handle(self, handle: str) -> LiveShape | None:
+    def find_by_handle(self, handle: str) -> LiveShape | None:
         return self._by_handle.get(handle)
 
-    def current(self, definition: ShapeDefinition) -> LiveShape | None:
+    def find_current(self, definition: ShapeDefinition) -> LiveShape | None:
         shape = self._by_definition.get(definition)
-        return None if shape is None or shape.gone else shape
+        return None if shape is None or shape.has_ended else shape
 
     def last_seen(self, shape: LiveShape) -> int:
         """Return the newest transaction of the shape's source whose effect on the shape, if any, is in its log."""
         return shape.last_seen if shape.definition.source.kind == "shard" else self._tables.last_seen(shape)
 
-    def covers(self, shape: LiveShape, offset: LogOffset) -> bool:
-        """Return whether the shape has reached `offset`: it is in the log, or names a transaction that the source has
-        seen.
-
-        Event streams resume at the last transaction seen, which need not be one of the shape's own.
-        """
+    def has_reached(self, shape: LiveShape, offset: LogOffset) -> bool:
+        """Return whether `offset` is in the log, or names a transaction that the source has seen: event streams resume
+        at the last transaction seen, which need not be one of the shape's own."""
         return offset <= shape.log.end or offset.tx <= self.last_seen(shape)
 
-    async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
+    async def plan_request(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
         """Check a request against its table or shard and return its plan.
 
         `waits`: wait for a table that was created a moment ago. A live client repeats the same request, so a plan is
@@ -345,80 +342,66 @@ class ShapeService:
         """
         if self._closed:
             raise UnavailableError("the node is stopping.")
-        name = shard_name(request.table)
+        name = parse_shard_name(request.table)
         plan = self._plans.get(request)
-        if plan is not None and self._still_true(plan, request):
+        if plan is not None and self._is_plan_valid(plan, request):
             return plan
         if name is None:
-            plan = await self._tables.plan(request, waits=waits)
+            plan = await self._tables.plan_request(request, waits=waits)
         else:
-            plan = await self._shards.plan(request, name)
-        if self.current(plan.definition) is not None:
-            self._remember(request, plan)
+            plan = await self._shards.plan_request(request, name)
+        if self.find_current(plan.definition) is not None:
+            self._plans.put(request, plan)
         return plan
 
-    def _still_true(self, plan: Plan, request: ShapeRequest) -> bool:
+    def _is_plan_valid(self, plan: Plan, request: ShapeRequest) -> bool:
         if plan.relation is None:
-            shape = self.current(plan.definition)  # the shard may have new columns
+            shape = self.find_current(plan.definition)  # the shard may have new columns
             return shape is not None and shape.schema_json == plan.schema_json
-        if needs_old_rows(plan.relation, request) and self.current(plan.definition) is None:
+        if needs_old_rows(plan.relation, request) and self.find_current(plan.definition) is None:
             return False  # the stream may no longer carry old rows, which would be why the shape ended
-        shape = self.current(plan.definition)
-        if shape is not None and self._tables.continues(shape):
+        shape = self.find_current(plan.definition)
+        if shape is not None and self._tables.continues_while_paused(shape):
             return True
         try:
-            return self._tables.find(request.table)[1] == plan.relation
+            return self._tables.find_relation(request.table)[1] == plan.relation
         except (NotCapturedError, TablePausedError):
             return False
 
-    def _remember(self, request: ShapeRequest, plan: Plan) -> None:
-        if len(self._plans) >= 2 * self.settings.max_shapes:
-            self._forget_plans()
-        if request not in self._plans:
-            asked = self._asked.setdefault(plan.definition, [])
-            if len(asked) >= (1 if clause_bytes(plan.definition) > LARGE_CLAUSE_BYTES else SPELLINGS):
-                return
-            asked.append(request)
-        self._plans[request] = plan
-
-    def _forget_plans(self) -> None:
-        self._plans, self._asked = {}, {}
-
-    def successor(self, handle: str) -> str:
+    def successor_handle(self, handle: str) -> str:
         """Return a handle for a client whose shape has ended without a replacement. No shape ever gets this handle."""
-        return self._handles.after(handle)
+        return self._handles.mint_successor(handle)
 
-    def open(self, plan: Plan) -> LiveShape:
+    def open_shape(self, plan: Plan) -> LiveShape:
         """Return the live shape of a plan; start one if none exists.
 
-        A plain def, so that the place is reserved before any other request runs. Raises OverBudgetError if there is no
-        room, UnavailableError if the service is closed, and the definition's recent error if it is in the rejection
-        cache.
+        A plain def: the place is reserved before any other request runs. Raises OverBudgetError if there is no room,
+        UnavailableError if the service is closed, and the definition's recent error (rejection cache).
         """
         if self._closed:
             raise UnavailableError("the node is stopping.")
-        shape = self.current(plan.definition)
+        shape = self.find_current(plan.definition)
         if shape is not None and (
-            shape.schema_json != plan.schema_json or not self._tables.follows(shape, plan.relation)
+            shape.schema_json != plan.schema_json or not self._tables.follows_relation(shape, plan.relation)
         ):
-            self._forget(shape, "the table's definition changed")
+            self._end_shape(shape, "the table's definition changed")
             shape = None
         if shape is None:
-            shape = self._start(plan)
+            shape = self._start_shape(plan)
         shape.used_s = self.clock.monotonic_s()
         self._by_handle.move_to_end(shape.handle)
         return shape
 
     def delete(self, shape: LiveShape) -> None:
-        self._forget(shape, "deleted on request")
+        self._end_shape(shape, "deleted on request")
 
     # -- life of a shape ---------------------------------------------------------------------------
 
-    def _start(self, plan: Plan) -> LiveShape:
+    def _start_shape(self, plan: Plan) -> LiveShape:
         now_s = self.clock.monotonic_s()
-        self._refusals.check(plan.definition, now_s)
-        self._make_place(now_s)
-        self.budget.take(size_of(plan.definition))
+        self._refusals.raise_if_rejected(plan.definition, now_s)
+        self._make_room_for_shape(now_s)
+        self.budget.reserve(fixed_bytes(plan.definition))
         source = plan.definition.source
         log: LogStorage = (
             self._shards.log(self.settings.limits, self.budget)
@@ -426,60 +409,62 @@ class ShapeService:
             else self._tables.log(source.database, self.settings.limits, self.budget)
         )
         shape = LiveShape(self._handles.mint(plan.definition), plan.definition, plan.schema_json, log)
-        self._take_in(shape, plan.build, now_s)
+        self._add_shape(shape, plan.build, now_s)
         return shape
 
-    def _take_in(self, shape: LiveShape, build: Build, now_s: float) -> None:
+    def _add_shape(self, shape: LiveShape, build: Build, now_s: float) -> None:
         if not self._keeping:
             self._keeping = True
-            house = keep("shapes", self._keep_house, tracker=self._tracker, clock=self.clock)
+            house = run_unit("shapes", self._run_housekeeping, tracker=self._tracker, clock=self.clock)
             self._tasks.spawn(house, name="shapes-housekeeping")
         shape.started_s = shape.used_s = now_s
         self._by_handle[shape.handle] = shape
         self._loading[shape] = None
-        mark = mark_of(shape)
+        mark = status_name_of(shape)
         self._counts[mark] = self._counts.get(mark, 0) + 1
-        if mark == SHARDS:
+        if mark == SHARDS_STATUS:
             self._over_shards[shape] = None
         self._by_definition[shape.definition] = shape
-        self._runners[shape.handle] = self._tasks.spawn(self._run(shape, build), name=f"shape:{shape.handle}")
+        self._runners[shape.handle] = self._tasks.spawn(self._run_shape(shape, build), name=f"shape:{shape.handle}")
 
-    def _take_in_again(self, saved: Saved, kept: SavedDefinition, log: DiskLog) -> LiveShape:
+    def _restore_table_shape(self, saved: StoredShape, kept: SavedTableShape, log: DiskLog) -> LiveShape:
         """Add a shape of an earlier run. Raises OverBudgetError; no live shape is ended to make room for it."""
-        return self._again(saved, kept, log, _loaded)
+        return self._restore_shape(saved, kept, log, _build_nothing)
 
-    def _take_in_shard_again(self, saved: Saved, kept: KeptShard, log: DiskLog, build: Build) -> None:
-        shape = self._again(saved, kept, log, build)
+    def _restore_shard_shape(self, saved: StoredShape, kept: SavedShardShape, log: DiskLog, build: Build) -> None:
+        shape = self._restore_shape(saved, kept, log, build)
         shape.rows_loaded = kept.rows_loaded
 
-    def _again(self, saved: Saved, kept: SavedDefinition | KeptShard, log: DiskLog, build: Build) -> LiveShape:
+    def _restore_shape(
+        self, saved: StoredShape, kept: SavedTableShape | SavedShardShape, log: DiskLog, build: Build
+    ) -> LiveShape:
         if len(self._by_handle) >= self.settings.max_shapes:
             raise OverBudgetError(f"too many shapes on this node: limit={self.settings.max_shapes}.", 1)
-        self.budget.take(size_of(kept.definition))
+        self.budget.reserve(fixed_bytes(kept.definition))
         shape = LiveShape(saved.handle, kept.definition, kept.schema_json, log)
         shape.restored = True
-        self._take_in(shape, build, self.clock.monotonic_s())
+        self._add_shape(shape, build, self.clock.monotonic_s())
         return shape
 
-    def _idle(self) -> LiveShape | None:
+    def _find_idle(self) -> LiveShape | None:
         """Return the least recently used shape that was not read for `idle_s`, is not loading, and has no waiting
         request."""
         before_s = self.clock.monotonic_s() - self.settings.idle_s
         for shape in self._by_handle.values():
             if shape.used_s > before_s:
                 return None
-            if not shape.waiting and shape.state != "loading":
+            if not shape.waiting_count and shape.state != "loading":
                 return shape
         return None
 
-    def _make_place(self, now_s: float) -> None:
+    def _make_room_for_shape(self, now_s: float) -> None:
         if len(self._by_handle) < self.settings.max_shapes:
             return
-        idle = self._idle()
+        idle = self._find_idle()
         if idle is not None:
             self._evict(idle)
             return
-        oldest = next((s for s in islice(self._by_handle.values(), LOOKED_AT) if not s.waiting), None)
+        oldest = next((s for s in islice(self._by_handle.values(), CHECKED_PER_REPORT) if not s.waiting_count), None)
         left_s = 60.0 if oldest is None else oldest.used_s + self.settings.idle_s - now_s
         raise OverBudgetError(
             f"too many shapes on this node: limit={self.settings.max_shapes}.",
@@ -487,60 +472,59 @@ class ShapeService:
             fix="Raise shapes.max_shapes, or wait until unused shapes become idle.",
         )
 
-    def _make_bytes(self, missing_bytes: int) -> None:
-        while missing_bytes > 0 and (shape := self._idle()) is not None:
-            missing_bytes -= shape.log.held_bytes + size_of(shape.definition)
+    def _make_memory(self, missing_bytes: int) -> None:
+        while missing_bytes > 0 and (shape := self._find_idle()) is not None:
+            missing_bytes -= shape.log.held_bytes + fixed_bytes(shape.definition)
             self._evict(shape)
 
     def _make_disk(self, missing_bytes: int) -> None:
-        while missing_bytes > 0 and (shape := self._idle()) is not None:
+        while missing_bytes > 0 and (shape := self._find_idle()) is not None:
             missing_bytes -= shape.log.base_bytes + shape.log.log_bytes
             self._evict(shape)
 
     def _evict(self, shape: LiveShape) -> None:
         self._evicted += 1
-        self._forget(shape, f"evicted: not read for idle_s={self.settings.idle_s}")
+        self._end_shape(shape, f"evicted: not read for idle_s={self.settings.idle_s}")
 
-    def _forget(self, shape: LiveShape, reason: str) -> None:
+    def _end_shape(self, shape: LiveShape, reason: str) -> None:
         """End a shape and remove all references to it. Idempotent."""
         shape.drop(reason)
         if self._by_handle.pop(shape.handle, None) is None:
             return
         self._over = True
-        self.budget.give(size_of(shape.definition))
+        self.budget.release(fixed_bytes(shape.definition))
         self._loading.pop(shape, None)
         self._over_shards.pop(shape, None)
-        mark = mark_of(shape)
+        mark = status_name_of(shape)
         self._counts[mark] -= 1
         if not self._counts[mark]:
             del self._counts[mark]
         if self._by_definition.get(shape.definition) is shape:
             del self._by_definition[shape.definition]
-            for request in self._asked.pop(shape.definition, ()):
-                self._plans.pop(request, None)
+            self._plans.remove(shape.definition)
         self._tables.detach(shape)
         runner = self._runners.pop(shape.handle, None)
         if runner is not None and runner is not asyncio.current_task():
             runner.cancel()
-        self._reporter.ended(shape)
+        self._reporter.clear_loading(shape)
         _log.info("shape ended", handle=shape.handle, source=str(shape.definition.source), why=shape.end_reason)
 
-    async def _run(self, shape: LiveShape, build: Build) -> None:
+    async def _run_shape(self, shape: LiveShape, build: Build) -> None:
         """Load the shape, then wait until it has ended. Every exception of the shape's own work is caught here and ends
         only this shape."""
         try:
             await build(shape)
-            await shape.wait_over()
+            await shape.wait_ended()
         except BaseException as error:
-            if not is_own_fault(error):
+            if not is_own_fault_of_await(error):
                 raise
             listed = isinstance(error, TidemillError)
-            shape.fail(error if isinstance(error, TidemillError) else broken(error), broken=not listed)
+            shape.fail(error if isinstance(error, TidemillError) else unexpected_failure(error), broken=not listed)
         finally:
-            self._tell(shape)
-            self._forget(shape, "its task ended")
+            self._report_failure(shape)
+            self._end_shape(shape, "its task ended")
 
-    def _tell(self, shape: LiveShape) -> None:
+    def _report_failure(self, shape: LiveShape) -> None:
         """Cache a failure for repeated requests; log and report it unless the request itself caused it."""
         error = shape.error
         if error is None or isinstance(error, OverBudgetError):
@@ -551,47 +535,47 @@ class ShapeService:
             _log.info("shape not started", handle=shape.handle, cause=str(error))
         elif not isinstance(error, InvalidError):
             _log.error("shape failed", handle=shape.handle, error=str(error), exc_info=error)
-            self._reporter.fault(shape, str(error), self.clock.now_ms(), now_s)
+            self._reporter.report_failure(shape, str(error), self.clock.now_ms(), now_s)
 
     # -- once a second -----------------------------------------------------------------------------
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            self._house()
+            self._housekeep()
 
-    def _house(self) -> None:
-        for consumer in self._tables.uncaptured():
-            self._forget(consumer.shape, "its table is no longer captured")
-        for consumer in self._tables.redefined():
-            self._forget(consumer.shape, "the table's definition changed")
+    def _housekeep(self) -> None:
+        for consumer in self._tables.uncaptured_consumers():
+            self._end_shape(consumer.shape, "its table is no longer captured")
+        for consumer in self._tables.redefined_consumers():
+            self._end_shape(consumer.shape, "the table's definition changed")
         if self._over:
             self._over = False
-            self._tables.forget_gone()
+            self._tables.forget_uncaptured()
         now_s = self.clock.monotonic_s()
         for shape in list(self._loading):
             if shape.state != "loading":  # for a shape over a shard, `build` runs for as long as the shape lives
                 self._loading.pop(shape)
-                self._reporter.ended(shape)
-            elif not (shape.restored or shape.waiting) and now_s - shape.used_s > ABANDONED_S:
-                self._forget(shape, "no request waits for its initial rows any more")
-        sinks = self._tables.sinks()
+                self._reporter.clear_loading(shape)
+            elif not (shape.restored or shape.waiting_count) and now_s - shape.used_s > ABANDONED_S:
+                self._end_shape(shape, "no request waits for its initial rows any more")
+        sinks = self._tables.taps()
         for sink in sinks.values():
-            sink.end_the_late()
+            sink.end_late_shapes()
         sources = {
-            f"shapes:{name}": Source(min(sink.evaluated(), sink.taken), sink.taken, "lsn")
+            f"shapes:{name}": SourceProgress(min(sink.evaluated_position(), sink.taken), sink.taken, "lsn")
             for name, sink in sinks.items()
         }
         seen = [shape.last_seen for shape in self._over_shards if shape.state == "live"]
-        sources[SHARDS] = Source(min(seen, default=0), max(seen, default=0), "ms")
+        sources[SHARDS_STATUS] = SourceProgress(min(seen, default=0), max(seen, default=0), "ms")
         words = f"; {self.budget.used_bytes >> 20} of {self.budget.limit_bytes >> 20} MiB"
         now_ms = self.clock.now_ms()
         for definition in self._reporter.failed():
             again = self._by_definition.get(definition)
             if again is not None and again.state == "live":
-                self._reporter.healed(again)
-        self._reporter.tick(self._counts, self._loading, sources, words, now_ms, now_s)
-        show(
+                self._reporter.clear_failure(again)
+        self._reporter.publish(self._counts, self._loading, sources, words, now_ms, now_s)
+        set_metrics(
             shapes=len(self._by_handle),
             used=self.budget.used_bytes,
             limit=self.budget.limit_bytes,
@@ -601,14 +585,14 @@ class ShapeService:
         )
 
 
-async def _known_to_nobody(_: str) -> None:
+async def _ignore_file_name(_: str) -> None:
     """Ignore the file name of shapes over shards: no capture row names this file, and the shards themselves keep the
     history."""
 
 
-async def _loaded(_: LiveShape) -> None:
+async def _build_nothing(_: LiveShape) -> None:
     """Do nothing: the rows of a restored shape are already in its log."""
 
 
-def disk_mark(database: str) -> str:
+def disk_status_name(database: str) -> str:
     return f"shapes:{database}/disk"

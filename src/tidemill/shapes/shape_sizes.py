@@ -13,7 +13,7 @@ CLAUSE_FACTOR = 200
 take 1.0 MiB, an array of 14 kB as a value 1.7 MiB."""
 
 
-def size_of(definition: ShapeDefinition) -> int:
+def fixed_bytes(definition: ShapeDefinition) -> int:
     """Return the bytes that a shape uses apart from its rows."""
     return SHAPE_BYTES + CLAUSE_FACTOR * max(0, clause_bytes(definition) - SMALL_CLAUSE_BYTES)
 

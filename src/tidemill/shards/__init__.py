@@ -12,7 +12,7 @@ lose).
 
 Invariants:
 
-- Frontiers: since and upper only advance; a read at t is exact if since ≤ t < upper (`state.broken_step`).
+- Frontiers: since and upper only advance; a read at t is exact if since ≤ t < upper (`state.broken_invariant_of_step`).
 - Atomic append: compare-and-append moves upper and makes the batch visible, or does neither (`state.apply`).
 - Holds: since never passes a live hold (`state.apply`).
 - Bindings: they only advance, and every reader gets the same time for the same offset (`bindings`).

@@ -182,7 +182,7 @@ class Shard(Protocol):
         """Yield every update with time ≥ lower, exactly once, then wait for more. Includes deltas of progress only."""
         ...
 
-    def holding(self, what: str, since: int) -> AbstractAsyncContextManager[None]:
+    def hold_during(self, what: str, since: int) -> AbstractAsyncContextManager[None]:
         """Keep every time ≥ `since` readable inside the context, and everything chosen there, for any duration.
 
         For one long read; short ones need no hold. Entering raises HistoryLostError, UnavailableError or

@@ -10,16 +10,16 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Cpu(Protocol):
+class RunCpuWork(Protocol):
     async def __call__(self, work: Callable[[], T]) -> T: ...
 
 
-async def inline_cpu(work: Callable[[], T]) -> T:
+async def run_inline(work: Callable[[], T]) -> T:
     """Run immediately, on the loop's thread: deterministic, and right if nothing else needs the loop."""
     return work()
 
 
-def pooled_cpu(executor: Executor) -> Cpu:
+def run_on_pool(executor: Executor) -> RunCpuWork:
     """Run on `executor`, so that a server's loop continues concurrently. The caller closes the executor."""
 
     async def run(work: Callable[[], T]) -> T:

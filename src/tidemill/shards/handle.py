@@ -17,10 +17,10 @@ from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeE
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.shards.api import Batch, Part, ShardSchema
 from tidemill.shards.parts.parts import store_part
-from tidemill.shards.parts.schema_evolution import Changes
-from tidemill.shards.read.read_handle import ShardReads
-from tidemill.shards.state.apply import Reason, Rejected, bounds_error
-from tidemill.shards.state.commands import Append, Close, Collected, Drop, Evolve, Replace, Sweep
+from tidemill.shards.parts.schema_evolution import SchemaChanges
+from tidemill.shards.read.read_handle import ShardReadHandle
+from tidemill.shards.state.apply import RejectedCommand, RejectionReason, batch_bounds_error
+from tidemill.shards.state.commands import Append, Close, Drop, Evolve, MarkCollected, Replace, Sweep
 from tidemill.shards.state.state import ShardState
 
 INLINE_BUDGET_BYTES = 1 * MIB
@@ -30,7 +30,7 @@ APPEND_ATTEMPTS = 8
 APPEND_PAUSE_S = 0.2
 
 
-class LogShard(ShardReads):
+class LogShard(ShardReadHandle):
     """Implementation of `api.Shard`. Any number of handles, in any processes, are equals."""
 
     @cached_property
@@ -47,13 +47,13 @@ class LogShard(ShardReads):
             rows,
             writer=self.writer,
             rand=self._rand,
-            now_ms=self.stamp_ms(),
+            now_ms=self.part_time_ms(),
             bucket=bucket,
             inline_bytes=INLINE_PART_BYTES if self.state.inline_bytes < INLINE_BUDGET_BYTES else 0,
             cpu=self._cpu,
         )
 
-    def stamp_ms(self) -> int:
+    def part_time_ms(self) -> int:
         """Return the current time for the key of a part: never before the last sweep, even if this process's clock
         is.
         """
@@ -69,17 +69,17 @@ class LogShard(ShardReads):
         """
         token = token or self._rand.nonce()
         batch = Batch(lower, upper, tuple(parts), self.writer, token, schema_version=self.schema.version)
-        bad = bounds_error(batch)
+        bad = batch_bounds_error(batch)
         if bad:
             raise InvalidError(f"{bad} shard={self.name}.", fix="Append [lower, upper) with lower = the shard's upper.")
         # One append of a writer at a time, since only its newest token is remembered.
         async with self._appending:
             result = await self._propose_append(Append(batch))
-        if isinstance(result, Rejected) and result.reason is not Reason.COMMITTED:
-            raise self._error(result)
+        if isinstance(result, RejectedCommand) and result.reason is not RejectionReason.COMMITTED:
+            raise self._rejection_error(result)
         return upper
 
-    async def _propose_append(self, command: Append) -> ShardState | Rejected:
+    async def _propose_append(self, command: Append) -> ShardState | RejectedCommand:
         """Propose until the outcome is known. The token makes a repetition of a landed append succeed."""
         unknown: UnknownOutcomeError | None = None
         for attempt in range(APPEND_ATTEMPTS):
@@ -100,13 +100,13 @@ class LogShard(ShardReads):
     async def replace(self, command: Replace) -> bool:
         """Replace batches by a merged one; False if the batches moved in the meantime (nothing changed)."""
         result = await self._machine.propose(command)
-        if isinstance(result, Rejected):
-            if result.reason is Reason.MOVED:
+        if isinstance(result, RejectedCommand):
+            if result.reason is RejectionReason.MOVED:
                 return False
-            raise self._error(result)
+            raise self._rejection_error(result)
         return True
 
-    async def evolve(self, changes: Changes) -> ShardSchema:
+    async def evolve(self, changes: SchemaChanges) -> ShardSchema:
         """Add these columns and types to the shard, and return its newest schema. Changes that it already has are
         no-ops.
 
@@ -114,31 +114,31 @@ class LogShard(ShardReads):
         types), ClosedError, MissingError, UnavailableError, UnknownOutcomeError (call again: idempotent).
         """
         result = await self._machine.propose(Evolve(changes, self._clock.now_ms()))
-        if isinstance(result, Rejected):
-            if result.reason is not Reason.COMMITTED:
-                raise self._error(result)
+        if isinstance(result, RejectedCommand):
+            if result.reason is not RejectionReason.COMMITTED:
+                raise self._rejection_error(result)
             return self.state.schema
         return result.schema
 
     async def close(self) -> None:
         """Reject all further appends. Idempotent."""
         result = await self._machine.propose(Close())
-        if isinstance(result, Rejected) and result.reason is not Reason.CLOSED:
-            raise self._error(result)
+        if isinstance(result, RejectedCommand) and result.reason is not RejectionReason.CLOSED:
+            raise self._rejection_error(result)
 
     async def drop(self) -> None:
         """Reject all further reads and writes, of any handle. The caller deletes the objects. Idempotent."""
         result = await self._machine.propose(Drop(self.shard_id))
-        if isinstance(result, Rejected) and result.reason is not Reason.DROPPED:
-            raise self._error(result)
+        if isinstance(result, RejectedCommand) and result.reason is not RejectionReason.DROPPED:
+            raise self._rejection_error(result)
 
-    async def collected(self, version: int) -> None:
+    async def mark_collected(self, version: int) -> None:
         """Record that the objects of the garbage up to `version` are deleted."""
-        await self._settle(Collected(version))
+        await self._propose(MarkCollected(version))
 
-    async def sweep(self, before_ms: int) -> ShardState:
+    async def advance_sweep(self, before_ms: int) -> ShardState:
         """Reject all parts written before this time from now on: those without a reference are orphans permanently."""
-        return await self._settle(Sweep(before_ms))
+        return await self._propose(Sweep(before_ms))
 
     async def rollup(self) -> None:
         """Write the whole state now, so that opening the shard reads little else."""

@@ -15,14 +15,14 @@ from tidemill.consensus.api import Consensus, Versioned
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.bindings.remap import LogRemap
-from tidemill.shards.executor import Cpu, inline_cpu
+from tidemill.shards.executor import RunCpuWork, run_inline
 from tidemill.shards.handle import LogShard
-from tidemill.shards.parts.schema import checked, difference
-from tidemill.shards.parts.schema_evolution import changes_to
-from tidemill.shards.state.apply import Reason, Rejected
+from tidemill.shards.parts.schema import check_schema, describe_difference
+from tidemill.shards.parts.schema_evolution import schema_changes
+from tidemill.shards.state.apply import RejectedCommand, RejectionReason
 from tidemill.shards.state.codec import decode_command, encode_command
-from tidemill.shards.state.commands import PREFIX, Create, Drop, Evolve
-from tidemill.shards.state.errors import refusal
+from tidemill.shards.state.commands import REGISTER_PREFIX, Create, Drop, Evolve
+from tidemill.shards.state.errors import rejection_error
 from tidemill.shards.state.state import ShardState
 from tidemill.shards.state.state_machine import ShardMachine, open_machine, shard_replica
 
@@ -39,7 +39,7 @@ async def open_shard(
     schema: ShardSchema | None = None,
     *,
     writer: str = "",
-    cpu: Cpu = inline_cpu,
+    cpu: RunCpuWork = run_inline,
 ) -> LogShard:
     """Open a shard. With `schema`, create it if absent, and add the columns and wider types that it lacks.
 
@@ -47,9 +47,9 @@ async def open_shard(
     cannot become this one: the message has the difference), ClosedError, UnavailableError, UnknownOutcomeError.
     """
     _check_name(name)
-    wanted = None if schema is None else checked(schema)
-    found = await consensus.head(PREFIX + name)
-    created = None if found is None else _created(name, found)
+    wanted = None if schema is None else check_schema(schema)
+    found = await consensus.head(REGISTER_PREFIX + name)
+    created = None if found is None else _decode_registration(name, found)
     if not isinstance(created, Create):
         if wanted is None:
             raise MissingError(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
@@ -72,71 +72,78 @@ async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> N
     while True:
         seen = machine.state.schema
         try:
-            changes = changes_to(seen, wanted)
+            changes = schema_changes(seen, wanted)
         except InvalidError as error:
             name = machine.state.name
             raise InvalidError(
-                f"shard exists with another schema: shard={name} difference=[{difference(seen, wanted)}].",
+                f"shard exists with another schema: shard={name} difference=[{describe_difference(seen, wanted)}].",
                 fix="New columns and wider types are added automatically. Otherwise use another shard, or re-create it:"
                 f" tidemill shard drop {name}",
             ) from error
         if not changes:
             return
         result = await machine.propose(Evolve(changes, clock.now_ms()))
-        if isinstance(result, Rejected) and result.reason is not Reason.COMMITTED and machine.state.schema == seen:
-            raise refusal(result, machine.state)
+        if (
+            isinstance(result, RejectedCommand)
+            and result.reason is not RejectionReason.COMMITTED
+            and machine.state.schema == seen
+        ):
+            raise rejection_error(result, machine.state)
 
 
 async def read_shards(consensus: Consensus) -> list[ShardState]:
     """Return the current states of all shards in name order, without writing."""
-    replicas = [shard_replica(consensus, created.shard_id) for created in await created_shards(consensus)]
+    replicas = [shard_replica(consensus, created.shard_id) for created in await list_created_shards(consensus)]
     states = await asyncio.gather(*(replica.load() for replica in replicas))
     return [state for state in states if state is not None and not state.dropped]
 
 
 async def read_shard(consensus: Consensus, name: str) -> ShardState | None:
     """Return the current state of one shard, without writing; None if there is no shard of this name."""
-    found = await registered(consensus, name)
+    found = await read_registration(consensus, name)
     if found is None or not isinstance(found[0], Create):
         return None
     state = await shard_replica(consensus, found[0].shard_id).load()
     return None if state is None or state.dropped else state
 
 
-async def created_shards(consensus: Consensus) -> list[Create]:
+async def list_created_shards(consensus: Consensus) -> list[Create]:
     """Return the register contents of every shard that was not dropped, in name order."""
-    return [created for _, created in await all_registered(consensus) if isinstance(created, Create)]
+    return [created for _, created in await read_registrations(consensus) if isinstance(created, Create)]
 
 
-async def all_registered(consensus: Consensus) -> list[tuple[str, Create | Drop]]:
+async def read_registrations(consensus: Consensus) -> list[tuple[str, Create | Drop]]:
     """Return every name ever used, in order, with its creation or drop."""
-    found = await consensus.scan(PREFIX)
-    return [(key[len(PREFIX) :], _created(key[len(PREFIX) :], version)) for key, version in found]
+    found = await consensus.scan(REGISTER_PREFIX)
+    return [
+        (key[len(REGISTER_PREFIX) :], _decode_registration(key[len(REGISTER_PREFIX) :], version))
+        for key, version in found
+    ]
 
 
-async def registered(consensus: Consensus, name: str) -> tuple[Create | Drop, Versioned] | None:
+async def read_registration(consensus: Consensus, name: str) -> tuple[Create | Drop, Versioned] | None:
     """Return the contents and version of the name's register; None if there never was such a shard."""
-    found = await consensus.head(PREFIX + name)
-    return None if found is None else (_created(name, found), found)
+    found = await consensus.head(REGISTER_PREFIX + name)
+    return None if found is None else (_decode_registration(name, found), found)
 
 
-async def is_created(consensus: Consensus, name: str) -> bool:
+async def shard_exists(consensus: Consensus, name: str) -> bool:
     """Return whether there is a shard of this name. Raises CorruptError."""
-    found = await registered(consensus, name)
+    found = await read_registration(consensus, name)
     return found is not None and isinstance(found[0], Create)
 
 
 async def unregister(consensus: Consensus, rand: Rand, name: str, shard_id: str) -> None:
     """Free the name of shard `shard_id`; another shard under that name is left unchanged."""
     while True:
-        found = await registered(consensus, name)
+        found = await read_registration(consensus, name)
         if found is None or not isinstance(found[0], Create) or found[0].shard_id != shard_id:
             return
         with contextlib.suppress(ConflictError, UnknownOutcomeError):  # the next read of the register decides
-            await consensus.cas(PREFIX + name, found[1].seq, encode_command(Drop(shard_id)), rand.nonce())
+            await consensus.cas(REGISTER_PREFIX + name, found[1].seq, encode_command(Drop(shard_id)), rand.nonce())
 
 
-async def drop_created(
+async def drop_shard(
     consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, created: Create
 ) -> ShardState:
     """Drop the shard that `created` made; return its state before.
@@ -166,10 +173,10 @@ async def _create(consensus: Consensus, rand: Rand, create: Create, dropped: Ver
     """Write the register once; the first writer decides. An unknown outcome is looked up, never guessed."""
     try:
         seq = 0 if dropped is None else dropped.seq
-        await consensus.cas(PREFIX + create.name, seq, encode_command(create), rand.nonce())
+        await consensus.cas(REGISTER_PREFIX + create.name, seq, encode_command(create), rand.nonce())
         return create
     except (ConflictError, UnknownOutcomeError) as error:
-        found = await registered(consensus, create.name)
+        found = await read_registration(consensus, create.name)
         if found is None or not isinstance(found[0], Create):
             raise UnknownOutcomeError(
                 f"the outcome of the creation is unknown: shard={create.name}.", fix="Open the shard again."
@@ -177,7 +184,7 @@ async def _create(consensus: Consensus, rand: Rand, create: Create, dropped: Ver
         return found[0]
 
 
-def _created(name: str, version: Versioned) -> Create | Drop:
+def _decode_registration(name: str, version: Versioned) -> Create | Drop:
     command = decode_command(version.data)
     if not isinstance(command, Create | Drop):
         raise CorruptError(f"the shard's register is not a creation: shard={name} seq={version.seq}.")

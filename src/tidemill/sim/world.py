@@ -23,7 +23,7 @@ from structlog import DropEvent
 from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
 from tidemill.consensus.api import LogHead, LogRecord, Versioned
-from tidemill.consensus.change_journal import Journal
+from tidemill.consensus.change_journal import ChangeJournal
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.rollback_detection import RollbackDetector
 from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
@@ -106,7 +106,7 @@ class Engine(MemoryConsensus):
         state = self.state
         state.registers, state.heads, state.leases = dict(standby.registers), dict(standby.heads), dict(standby.leases)
         state.records = {log: list(found) for log, found in standby.records.items()}
-        state.journal = Journal(f"memory-{self.lives}")
+        state.journal = ChangeJournal(f"memory-{self.lives}")
         for log, placed in self.placed.items():
             end = state.heads.get(log, UNWRITTEN).next
             self.placed[log] = [record for record in placed if record.position < end]

@@ -111,7 +111,7 @@ class Pipeline:
 
     def table(self, name: str, source: Input) -> None:
         """Keep shard `name` equal to the source: one live row per key, exact at every time."""
-        self._free(name)
+        self._check_name_unused(name)
         if not isinstance(source, CapturedTable | StreamTopic):
             raise InvalidError(f"not a source: table={name}.", fix="Use capture(…).table(…) or topic(…).")
         self.tables[name] = source
@@ -132,7 +132,7 @@ class Pipeline:
         dict from input to its own columns, in the order of `key`, which then groups the result. An input that is not in
         the dict is passed whole, and a change in it recomputes all groups.
         """
-        self._free(name)
+        self._check_name_unused(name)
         keys = _names(key)
         if not keys or not all(keys):
             raise InvalidError(f"derived table needs a key: table={name}.", fix="Name the key columns of its result.")
@@ -150,13 +150,13 @@ class Pipeline:
                     fix="Name inputs of the table, and for each of them as many columns as group the result.",
                 )
 
-        def keep(function: DerivedFunction) -> DerivedFunction:
+        def declare(function: DerivedFunction) -> DerivedFunction:
             self.derived_tables[name] = DerivedTable(
                 name, keys, inputs, every_s, function, grouped if output else {}, output
             )
             return function
 
-        return keep
+        return declare
 
     def check(self) -> None:
         """Check the declarations once all are made. Inputs of derived tables may be shards of other pipelines: not
@@ -192,7 +192,7 @@ class Pipeline:
             out.setdefault(source.source, {})[name] = source
         return out
 
-    def _free(self, name: str) -> None:
+    def _check_name_unused(self, name: str) -> None:
         if name in self.tables or name in self.derived_tables:
             raise InvalidError(f"table is declared twice: table={name}.", fix="Use each table name once.")
 
@@ -213,7 +213,7 @@ def load_pipeline(path: Path, name: str) -> Pipeline:
         raise InvalidError(f"no such pipeline file: file={path}.", fix="Correct pipeline.<name>.file.")
     pipeline = Pipeline(name)
     try:
-        build = _executed(path, f"tidemill_pipeline_{name}").get("build")
+        build = _execute_file(path, f"tidemill_pipeline_{name}").get("build")
         if callable(build):
             build(pipeline)
     except InvalidError:
@@ -235,7 +235,7 @@ def load_pipeline(path: Path, name: str) -> Pipeline:
     return pipeline
 
 
-def _executed(path: Path, name: str) -> dict[str, Any]:
+def _execute_file(path: Path, name: str) -> dict[str, Any]:
     """Execute a file as runpy.run_path does, which only one thread of a process may use at a time.
 
     The module is in sys.modules only while it runs: so what it defines is pickled by value for executors.

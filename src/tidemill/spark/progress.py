@@ -7,7 +7,7 @@ from tidemill.base.clock import Clock
 RATE_OVER_S = 10.0
 
 
-class Progress:
+class CatchUpProgress:
     """Catch-up of a table: records read by this process, records remaining, and the estimated time.
 
     `read` never decreases, so a stage status can show it as movement while one time takes long (status.progress).
@@ -21,7 +21,7 @@ class Progress:
         self._at_since = 0
         self._per_s = 0.0
 
-    def begin(self, to_go: int) -> None:
+    def start(self, to_go: int) -> None:
         self.to_go = to_go
 
     def add(self, records: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
-from tidemill.spark.stores import Urls
+from tidemill.spark.stores import StoreUrls
 
 
 class DriverSettings(msgspec.Struct, frozen=True):
@@ -19,7 +19,7 @@ class DriverSettings(msgspec.Struct, frozen=True):
 
     name: str
     file: Path
-    urls: Urls
+    urls: StoreUrls
     master: str
     scratch: Path
     instance: str = ""

@@ -1,7 +1,7 @@
 """Open stores of a process of a pipeline: the bucket, consensus, and one event loop to call them from.
 
-A driver opens its own `Stores`. Spark's workers (planners, executors) share one per process through `shared`. It is
-opened on first use, which is after the fork, because neither event loops nor connections survive a fork.
+A driver opens its own `Stores`. Spark's workers (planners, executors) share one per process through `shared_stores`. It
+is opened on first use, which is after the fork, because neither event loops nor connections survive a fork.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.factory import open_consensus
-from tidemill.metastore.bucket_claim import Ownership
+from tidemill.metastore.bucket_claim import BucketOwnership
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import local_directory, open_objects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Remap, ShardSchema
-from tidemill.shards.executor import Cpu, pooled_cpu
+from tidemill.shards.executor import RunCpuWork, run_on_pool
 from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.topics.api import PartitionReader
 
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
     from tidemill.shards.handle import LogShard
 
 
-class Urls(msgspec.Struct, frozen=True):
+class StoreUrls(msgspec.Struct, frozen=True):
     """URLs of the two durable stores. An empty one is read from the environment: workers receive secrets only there."""
 
     objects: str
     consensus: str
 
-    def here(self) -> Urls:
+    def resolve(self) -> StoreUrls:
         """Fill in empty URLs from the environment. Raises InvalidError if a variable is not set."""
-        return Urls(_told(self.objects, OBJECTS_VARIABLE), _told(self.consensus, CONSENSUS_VARIABLE))
+        return StoreUrls(_resolve_url(self.objects, OBJECTS_VARIABLE), _resolve_url(self.consensus, CONSENSUS_VARIABLE))
 
 
-IN_ENVIRONMENT = Urls("", "")
+IN_ENVIRONMENT = StoreUrls("", "")
 
 
-def _told(url: str, variable: str) -> str:
+def _resolve_url(url: str, variable: str) -> str:
     found = url or os.environ.get(variable, "")
     if not found:
         raise InvalidError(f"no URL of a store: variable={variable}.", fix="Set it to the URL in tidemill.toml.")
@@ -56,13 +56,19 @@ def _told(url: str, variable: str) -> str:
 
 
 class Stores:
-    """Open stores; `urls` is passed on to workers (see `Urls.here`)."""
+    """Open stores; `urls` is passed on to workers (see `StoreUrls.resolve`)."""
 
     def __init__(
-        self, urls: Urls, objects: RetryingObjects, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
+        self,
+        urls: StoreUrls,
+        objects: RetryingObjects,
+        consensus: Consensus,
+        clock: Clock,
+        rand: Rand,
+        domains: int = 0,
     ) -> None:
-        from tidemill.topics.l1.reader import l1_reader
-        from tidemill.topics.partition_reader import PartitionReaderImpl
+        from tidemill.topics.l1.reader import open_l1_reader
+        from tidemill.topics.partition_reader import LogPartitionReader
 
         self.urls = urls
         self.directory = local_directory(urls.objects)
@@ -71,13 +77,13 @@ class Stores:
         self.consensus = consensus
         self.clock = clock
         self.rand = rand
-        self.metastore = metastore_on(consensus, objects, clock, rand, domains=domains)
+        self.metastore = create_metastore(consensus, objects, clock, rand, domains=domains)
         self.catalogue = Catalogue(self.metastore, clock, rand)
         self._threads = ThreadPoolExecutor(2, "shards")
-        self.cpu: Cpu = pooled_cpu(self._threads)
+        self.cpu: RunCpuWork = run_on_pool(self._threads)
         """Executor for shards: encoding and merging must not delay status updates and consensus."""
-        self.topics: PartitionReader = PartitionReaderImpl(
-            consensus, objects, l1_reader(self.metastore, objects, clock, rand)
+        self.topics: PartitionReader = LogPartitionReader(
+            consensus, objects, open_l1_reader(self.metastore, objects, clock, rand)
         )
 
     async def shard(self, name: str, schema: ShardSchema | None = None) -> LogShard:
@@ -92,24 +98,24 @@ class Stores:
         return await open_remap(self.consensus, self.clock, self.rand, name)
 
     @property
-    def life(self) -> str:
+    def consensus_life(self) -> str:
         """Identifier of the life of consensus that this process has verified to continue the state it saw before."""
         return self.consensus.life if isinstance(self.consensus, ConsensusClientBase) else ""
 
     @property
-    def moved_back(self) -> bool:
+    def is_rolled_back(self) -> bool:
         """True if consensus was rolled back to an earlier state; then these stores serve no more calls."""
         return isinstance(self.consensus, ConsensusClientBase) and self.consensus.seen.lost is not None
 
-    async def keep_owning(self, begun: Callable[[], None]) -> None:
+    async def watch_ownership(self, begun: Callable[[], None]) -> None:
         """Check that the bucket belongs to this cluster until it does not; then raise ClusterReplacedError.
 
         From `begun()` on, this process acknowledges appends and deletes objects only while it knows that no other
         cluster has claimed the bucket (`metastore.bucket_claim`). Raises UnavailableError before that, too.
         """
-        owner = Ownership(self.objects, self.clock, await self.metastore.cluster())
+        owner = BucketOwnership(self.objects, self.clock, await self.metastore.cluster())
         begun()
-        self.objects.may_delete = owner.may_delete
+        self.objects.may_delete = owner.check_may_delete
         if isinstance(self.consensus, ConsensusClientBase):
             self.consensus.owner = owner
         await owner.run()
@@ -121,7 +127,9 @@ class Stores:
         await self.objects.aclose()
 
 
-async def open_stores(urls: Urls, clock: Clock | None = None, rand: Rand | None = None, *, domains: int = 0) -> Stores:
+async def open_stores(
+    urls: StoreUrls, clock: Clock | None = None, rand: Rand | None = None, *, domains: int = 0
+) -> Stores:
     """Open the stores; `domains` as configured, 0 = the cluster's number.
 
     Raises InvalidError (a URL is wrong) or UnavailableError, naming the store.
@@ -136,28 +144,28 @@ async def open_stores(urls: Urls, clock: Clock | None = None, rand: Rand | None 
     return Stores(urls, objects, consensus, clock, rand, domains)
 
 
-class _Shared:
+class _ProcessStores:
     def __init__(self) -> None:
         self.portal = BlockingPortal("tidemill-worker")
-        self.stores: dict[Urls, Stores] = {}
+        self.stores: dict[StoreUrls, Stores] = {}
         self.objects: dict[str, ObjectStore] = {}
 
 
-_by_process: dict[int, _Shared] = {}
+_by_process: dict[int, _ProcessStores] = {}
 
 
-def _here() -> _Shared:
+def _process_stores() -> _ProcessStores:
     pid = os.getpid()
     if pid not in _by_process:
         _by_process.clear()
-        _by_process[pid] = _Shared()
+        _by_process[pid] = _ProcessStores()
     return _by_process[pid]
 
 
-def shared(urls: Urls) -> tuple[BlockingPortal, Stores]:
+def shared_stores(urls: StoreUrls) -> tuple[BlockingPortal, Stores]:
     """Return this process's portal and stores, opened once."""
-    here, urls = _here(), urls.here()
-    if urls in here.stores and here.stores[urls].moved_back:
+    here, urls = _process_stores(), urls.resolve()
+    if urls in here.stores and here.stores[urls].is_rolled_back:
         # Readers hold no state across calls: they continue with the state that exists.
         here.portal.call(here.stores.pop(urls).aclose())
     if urls not in here.stores:
@@ -167,7 +175,7 @@ def shared(urls: Urls) -> tuple[BlockingPortal, Stores]:
 
 def shared_objects(url: str) -> tuple[BlockingPortal, ObjectStore]:
     """Return the portal and the bucket alone, for a task that only reads batches and writes parts."""
-    here, url = _here(), _told(url, OBJECTS_VARIABLE)
+    here, url = _process_stores(), _resolve_url(url, OBJECTS_VARIABLE)
     if url not in here.objects:
         here.objects[url] = here.portal.call(open_objects(url, SystemClock(), Rand()))
     return here.portal, here.objects[url]

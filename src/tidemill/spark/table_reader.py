@@ -27,14 +27,14 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.schema import part_schema
-from tidemill.shards.read.holds import holding
+from tidemill.shards.read.holds import hold_during
 from tidemill.shards.read.read_plan import PlanNotPossibleError, plan_parts
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.session.cluster_lookup import find_cluster
-from tidemill.spark.session.python_worker import data_source_found
-from tidemill.spark.source import registered_with
+from tidemill.spark.session.python_worker import translate_missing_source
+from tidemill.spark.source import registered_urls
 from tidemill.spark.source.batch import readable_at
-from tidemill.spark.stores import Stores, shared
+from tidemill.spark.stores import Stores, shared_stores
 from tidemill.spark.types import spark_schema
 
 if TYPE_CHECKING:
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
     from tidemill.shards.handle import LogShard
 
-WATCH_S = 5.0
+USE_CHECK_S = 5.0
 """Interval at which a hold checks whether its parts can still be read."""
 LINGER_S = 300.0
 """Time that a job of Spark Connect may run after its client has released the frame."""
-FRAMES_MAX = 64
+HOLDS_BEFORE_GC = 64
 """Number of holds from which on a read first makes Python and the JVM collect garbage, to release frames out of use."""
 GLOB = set("*?[]{}\\")
-GONE = "_gone"
-VERIFY = "parquet.page.verify-checksum.enabled"
+SUPERSEDED_PREFIX = "_gone"
+VERIFY_CHECKSUM_SETTING = "parquet.page.verify-checksum.enabled"
 """Setting that makes Spark's Parquet reader verify the checksums of pages, which it does not by default. The checksum
 of the footer is verified when the plan is made."""
 
@@ -74,24 +74,24 @@ def read(
     InvalidError (also if the time is not readable), MissingError, UnavailableError.
     """
     where = {key: value for key, value in (("config", config), ("objects", objects), ("consensus", consensus)) if value}
-    portal, stores = shared(find_cluster(objects, consensus, config, registered_with(spark)))
+    portal, stores = shared_stores(find_cluster(objects, consensus, config, registered_urls(spark)))
     shard = portal.call(stores.shard(name))
     at = readable_at(portal, shard, as_of_ms(as_of))
     if at is None:
         return spark.createDataFrame([], spark_schema(shard.schema.columns))
-    if len(_holds) >= FRAMES_MAX:
+    if len(_holds) >= HOLDS_BEFORE_GC:
         gc.collect()
         if hasattr(spark, "_jvm"):
             spark._jvm.System.gc()
-    release: Future[_Use] = Future()
+    release: Future[_FrameUse] = Future()
     held: Future[None] = Future()
-    asyncio.run_coroutine_threadsafe(_hold(shard, at, held, release), portal.loop)
+    asyncio.run_coroutine_threadsafe(_hold_while_used(shard, at, held, release), portal.loop)
     held.result()
     try:
         frame, because = frame_at(spark, portal, stores, shard, at, where)
         if because:
             log.warning("read through the data source", shard=name, as_of=at, because=because)
-        in_use = _in_use(frame)
+        in_use = _track_use(frame)
     except BaseException:
         release.set_result(NO_USE)
         raise
@@ -116,14 +116,14 @@ def frame_at(
     UnavailableError.
     """
     try:
-        return _planned(spark, portal, stores, shard, at, again), ""
+        return _native_plan(spark, portal, stores, shard, at, again), ""
     except PlanNotPossibleError as why:
         reader = spark.read.format("tidemill").schema(spark_schema(shard.schema.columns))
-        with data_source_found():
+        with translate_missing_source():
             return reader.options(shard=shard.name, as_of=str(at), **where).load(), str(why)
 
 
-class _Use(NamedTuple):
+class _FrameUse(NamedTuple):
     """Usage of a frame. `goes_on`: return whether the frame may still be read; `linger_s`: how long readers may remain
     after that."""
 
@@ -131,22 +131,22 @@ class _Use(NamedTuple):
     linger_s: float = 0.0
 
 
-NO_USE = _Use(lambda: False)
+NO_USE = _FrameUse(lambda: False)
 
 
-async def _hold(shard: LogShard, at: int, held: Future[None], release: Future[_Use]) -> None:
+async def _hold_while_used(shard: LogShard, at: int, held: Future[None], release: Future[_FrameUse]) -> None:
     """Hold until no reader is left. `held` completes when the hold is in force, or fails with the reason why it is
     not."""
     name = shard.reader_name("dataframe")
     try:
-        async with holding(shard, name, at):
+        async with hold_during(shard, name, at):
             _holds.add(name)
             held.set_result(None)
             use = await asyncio.wrap_future(release)
             while True:
                 if not await asyncio.to_thread(use.goes_on):
                     break
-                await asyncio.sleep(WATCH_S)
+                await asyncio.sleep(USE_CHECK_S)
             await asyncio.sleep(use.linger_s)
     except TidemillError as error:
         if held.done():
@@ -157,7 +157,7 @@ async def _hold(shard: LogShard, at: int, held: Future[None], release: Future[_U
         await shard.aclose()
 
 
-def _in_use(frame: DataFrame) -> _Use:
+def _track_use(frame: DataFrame) -> _FrameUse:
     """Return how to find out whether the parts that this frame reads are still in use.
 
     In the JVM, through a weak reference to the object that all copies of the plan's leaf share: the list of files, or
@@ -169,7 +169,7 @@ def _in_use(frame: DataFrame) -> _Use:
     plan = getattr(frame, "_jdf", None)
     if plan is None:
         node = weakref.ref(frame._plan)
-        return _Use(lambda: node() is not None, LINGER_S)
+        return _FrameUse(lambda: node() is not None, LINGER_S)
     leaf = plan.queryExecution().analyzed().collectLeaves().apply(0)
     kind = leaf.getClass().getSimpleName()
     if kind not in ("LogicalRelation", "DataSourceV2Relation"):
@@ -184,10 +184,10 @@ def _in_use(frame: DataFrame) -> _Use:
         except (Py4JError, OSError):
             return False  # the session has ended
 
-    return _Use(in_use)
+    return _FrameUse(in_use)
 
 
-def _why_no_files(directory: str | None, schema: ShardSchema) -> str:
+def _reason_against_files(directory: str | None, schema: ShardSchema) -> str:
     """Return why Spark cannot read the parts itself, or ""."""
     if directory is None or GLOB & set(directory):
         return "the bucket is not a directory that Spark itself can read"
@@ -197,34 +197,36 @@ def _why_no_files(directory: str | None, schema: ShardSchema) -> str:
     return ""
 
 
-def _planned(
+def _native_plan(
     spark: SparkSession, portal: BlockingPortal, stores: Stores, shard: LogShard, at: int, again: bool
 ) -> DataFrame:
     """Return a native plan. Raises PlanNotPossibleError."""
     directory = stores.directory
-    plan = plan_parts(portal, stores.objects, shard, at, again=again, no_files=_why_no_files(directory, shard.schema))
+    plan = plan_parts(
+        portal, stores.objects, shard, at, again=again, no_files=_reason_against_files(directory, shard.schema)
+    )
     columns = spark_schema(shard.schema.columns)
     if not plan.settled:
         return spark.createDataFrame(plan.live, columns)
     wanted = StructType([*columns.fields, StructField(TIME, LongType())])
     # Stored times use the proleptic Gregorian calendar; the files carry no writer version that Spark would accept as
     # proof.
-    reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED").option(VERIFY, "true")
+    reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED").option(VERIFY_CHECKSUM_SETTING, "true")
     rows = reader.parquet(*(f"file://{directory}/{part.object_key}" for part in plan.settled))
     if plan.gone.num_rows:
-        names = [f"{GONE}{place}" for place in range(plan.gone.num_columns)]
+        names = [f"{SUPERSEDED_PREFIX}{place}" for place in range(plan.gone.num_columns)]
         gone = spark.createDataFrame(plan.gone.rename_columns(names))
-        rows = rows.join(broadcast(gone), _is_gone(rows, gone, shard.schema), "left_anti")
+        rows = rows.join(broadcast(gone), _is_superseded(rows, gone, shard.schema), "left_anti")
     rows = rows.select(*(col(_quoted(name)) for name in columns.names))
     return rows.union(spark.createDataFrame(plan.live, columns)) if plan.live.num_rows else rows
 
 
-def _is_gone(rows: DataFrame, gone: DataFrame, schema: ShardSchema) -> Column:
+def _is_superseded(rows: DataFrame, gone: DataFrame, schema: ShardSchema) -> Column:
     """Compare the keys themselves: Spark's vectorised reader cannot decode a dictionary of unsigned hashes to a
     long."""
-    found = rows[TIME] < gone[f"{GONE}{len(schema.key)}"]
+    found = rows[TIME] < gone[f"{SUPERSEDED_PREFIX}{len(schema.key)}"]
     for place, name in enumerate(schema.key):
-        found &= rows[_quoted(name)].eqNullSafe(gone[f"{GONE}{place}"])
+        found &= rows[_quoted(name)].eqNullSafe(gone[f"{SUPERSEDED_PREFIX}{place}"])
     return found
 
 

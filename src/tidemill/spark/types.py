@@ -11,7 +11,7 @@ from tidemill.shards.api import Column
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
-META = (("_time", "int64"), ("_order", "int64"), ("_partition", "int32"), ("_live", "bool"))
+COMMAND_META = (("_time", "int64"), ("_order", "int64"), ("_partition", "int32"), ("_live", "bool"))
 
 
 def spark_type(type_name: str) -> DataType:

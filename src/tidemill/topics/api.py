@@ -80,10 +80,10 @@ class UnreadableBatchError(CorruptError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _bad_batch, (self.reason, self.base_offset, self.last_offset)
+        return _rebuild_unreadable_batch_error, (self.reason, self.base_offset, self.last_offset)
 
 
-def _bad_batch(reason: str, base_offset: int, last_offset: int) -> UnreadableBatchError:
+def _rebuild_unreadable_batch_error(reason: str, base_offset: int, last_offset: int) -> UnreadableBatchError:
     return UnreadableBatchError(reason, base_offset=base_offset, last_offset=last_offset)
 
 
@@ -113,13 +113,13 @@ class ProduceTransaction(msgspec.Struct, frozen=True):
     adds: bool = False
 
 
-Confirm = Callable[[ProduceTransaction, int, int, str, int], Awaitable[None]]
+ConfirmTransaction = Callable[[ProduceTransaction, int, int, str, int], Awaitable[None]]
 """Called as (transaction, producer id, epoch, topic id, partition); asks the coordinator after the call. Returns if its
 transaction of this producer and epoch is open and includes the partition. Raises InvalidTransactionError,
 InvalidProducerEpochError, UnavailableError."""
 
 
-Here = tuple[int, object]
+TransactionSnapshot = tuple[int, object]
 """Transaction state of a producer in a partition at one moment, only for comparison: the first offset of its open
 transaction (−1: none), and the permit by which it may begin one."""
 
@@ -138,7 +138,7 @@ class Marker(msgspec.Struct, frozen=True):
     bumped: bool = False
 
     @property
-    def below(self) -> int:
+    def ends_below(self) -> int:
         """First epoch whose transactions the marker does not end."""
         return self.producer_epoch + (not self.bumped)
 
@@ -189,7 +189,7 @@ class ProducerStatus(msgspec.Struct, frozen=True):
     open_since: int
 
 
-class Following(Protocol):
+class FetchSubscription(Protocol):
     """Partitions that one reader fetches repeatedly, under keys that it chooses. One `fetch` at a time."""
 
     def __len__(self) -> int: ...
@@ -246,23 +246,25 @@ class TopicLog(Protocol):
         """
         ...
 
-    async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
+    async def transaction_snapshot(self, topic_id: str, partition: int, producer_id: int) -> TransactionSnapshot:
         """Return the producer's transaction state. Raises NotLeaderError, Missing, UnavailableError."""
         ...
 
-    async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None:
+    async def mark(
+        self, topic_id: str, partition: int, marker: Marker, here: TransactionSnapshot | None = None
+    ) -> None:
         """End the producer's transaction in this partition.
 
         Returns when the marker is durable, or when there is nothing to end and never will be. Raises NotLeaderError,
         Missing, UnavailableError, Unknown: call again.
 
-        `here`: result of `open_here` from before the coordinator's register was read. If the state has changed since,
-        nothing is ended and UnavailableError is raised: the register may describe a transaction that has ended in the
-        meantime.
+        `here`: result of `transaction_snapshot` from before the coordinator's register was read. If the state has
+        changed since, nothing is ended and UnavailableError is raised: the register may describe a transaction that has
+        ended in the meantime.
         """
         ...
 
-    def coordinated_by(self, confirm: Confirm) -> None:
+    def set_coordinator(self, confirm: ConfirmTransaction) -> None:
         """Ask `confirm` before a transaction begins in a partition."""
         ...
 
@@ -281,7 +283,7 @@ class TopicLog(Protocol):
         """
         ...
 
-    def follow(self) -> Following: ...
+    def subscribe(self) -> FetchSubscription: ...
 
     async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
         """Return the offsets of a partition.
@@ -300,11 +302,11 @@ class TopicLog(Protocol):
         ...
 
     @property
-    def leadership(self) -> int:
+    def leadership_version(self) -> int:
         """Counter that grows whenever the answer of `leader_of` may have changed."""
         ...
 
-    async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
+    async def newest_timestamp(self, topic_id: str, partition: int) -> tuple[int, int] | None:
         """Return (offset, timestamp) of the first record with the greatest timestamp, or None.
 
         See `offset_for_time`.

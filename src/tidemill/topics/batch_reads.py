@@ -10,23 +10,23 @@ from tidemill.base.errors import CorruptError, InvalidError, MissingError, Tidem
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
 from tidemill.objects.store import Buffer
-from tidemill.objects.verified_read import tell_damaged, tell_flipped
+from tidemill.objects.verified_read import report_damaged_object, report_flipped_read
 from tidemill.topics.api import BatchRef
-from tidemill.topics.batch.header import base_offset_at, is_intact, is_patched, patch
+from tidemill.topics.batch.header import base_offset_at, is_intact, is_patched, patch_base_offset
 from tidemill.topics.l0.object_cache import ObjectCache
 
 
-class Ranges(Protocol):
+class RangeReader(Protocol):
     """Source of byte ranges of objects."""
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Buffer]: ...
 
 
 @runtime_checkable
-class SharedRanges(Protocol):
-    """`Ranges` whose reads are shared by several readers."""
+class SharedRangeReader(Protocol):
+    """`RangeReader` whose reads are shared by several readers."""
 
-    def forget(self, key: str) -> None:
+    def discard(self, key: str) -> None:
         """Drop the shared copy, so that the object is read from the store again."""
         ...
 
@@ -36,7 +36,9 @@ INLINE_BATCHES = 2_000
 in a thread."""
 
 
-def choose(sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, at_least_one: bool) -> tuple[int, int]:
+def select_batches(
+    sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, at_least_one: bool
+) -> tuple[int, int]:
     """Return (end index, bytes) of at most max_count whole batches from `first` that fit in max_bytes.
 
     With `at_least_one`, the first batch is included even if it is larger.
@@ -54,10 +56,10 @@ def choose(sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, 
 
 
 async def read_batches(
-    objects: Ranges,
+    objects: RangeReader,
     groups: Sequence[Sequence[BatchRef]],
     cache: ObjectCache | None = None,
-    ahead: Ranges | None = None,
+    ahead: RangeReader | None = None,
 ) -> list[list[Buffer] | TidemillError]:
     """Read the batches of each group, base offsets patched; those of L1 through `ahead`.
 
@@ -78,7 +80,7 @@ async def read_batches(
                 # An append whose outcome its leader never learned leaves the batch with the base offset that the
                 # producer sent.
                 if base_offset_at(cached, ref.first_byte) != ref.base_offset:
-                    patch(cached, ref.first_byte, ref.base_offset)
+                    patch_base_offset(cached, ref.first_byte, ref.base_offset)
                 buffers[ref.object_key, ref.first_byte] = memoryview(cached)[
                     ref.first_byte : ref.first_byte + ref.size_bytes
                 ]
@@ -89,9 +91,9 @@ async def read_batches(
         try:
             ranges_of = ahead if ahead is not None and key.startswith(L1_PREFIX) else objects
             await _read_object(ranges_of, key, refs, buffers)
-            damaged = await _damaged(key, refs, buffers)
+            damaged = await _find_damaged(key, refs, buffers)
             if damaged:
-                await _read_damaged(ranges_of, key, damaged, buffers)
+                await _reread_damaged(ranges_of, key, damaged, buffers)
         except (MissingError, InvalidError):
             # The log names the object, so its batches were acknowledged. This is neither the caller's mistake nor a
             # missing topic.
@@ -104,14 +106,14 @@ async def read_batches(
 
     left = iter(missing.items())
 
-    async def work() -> None:
+    async def read_next_objects() -> None:
         for key, refs in left:
             await read(key, refs)
 
     if len(missing) == 1:
-        await work()
+        await read_next_objects()
     elif missing:
-        await asyncio.gather(*(work() for _ in range(min(len(missing), OBJECT_CONCURRENCY))))
+        await asyncio.gather(*(read_next_objects() for _ in range(min(len(missing), OBJECT_CONCURRENCY))))
     results: list[list[Buffer] | TidemillError] = []
     for refs in groups:
         if not refs:
@@ -122,27 +124,27 @@ async def read_batches(
     return results
 
 
-async def _damaged(key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]) -> list[BatchRef]:
+async def _find_damaged(key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]) -> list[BatchRef]:
     def find() -> list[BatchRef]:
         return [ref for ref in refs if not is_intact(buffers[key, ref.first_byte])]
 
     return await asyncio.to_thread(find) if len(refs) > INLINE_BATCHES else find()
 
 
-async def _read_damaged(
-    ranges_of: Ranges, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
+async def _reread_damaged(
+    ranges_of: RangeReader, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
 ) -> None:
     """Read again from the store itself: the shared copy is the damaged one."""
-    if isinstance(ranges_of, SharedRanges):
-        ranges_of.forget(key)
+    if isinstance(ranges_of, SharedRangeReader):
+        ranges_of.discard(key)
     await _read_object(ranges_of, key, refs, buffers)
-    left = await _damaged(key, refs, buffers)
-    tell, ref = (tell_damaged, left[0]) if left else (tell_flipped, refs[0])
+    left = await _find_damaged(key, refs, buffers)
+    tell, ref = (report_damaged_object, left[0]) if left else (report_flipped_read, refs[0])
     tell(ranges_of, key, f"batches do not match their checksum: count={len(left or refs)} offset={ref.base_offset}")
 
 
 async def _read_object(
-    ranges_of: Ranges, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
+    ranges_of: RangeReader, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
 ) -> None:
     """Read adjacent batches as one range.
 
@@ -162,7 +164,7 @@ async def _read_object(
         if not all(is_patched(view, ref.first_byte - start, ref.base_offset) for ref in run):
             view = memoryview(bytearray(data))
             for ref in run:
-                patch(view, ref.first_byte - start, ref.base_offset)
+                patch_base_offset(view, ref.first_byte - start, ref.base_offset)
         for ref in run:
             at = ref.first_byte - start
             buffers[key, ref.first_byte] = view[at : at + ref.size_bytes]

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from tidemill.base.errors import TidemillError
-from tidemill.consensus.api import Consensus, changes
+from tidemill.consensus.api import Consensus, read_all_changes
 from tidemill.topics.partition.leader import PartitionLeader
-from tidemill.topics.partition.recovery import LOG_PREFIX, place_of
+from tidemill.topics.partition.recovery import LOG_PREFIX, parse_log_name
 from tidemill.topics.partition_supervisor import PartitionKey
 
-SURE_S = 1.0
+CONFIRM_TIMEOUT_S = 1.0
 """Time that reads wait, once, for consensus to report the leaders. While consensus is unavailable they are answered
 from the known state, as Kafka's brokers do without their controller."""
 
@@ -42,25 +42,25 @@ class LeaderCheck:
         self._asking = asyncio.Lock()
         self._token = ""
 
-    async def sure(self) -> None:
+    async def confirm_leadership(self) -> None:
         """Wait until every partition that was deposed while this node's lease had run out is closed."""
         while (lapses := self._lapses()) != self._sure_of:
             async with self._asking:
                 if lapses == self._sure_of:
                     continue
                 try:
-                    async with asyncio.timeout(SURE_S):
-                        await self.look()
+                    async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                        await self.check_heads()
                 except (TimeoutError, TidemillError) as error:
                     _log.warning("leaders not confirmed after a lease ran out", cause=repr(error))
                 self._sure_of = lapses
 
-    async def look(self) -> None:
+    async def check_heads(self) -> None:
         """Pass the head of every changed log to its partition in this process. Raises Unavailable."""
         if not self._led:
             return
-        heads, self._token = await changes(self._consensus, LOG_PREFIX, self._token)
+        heads, self._token = await read_all_changes(self._consensus, LOG_PREFIX, self._token)
         for name, head in heads.items():
-            led = self._led.get(place_of(name.removeprefix(LOG_PREFIX)))
+            led = self._led.get(parse_log_name(name.removeprefix(LOG_PREFIX)))
             if led is not None:
-                led.told_head(head)
+                led.observe_head(head)

@@ -13,7 +13,7 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, MissingError, TidemillError, UnavailableError, ends_process
 from tidemill.base.runtime.coop import CoopBudget
-from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
@@ -21,11 +21,10 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.api import (
     BatchRef,
-    Confirm,
+    ConfirmTransaction,
     CorruptBatchError,
     Fetched,
     FetchRead,
-    Here,
     Marker,
     NotLeaderError,
     OffsetOutOfRangeError,
@@ -33,39 +32,41 @@ from tidemill.topics.api import (
     ProduceResult,
     ProducerStatus,
     ProduceTransaction,
+    TransactionSnapshot,
 )
 from tidemill.topics.batch.header import parse_header
 from tidemill.topics.batch_reads import read_batches
 from tidemill.topics.config.settings import TopicSettings
-from tidemill.topics.fetch.fetch_interest import LocalFollowing, Serving
-from tidemill.topics.fetch.fetch_planner import Led, told_of
-from tidemill.topics.fetch.timestamp_lookup import first_at
+from tidemill.topics.fetch.fetch_interest import FetchDeps, LocalFetchSubscription
+from tidemill.topics.fetch.fetch_planner import LeaderOrError, read_error_of
+from tidemill.topics.fetch.timestamp_lookup import first_offset_at
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l0.shared_reads import SharedReads
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.l1.read_ahead import ReadAhead
-from tidemill.topics.l1.reader import L1Reader, l1_reader
-from tidemill.topics.l1.reconcile_scheduler import Rounds
+from tidemill.topics.l1.reader import L1Reader, open_l1_reader
+from tidemill.topics.l1.reconcile_scheduler import ReconcileScheduler
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.leader_check import LeaderCheck
-from tidemill.topics.lifecycle.retention import Retainer, RetentionHolds, config_of, is_compacted
-from tidemill.topics.membership import Alone, Assignment
-from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader, no_coordinator
+from tidemill.topics.lifecycle.retention import RetentionHolds, RetentionRunner, effective_config, is_compacted
+from tidemill.topics.membership import Assignment, SingleNodeAssignment
+from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader
 from tidemill.topics.partition.pending_batch import fail_future
 from tidemill.topics.partition.produce_results import producer_status
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
-from tidemill.topics.partition_supervisor import PartitionKey, Supervision
+from tidemill.topics.partition.transaction_verification import reject_without_coordinator
+from tidemill.topics.partition_supervisor import PartitionKey, PartitionSupervisor
 from tidemill.topics.produce.validator_pool import THREADS, BatchValidator
-from tidemill.topics.status_report import TopicStatusTotals, report_marks
+from tidemill.topics.status_report import TopicStatusTotals, report_statuses
 
 _log = structlog.get_logger()
 
-Moved = Callable[[str, int], None]
-Listed = Callable[[Mapping[str, TopicRow]], None]
+MovedCallback = Callable[[str, int], None]
+ListedCallback = Callable[[Mapping[str, TopicRow]], None]
 SHUTDOWN_S = 5.0
-REFRESH = "topics refresh"
+REFRESH_TASK = "topics refresh"
 
-OPENINGS_AT_ONCE = 128
+CONCURRENT_OPENINGS = 128
 """Limit of partitions that fence and replay their logs concurrently: one request may name thousands."""
 
 
@@ -89,7 +90,7 @@ class LocalTopics:
         self._objects = objects
         self._catalogue = catalogue
         self._clock = clock
-        self._assignment: Assignment = assignment if assignment is not None else Alone()
+        self._assignment: Assignment = assignment if assignment is not None else SingleNodeAssignment()
         self._settings = settings if settings is not None else TopicSettings()
         self._tracker = tracker
         self._pace = CoopBudget(clock)
@@ -105,18 +106,18 @@ class LocalTopics:
         )
         self._checker = BatchValidator()
         self._time_lookups = asyncio.Semaphore(THREADS)
-        self._openings = asyncio.Semaphore(OPENINGS_AT_ONCE)
-        self._commits = Tasks(self._partition_broke)
-        self._tasks = Tasks(self._partition_broke)
+        self._openings = asyncio.Semaphore(CONCURRENT_OPENINGS)
+        self._commits = Tasks(self._on_task_failed)
+        self._tasks = Tasks(self._on_task_failed)
         self._shared = SharedReads(objects, self._tasks)
         self._ahead = ReadAhead(objects, self._tasks)
-        self._l1 = l1_reader(metastore, objects, clock, rand, self._ahead) if metastore is not None else None
-        self._supervision = Supervision(clock, tracker, self._tasks, self._mark_of, self._reopen)
+        self._l1 = open_l1_reader(metastore, objects, clock, rand, self._ahead) if metastore is not None else None
+        self._supervision = PartitionSupervisor(clock, tracker, self._tasks, self._status_name, self._reopen)
         self._marked: set[str] = set()
         self._sums = TopicStatusTotals()
         self._around = LeaderDeps(
             consensus, objects, self._writer, self._checker, clock, rand, self._settings, self._commits,
-            asyncio.Semaphore(self._settings.appends_at_once), self._moved, self._ask_coordinator,
+            asyncio.Semaphore(self._settings.appends_at_once), self._on_moved, self._ask_coordinator,
             self._sums.touch if tracker is not None else lambda _: None,
         )  # fmt: skip
         self._led: dict[PartitionKey, PartitionLeader] = {}
@@ -126,14 +127,14 @@ class LocalTopics:
         self._refresh: asyncio.Task[None] | None = None
         self._closed = False
         self._leadership = 0
-        self._confirm: Confirm = no_coordinator
-        self._retainer = Retainer(
-            consensus, objects, clock, self._settings, self._assignment, self._led, self._leading,
+        self._confirm: ConfirmTransaction = reject_without_coordinator
+        self._retainer = RetentionRunner(
+            consensus, objects, clock, self._settings, self._assignment, self._led, self._led_partition,
             self._l1.rows if self._l1 is not None else None,
         )  # fmt: skip
-        self._heads = LeaderCheck(consensus, self._led, self._assignment.lapses)
-        self._watchers: list[tuple[Moved, Listed]] = []
-        self._rounds: Rounds | None = None
+        self._heads = LeaderCheck(consensus, self._led, self._assignment.lease_lapses)
+        self._watchers: list[tuple[MovedCallback, ListedCallback]] = []
+        self._rounds: ReconcileScheduler | None = None
         self._compacted: set[str] = set()
         """Ids of compacted topics."""
         if self._l1 is not None:
@@ -141,15 +142,15 @@ class LocalTopics:
             self.reconciler = Reconciler(
                 rows, objects, self._cache, self._shared, clock, rand, self._settings, self._led
             )
-            self._rounds = Rounds(self.reconciler, clock, self._settings, self._led)
-        self._assignment.on_change(self._reassigned)
+            self._rounds = ReconcileScheduler(self.reconciler, clock, self._settings, self._led)
+        self._assignment.on_change(self._on_reassigned)
 
     @property
-    def staged(self) -> tuple[int, int]:
+    def staged_usage(self) -> tuple[int, int]:
         """Return (bytes of batches that wait for their upload or are being uploaded, limit)."""
         return self._writer.staged_bytes, self._settings.staged_bytes
 
-    def l1_facts(self) -> dict[str, object]:
+    def l1_figures(self) -> dict[str, object]:
         """Return the figures of the reconciler on this node; empty without L1."""
         return msgspec.structs.asdict(self.reconciler.figures) if self._rounds is not None else {}
 
@@ -159,7 +160,7 @@ class LocalTopics:
         return self._sums.all.memory_bytes
 
     @property
-    def cached(self) -> tuple[int, int]:
+    def cache_usage(self) -> tuple[int, int]:
         """Bytes (held, limit) of recent L0 objects in memory and of cached reads from other nodes' objects."""
         shared = self._shared
         return self._cache.bytes_held + shared.held_bytes, self._settings.cache_bytes + shared.limit_bytes
@@ -167,13 +168,13 @@ class LocalTopics:
     async def start(self) -> None:
         """Read the catalogue and keep following it. Optional: without it topics are looked up at first use."""
         await self.refresh()
-        self._keep("topics:catalogue", self._follow_catalogue)
-        self._keep("topics:leaders", self._check_leaders)
-        self._keep("topics:retention", self._retain)
-        self._keep("topics:marks", self._publish_marks)
+        self._run_forever("topics:catalogue", self._follow_catalogue)
+        self._run_forever("topics:leaders", self._check_leaders)
+        self._run_forever("topics:retention", self._run_retention)
+        self._run_forever("topics:marks", self._publish_statuses)
         if self._rounds is not None:
-            self._keep("topics:reconcile", self._rounds.run)
-            self._keep("topics:hot", self._open_hot)
+            self._run_forever("topics:reconcile", self._rounds.run)
+            self._run_forever("topics:hot", self._open_hot_partitions)
 
     async def aclose(self) -> None:
         """Stop leading. Appends in flight get a moment to end, then all waiting calls end."""
@@ -190,7 +191,7 @@ class LocalTopics:
         await self._tasks.aclose()
 
     @property
-    def read_ahead(self) -> tuple[int, int]:
+    def read_ahead_usage(self) -> tuple[int, int]:
         """Bytes (held, limit) that were read ahead from L1."""
         return self._ahead.held_bytes, self._ahead.limit_bytes
 
@@ -205,25 +206,27 @@ class LocalTopics:
         within: ProduceTransaction | None = None,
     ) -> asyncio.Future[ProduceResult]:
         try:
-            led = self._leading(topic_id, partition)
+            led = self._led_partition(topic_id, partition)
         except TidemillError as error:
-            self._remember_refused(topic_id, partition, batch)
+            self._record_refused_gap(topic_id, partition, batch)
             future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
             fail_future(future, error)
             return future
         return led.produce_nowait(batch, sender, within)
 
-    async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
-        return (await self._opened(topic_id, partition)).open_here(producer_id)
+    async def transaction_snapshot(self, topic_id: str, partition: int, producer_id: int) -> TransactionSnapshot:
+        return (await self._opened(topic_id, partition)).transaction_snapshot(producer_id)
 
-    async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None:
-        await self._leading(topic_id, partition).mark_nowait(marker, here)
+    async def mark(
+        self, topic_id: str, partition: int, marker: Marker, here: TransactionSnapshot | None = None
+    ) -> None:
+        await self._led_partition(topic_id, partition).write_marker_nowait(marker, here)
 
     async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
         state = (await self._opened(topic_id, partition)).state
         return [producer_status(state, producer_id) for producer_id, _ in state.live_producers()]
 
-    def _remember_refused(self, topic_id: str, partition: int, batch: Buffer) -> None:
+    def _record_refused_gap(self, topic_id: str, partition: int, batch: Buffer) -> None:
         """Record a sequence gap also for a batch refused before this node leads. Later batches of the connection may
         arrive when it leads, and would be accepted from a producer without state."""
         with contextlib.suppress(CorruptBatchError):
@@ -236,7 +239,7 @@ class LocalTopics:
     async def fetch(
         self, reads: Sequence[FetchRead], *, max_wait_s: float, min_bytes: int, max_bytes: int
     ) -> list[Fetched]:
-        following = self.follow()
+        following = self.subscribe()
         try:
             for number, read in enumerate(reads):
                 following.put(number, read)
@@ -245,14 +248,14 @@ class LocalTopics:
         finally:
             following.close()
 
-    def follow(self) -> LocalFollowing:
-        return LocalFollowing(Serving(self._open_all, self._shared, self._cache, self._l1, self._pace))
+    def subscribe(self) -> LocalFetchSubscription:
+        return LocalFetchSubscription(FetchDeps(self._open_all, self._shared, self._cache, self._l1, self._pace))
 
     async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
         """Return the offsets; see `api.TopicLog`. Raises NotLeaderError, MissingError, UnavailableError."""
         led = await self._opened(topic_id, partition)
         if proved:
-            await led.prove()
+            await led.prove_leadership()
             if led.closed_error is not None:
                 raise led.closed_error
         state = led.state
@@ -277,9 +280,9 @@ class LocalTopics:
             async with self._time_lookups:
                 (found,) = await read_batches(self._shared, [[ref]], self._cache)
                 if isinstance(found, TidemillError):
-                    raise await told_of(led, [ref], found)
-                work = partial(first_at, found[0], ref, timestamp_ms, floor)
-                first = await self._checker.run("by time", work)
+                    raise await read_error_of(led, [ref], found)
+                work = partial(first_offset_at, found[0], ref, timestamp_ms, floor)
+                first = await self._checker.run_in_thread("by time", work)
             if first is not None:
                 return first
             start = floor = ref.base_offset + ref.record_count
@@ -287,23 +290,23 @@ class LocalTopics:
     async def _batch_at(self, led: PartitionLeader, timestamp_ms: int, start: int) -> BatchRef | None:
         state = led.state
         index = state.batch_for_time(timestamp_ms, start)
-        ref = state.ref(index) if index is not None else None
+        ref = state.batch_ref(index) if index is not None else None
         if state.reconciled > start:
             # L1 after the hot state: the other order would miss a batch that moves in between.
-            ref = await self._in_l1().first_at(led.topic_id, led.partition, timestamp_ms, start) or ref
+            ref = await self._require_l1().first_batch_at(led.topic_id, led.partition, timestamp_ms, start) or ref
         return ref
 
-    def _in_l1(self) -> L1Reader:
+    def _require_l1(self) -> L1Reader:
         if self._l1 is None:
             raise UnavailableError("this process cannot read L1.")
         return self._l1
 
-    async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
+    async def newest_timestamp(self, topic_id: str, partition: int) -> tuple[int, int] | None:
         led = await self._opened(topic_id, partition)
         state = led.state
         times = {state.highest_timestamps[-1]} if state.highest_timestamps else set()
         if state.reconciled > state.log_start:
-            below_ms = await self._in_l1().rows.newest_time_ms(topic_id, partition, state.log_start)
+            below_ms = await self._require_l1().rows.newest_timestamp_ms(topic_id, partition, state.log_start)
             times |= {below_ms} if below_ms is not None else set()
         return await self._first_at(led, max(times), state.log_start, whole=True) if times else None
 
@@ -315,7 +318,7 @@ class LocalTopics:
             raise OffsetOutOfRangeError(f"the offset is outside the log: offset={before_offset} end={high_watermark}.")
         if wanted > led.state.log_start:
             await self._retainer.check_unread(self._topics[topic_id], partition, wanted)
-            await led.started_at(wanted)
+            await led.advance_log_start_durably(wanted)
         return led.state.log_start
 
     def last_stable(self, topic_id: str, partition: int) -> int | None:
@@ -323,7 +326,7 @@ class LocalTopics:
         led = self._led.get((topic_id, partition))
         return led.state.last_stable if led is not None and led.is_open else None
 
-    def coordinated_by(self, confirm: Confirm) -> None:
+    def set_coordinator(self, confirm: ConfirmTransaction) -> None:
         self._confirm = confirm
 
     async def _ask_coordinator(
@@ -331,27 +334,27 @@ class LocalTopics:
     ) -> None:
         await self._confirm(within, producer_id, epoch, topic_id, partition)
 
-    def watch(self, moved: Moved, listed: Listed) -> None:
+    def watch(self, moved: MovedCallback, listed: ListedCallback) -> None:
         """Register two plain calls. `moved(topic id, partition)`: a last stable offset moved, or a partition was opened
         here. `listed(topic id → row)`: the catalogue has changed; also called once now."""
         self._watchers.append((moved, listed))
         listed(self._topics)
 
-    def _moved(self, topic_id: str, partition: int) -> None:
-        self._to_move(topic_id, partition)
+    def _on_moved(self, topic_id: str, partition: int) -> None:
+        self._schedule_reconcile(topic_id, partition)
         for moved, _ in self._watchers:
             moved(topic_id, partition)
 
-    def _to_move(self, topic_id: str, partition: int) -> None:
-        if self._rounds is not None and self._goes_into_l1(topic_id):
-            self._rounds.moved(topic_id, partition)
+    def _schedule_reconcile(self, topic_id: str, partition: int) -> None:
+        if self._rounds is not None and self._is_reconciled(topic_id):
+            self._rounds.schedule(topic_id, partition)
 
-    def _goes_into_l1(self, topic_id: str) -> bool:
+    def _is_reconciled(self, topic_id: str) -> bool:
         """Return whether the topic's settled batches move to L1. Compacted topics always do: L1 is compacted."""
         return self._settings.reconcile or topic_id in self._compacted
 
     @property
-    def leadership(self) -> int:
+    def leadership_version(self) -> int:
         return self._leadership
 
     def leader_of(self, topic_id: str, partition: int) -> str:
@@ -368,7 +371,7 @@ class LocalTopics:
         if self._closed:
             raise ClosedError("the topics of this node were closed.")
         if self._refresh is None:
-            self._refresh = self._tasks.spawn(self._read_catalogue(), name=REFRESH)
+            self._refresh = self._tasks.spawn(self._read_catalogue(), name=REFRESH_TASK)
         await asyncio.shield(self._refresh)
 
     async def _read_catalogue(self) -> None:
@@ -382,7 +385,7 @@ class LocalTopics:
         before, self._topics = self._topics, {row.topic_id: row for row in rows}
         already, self._compacted = self._compacted, {row.topic_id for row in rows if is_compacted(row)}
         for topic_id, partition in self._led if self._compacted - already else ():
-            self._to_move(topic_id, partition)
+            self._schedule_reconcile(topic_id, partition)
         self._reconfigure(before)
         for _, listed in self._watchers:
             listed(self._topics)
@@ -394,7 +397,7 @@ class LocalTopics:
         """Apply changed topic configs to open partitions."""
         for topic_id, row in self._topics.items():
             if topic_id in before and row.config != before[topic_id].config:
-                config = config_of(row)
+                config = effective_config(row)
                 for partition in range(row.partitions):
                     if (led := self._led.get((topic_id, partition))) is not None:
                         led.config = config
@@ -409,32 +412,32 @@ class LocalTopics:
                     raise
                 _log.warning("catalogue not read", cause=str(error))
             else:
-                self._works("topics:catalogue")
+                self._report_recovered("topics:catalogue")
 
-    def hold(self, holds: RetentionHolds) -> None:
+    def set_retention_holds(self, holds: RetentionHolds) -> None:
         """Consult `holds` before records of a topic are deleted."""
         self._retainer.holds = holds
 
-    async def _retain(self) -> None:
+    async def _run_retention(self) -> None:
         while True:
             await asyncio.sleep(self._settings.retention_check_s)
             await self.refresh()
-            await self._retainer.round(self._topics)
-            self._works("topics:retention")
+            await self._retainer.run_round(self._topics)
+            self._report_recovered("topics:retention")
 
-    async def _open_hot(self) -> None:
+    async def _open_hot_partitions(self) -> None:
         """Open assigned partitions that still have batches outside L1, though no request has used them since the start.
         Once open, they are reconciled."""
         while True:
             some = self._settings.reconcile or self._compacted
-            for topic_id, partition in await self._in_l1().rows.hot() if some else ():
+            for topic_id, partition in await self._require_l1().rows.hot_partitions() if some else ():
                 ours = self._assignment.leader_of(topic_id, partition) == self._assignment.node
-                wanted = topic_id in self._topics and self._goes_into_l1(topic_id)
+                wanted = topic_id in self._topics and self._is_reconciled(topic_id)
                 if ours and wanted and (topic_id, partition) not in self._led:
                     # The error is reported under the topic's own stage status, and the open is retried.
                     with contextlib.suppress(TidemillError):
                         await self._opened(topic_id, partition)
-            self._works("topics:hot")
+            self._report_recovered("topics:hot")
             await asyncio.sleep(self._settings.reconcile_max_s)
 
     # leadership -----------------------------------------------------------------------------------
@@ -442,10 +445,10 @@ class LocalTopics:
         while True:
             await asyncio.sleep(self._settings.leaders_check_s)
             if self._settings.fault != "untold-leader":
-                await self._heads.look()
-            self._works("topics:leaders")
+                await self._heads.check_heads()
+            self._report_recovered("topics:leaders")
 
-    def _leading(self, topic_id: str, partition: int) -> PartitionLeader:
+    def _led_partition(self, topic_id: str, partition: int) -> PartitionLeader:
         """Return the led partition; open it if necessary. A plain call, so that the caller's next reservation has its
         place in order. Raises NotLeaderError."""
         led = self._led.get((topic_id, partition))
@@ -455,16 +458,16 @@ class LocalTopics:
             raise NotLeaderError("the node is shutting down.")
         leader = self._assignment.leader_of(topic_id, partition)
         if leader != self._assignment.node:
-            self._assignment.poke()
+            self._assignment.request_refresh()
             raise NotLeaderError(
                 f"another node leads: partition={topic_id}/{partition} leader={leader}.", leader=leader
             )
-        self._supervision.check((topic_id, partition))
-        return self._lead(topic_id, partition)
+        self._supervision.check_available((topic_id, partition))
+        return self._start_leading(topic_id, partition)
 
-    def _lead(self, topic_id: str, partition: int) -> PartitionLeader:
+    def _start_leading(self, topic_id: str, partition: int) -> PartitionLeader:
         holes = self._holes.setdefault((topic_id, partition), SequenceGaps())
-        led = PartitionLeader(topic_id, partition, self._around, holes, self._stopped)
+        led = PartitionLeader(topic_id, partition, self._around, holes, self._on_closed)
         self._led[topic_id, partition] = led
         self._tasks.spawn(self._open(led), name=f"open {topic_id}/{partition}")
         return led
@@ -483,63 +486,63 @@ class LocalTopics:
         if not self._exists(led):
             led.close(MissingError(f"no such partition: topic_id={led.topic_id} partition={led.partition}."))
         elif led.closed_error is None:
-            led.config = config_of(self._topics[led.topic_id])
+            led.config = effective_config(self._topics[led.topic_id])
             async with self._openings:
                 # It may have moved while it waited. Its new leader must not be fenced.
                 if led.closed_error is None:
                     await led.open()
             if led.is_open:
-                self._supervision.opened((led.topic_id, led.partition))
+                self._supervision.report_opened((led.topic_id, led.partition))
 
     def _exists(self, led: PartitionLeader) -> bool:
         row = self._topics.get(led.topic_id)
         return row is not None and 0 <= led.partition < row.partitions
 
     async def _opened(self, topic_id: str, partition: int) -> PartitionLeader:
-        await self._heads.sure()
-        led = self._leading(topic_id, partition)
-        await led.opened()
+        await self._heads.confirm_leadership()
+        led = self._led_partition(topic_id, partition)
+        await led.wait_open()
         return led
 
-    def _stopped(self, led: PartitionLeader, error: TidemillError) -> None:
+    def _on_closed(self, led: PartitionLeader, error: TidemillError) -> None:
         key = (led.topic_id, led.partition)
         if self._led.get(key) is led:
             del self._led[key]
         if led.fault is not None and not self._closed:
             self._supervision.failed(key, led.fault)
             return
-        self._supervision.healed(key)
+        self._supervision.clear_failure(key)
         if isinstance(error, NotLeaderError):
-            self._assignment.poke()
+            self._assignment.request_refresh()
         if isinstance(error, MissingError):
             self._holes.pop(key, None)
 
     def _reopen(self, key: PartitionKey) -> None:
         if self._assignment.leader_of(*key) != self._assignment.node:
-            self._supervision.healed(key)  # Another node leads it now.
+            self._supervision.clear_failure(key)  # Another node leads it now.
         elif key not in self._led and not self._closed:
-            self._lead(*key)
+            self._start_leading(*key)
 
-    def _mark_of(self, key: PartitionKey) -> str:
+    def _status_name(self, key: PartitionKey) -> str:
         row = self._topics.get(key[0])
         return f"topic:{row.name if row is not None else key[0]}"
 
-    def _partition_broke(self, name: str, error: BaseException) -> None:
+    def _on_task_failed(self, name: str, error: BaseException) -> None:
         """Close the partition of a failed task, whose name is "<what> topic/<id>/<partition>"."""
-        if name == REFRESH:
+        if name == REFRESH_TASK:
             return  # Raised to the callers that wait for it.
-        _log.error("a partition's task failed", task=name, error=sentence(error), exc_info=error)
+        _log.error("a partition's task failed", task=name, error=error_sentence(error), exc_info=error)
         topic_id, _, partition = name.rpartition(" ")[2].removeprefix("topic/").rpartition("/")
         led = self._led.get((topic_id, int(partition))) if partition.isdigit() else None
         if led is not None:
             led.fault = error
             led.close(UnavailableError(f"the partition failed: task={name} cause={error!r}", fix="Retry."))
 
-    def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
+    def _run_forever(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
         tracker = self._tracker if self._tracker is not None else StatusTracker()
-        self._tasks.spawn(keep(mark, body, tracker=tracker, clock=self._clock), name=mark)
+        self._tasks.spawn(run_unit(mark, body, tracker=tracker, clock=self._clock), name=mark)
 
-    def _reassigned(self) -> None:
+    def _on_reassigned(self) -> None:
         self._leadership += 1
         for (topic_id, partition), led in list(self._led.items()):
             leader = self._assignment.leader_of(topic_id, partition)
@@ -547,47 +550,47 @@ class LocalTopics:
                 led.close(NotLeaderError(f"the partition moved: partition={topic_id}/{partition}.", leader=leader))
 
     # fetch ----------------------------------------------------------------------------------------
-    async def _open_all(self, reads: Sequence[FetchRead], until_s: float) -> list[Led]:
+    async def _open_all(self, reads: Sequence[FetchRead], until_s: float) -> list[LeaderOrError]:
         """Return the led partitions, opened concurrently. Waits for a takeover, which can outlast a short poll: an
         error would make the client search for another leader in vain."""
-        await self._heads.sure()
+        await self._heads.confirm_leadership()
         pace = self._pace
-        found: list[Led] = []
+        found: list[LeaderOrError] = []
         for read in reads:
             try:
-                found.append(self._leading(read.topic_id, read.partition))
+                found.append(self._led_partition(read.topic_id, read.partition))
             except TidemillError as error:
                 found.append(error)
-            if pace.due:
-                await pace.rest()
+            if pace.is_used_up:
+                await pace.wait_for_turn()
         limit_s = max(until_s, asyncio.get_running_loop().time() + 1.0)
         for index, led in enumerate(found):
             if isinstance(led, PartitionLeader) and not led.is_open:
                 try:
                     async with asyncio.timeout_at(limit_s):
-                        await led.opened()
+                        await led.wait_open()
                 except TimeoutError:
                     found[index] = UnavailableError(f"the partition is being opened: {led.topic_id}/{led.partition}.")
                 except TidemillError as error:
                     found[index] = error
         return found
 
-    def _works(self, mark: str) -> None:
+    def _report_recovered(self, mark: str) -> None:
         if self._tracker is not None:
-            self._tracker.heal(mark)
+            self._tracker.clear_failure(mark)
 
-    async def _publish_marks(self) -> None:
+    async def _publish_statuses(self) -> None:
         while True:
-            self.update_marks()
-            self._works("topics:marks")
+            self.update_statuses()
+            self._report_recovered("topics:marks")
             await asyncio.sleep(self._settings.mark_interval_s)
 
-    def update_marks(self) -> None:
+    def update_statuses(self) -> None:
         """Set the stage status `topic:<name>` for every topic with a partition led here."""
         if self._tracker is not None and not self._closed:
             now_ms = self._clock.now_ms()
             failing = self._supervision.marks()
-            marked = report_marks(self._tracker, self._sums, self._topics, self._writer, now_ms, failing)
+            marked = report_statuses(self._tracker, self._sums, self._topics, self._writer, now_ms, failing)
             for name in self._marked - marked:
                 self._tracker.remove(name)
             self._marked = marked

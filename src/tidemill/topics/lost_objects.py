@@ -28,7 +28,7 @@ STAND_IN: Final = b"let go\n" + encode_footer(())
 class LostRange(msgspec.Struct, frozen=True):
     """Offsets [start, end) of a partition whose batches are partly or wholly in a lost object.
 
-    `let_go`: its stand-in exists.
+    `drop_lost_object`: its stand-in exists.
     """
 
     partition: int
@@ -39,16 +39,16 @@ class LostRange(msgspec.Struct, frozen=True):
     let_go: bool
 
 
-async def is_let_go(objects: ObjectStore, key: str) -> bool:
-    return await _looked_at(objects, key) is True
+async def is_dropped(objects: ObjectStore, key: str) -> bool:
+    return await _check_stand_in(objects, key) is True
 
 
-async def let_go(objects: ObjectStore, key: str) -> None:
+async def drop_lost_object(objects: ObjectStore, key: str) -> None:
     """Write the stand-in of a lost object. Idempotent. Raises ConflictError if the object exists."""
     try:
         await objects.put(key, STAND_IN)
     except ConflictError:
-        if not await is_let_go(objects, key):
+        if not await is_dropped(objects, key):
             raise
 
 
@@ -59,17 +59,17 @@ async def lost_ranges(objects: ObjectStore, states: Iterable[tuple[int, Partitio
     for partition, state in states:
         for key in sorted(key for key in state.live_objects() if key.startswith(PREFIX)):
             if key not in known:
-                known[key] = await _looked_at(objects, key)
+                known[key] = await _check_stand_in(objects, key)
             gone = known[key]
             if gone is None:
                 continue
-            refs = [ref for ref in map(state.ref, range(len(state))) if ref.object_key == key]
+            refs = [ref for ref in map(state.batch_ref, range(len(state))) if ref.object_key == key]
             end = refs[-1].base_offset + refs[-1].record_count
             found.append(LostRange(partition, key, refs[0].base_offset, end, len(refs), gone))
     return found
 
 
-async def _looked_at(objects: ObjectStore, key: str) -> bool | None:
+async def _check_stand_in(objects: ObjectStore, key: str) -> bool | None:
     """Return None if the object exists, False if it is missing, True if its stand-in exists."""
     found = await objects.head(key)
     if found is None:

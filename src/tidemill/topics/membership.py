@@ -34,7 +34,7 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, FencedError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import LEASE_TTL_MS
-from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease, LogHead
 
@@ -45,7 +45,7 @@ NODES_REGISTER = "cluster/nodes"
 CHANGES_LOG = "cluster/changes"
 EPOCH_BASE_REGISTER = "cluster/epoch-base"
 POLL_S = 1.0
-HEAR_S = 30.0
+CHANGES_WAIT_S = 30.0
 ANNOUNCE_TRIES = 5
 EAGER_POLL_GAP_S = 0.05
 RENEWED_WITHIN_S = 1.0
@@ -91,21 +91,21 @@ class Assignment(Protocol):
 
     def epoch(self) -> int: ...
 
-    def lapses(self) -> int:
+    def lease_lapses(self) -> int:
         """Return a number that changes when this node's lease expires, by its own clock, or is renewed after that.
 
         Another node may have led this node's partitions since.
         """
         ...
 
-    def poke(self) -> None:
+    def request_refresh(self) -> None:
         """Request a fresh view soon, because something contradicts this one."""
         ...
 
     def on_change(self, callback: Callable[[], None]) -> None: ...
 
 
-class Alone:
+class SingleNodeAssignment:
     """Assignment of a process that leads every partition: a single node without leases, and tests."""
 
     def __init__(self, node: str = "local", epoch: int = 0) -> None:
@@ -118,15 +118,15 @@ class Alone:
     def epoch(self) -> int:
         return self._epoch
 
-    def lapses(self) -> int:
+    def lease_lapses(self) -> int:
         return 0
 
-    def poke(self) -> None: ...
+    def request_refresh(self) -> None: ...
 
     def on_change(self, callback: Callable[[], None]) -> None: ...
 
 
-def rendezvous(names: list[str], topic_id: str, partition: int) -> str:
+def rendezvous_leader(names: list[str], topic_id: str, partition: int) -> str:
     """Return the node with the highest hash of (node, partition): a node that leaves moves only its own partitions."""
     if not names:
         return ""
@@ -137,7 +137,7 @@ def rendezvous(names: list[str], topic_id: str, partition: int) -> str:
 class Membership:
     """Renews this node's lease and maintains a view of the others.
 
-    Call `start` before use, `leave` and `aclose` at the end.
+    Call `start` before use, `leave_cluster` and `aclose` at the end.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Membership:
         """End of the grace after an outage, during which a member stays one though its lease expired."""
         self._left = False
         self._tracker = tracker if tracker is not None else StatusTracker()
-        self._tasks = Tasks(self._unit_broke)
+        self._tasks = Tasks(self._on_task_failed)
         self.superseded: FencedError | None = None
         """Error set once a later process has taken this node's name: this one leads nothing any more and should
         exit."""
@@ -187,11 +187,11 @@ class Membership:
     async def start(self, *, join: bool = True) -> None:
         """Register, read the view, and `join`. Raises UnavailableError: call it again."""
         await self._register()
-        await self._look()
+        await self._refresh_view()
         if join:
             await self.join()
-        self._keep("membership:view", self._keep_view)
-        self._keep("membership:changes", self._hear)
+        self._run_forever("membership:view", self._keep_view)
+        self._run_forever("membership:changes", self._watch_changes)
 
     async def join(self) -> None:
         """Acquire the lease: from then on this node is assigned partitions, and clients are sent to it.
@@ -200,25 +200,25 @@ class Membership:
         """
         await self._acquire()
         await self._announce()
-        await self._look()
-        self._keep("membership:lease", self._keep_lease)
+        await self._refresh_view()
+        self._run_forever("membership:lease", self._keep_lease)
 
-    def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
+    def _run_forever(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
         """Run a loop that must never stop: without its lease this node is no member, and without a view it leads
         partitions of other nodes."""
-        self._tasks.spawn(keep(mark, body, tracker=self._tracker, clock=self._clock), name=mark)
+        self._tasks.spawn(run_unit(mark, body, tracker=self._tracker, clock=self._clock), name=mark)
 
-    def _unit_broke(self, mark: str, error: BaseException) -> None:
-        self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
+    def _on_task_failed(self, mark: str, error: BaseException) -> None:
+        self._tracker.fail(mark, error_sentence(error), now_ms=self._clock.now_ms(), parked=True)
 
-    def offer(self, captures: tuple[str, ...]) -> None:
+    def set_captures(self, captures: tuple[str, ...]) -> None:
         """Set the captures that this node may run.
 
         Other nodes see them with the next renewal of the lease, within a third of its time to live.
         """
         self._info = msgspec.structs.replace(self._info, captures=captures)
 
-    async def leave(self) -> None:
+    async def leave_cluster(self) -> None:
         """Release the lease, so that others take over now rather than after its time to live.
 
         From here on this node leads nothing, and directs clients to the new leaders.
@@ -236,7 +236,7 @@ class Membership:
 
     async def aclose(self) -> None:
         """Leave, and stop the tasks."""
-        await self.leave()
+        await self.leave_cluster()
         await self._tasks.aclose()
 
     @property
@@ -249,7 +249,7 @@ class Membership:
         """List the live nodes by node id, including this one while it holds its lease."""
         return list(self._members)
 
-    def late(self) -> tuple[str, ...]:
+    def late_nodes(self) -> tuple[str, ...]:
         """Return the names of other nodes whose lease is late or expired, as of the last view: dead, frozen or slow.
 
         Empty while an outage of consensus may have prevented renewals. Excludes nodes that released their lease.
@@ -260,7 +260,7 @@ class Membership:
         key = (topic_id, partition)
         leader = self._leaders.get(key)
         if leader is None:
-            leader = rendezvous([member.name for member in self._members], topic_id, partition)
+            leader = rendezvous_leader([member.name for member in self._members], topic_id, partition)
             self._leaders[key] = leader
         return leader
 
@@ -268,13 +268,13 @@ class Membership:
         """Return the cluster epoch as of this node's start."""
         return self._epoch
 
-    def lapses(self) -> int:
+    def lease_lapses(self) -> int:
         return self._lapses + self._has_lapsed()
 
     def _has_lapsed(self) -> bool:
         return self._lease is not None and self._clock.monotonic_s() - self._renewed_s >= self._ttl_ms / 1000
 
-    def poke(self) -> None:
+    def request_refresh(self) -> None:
         self._wake.set()
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -300,14 +300,14 @@ class Membership:
             except UnknownOutcomeError:
                 return
 
-    async def _hear(self) -> None:
+    async def _watch_changes(self) -> None:
         heard = (await self._consensus.log_head(CHANGES_LOG)).next
-        self.poke()
+        self.request_refresh()
         while True:
-            if await self._consensus.wait(CHANGES_LOG, heard, HEAR_S):
+            if await self._consensus.wait(CHANGES_LOG, heard, CHANGES_WAIT_S):
                 heard = (await self._consensus.log_head(CHANGES_LOG)).next
-                self.poke()
-            self._tracker.heal("membership:changes")
+                self.request_refresh()
+            self._tracker.clear_failure("membership:changes")
 
     # lease and view --------------------------------------------------------------------------------
     async def _register(self) -> None:
@@ -355,11 +355,11 @@ class Membership:
             info = msgspec.msgpack.encode(self._info)
             try:
                 self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
-                self._answered()
+                self._note_answer()
                 if self._has_lapsed():
                     self._lapses += 2  # One more than while it had run out.
                 self._renewed_s = asked_s
-                self._tracker.heal("membership:lease")
+                self._tracker.clear_failure("membership:lease")
             except ConflictError as conflict:
                 # A later process has this name. Two that took it from each other would serve no client.
                 _log.error("another process runs under this node's name; this one stops", node=self.node)
@@ -384,12 +384,12 @@ class Membership:
             except TimeoutError:
                 pass
             try:
-                await self._look()
-                self._tracker.heal("membership:view")
+                await self._refresh_view()
+                self._tracker.clear_failure("membership:view")
             except (UnavailableError, UnknownOutcomeError) as error:
                 _log.warning("members not read", node=self.node, cause=str(error))
 
-    def _answered(self) -> float:
+    def _note_answer(self) -> float:
         """Note that consensus has just answered. Return for how long an expired member still counts as one (grace)."""
         now_s = self._clock.monotonic_s()
         # Every lease is renewed within a third of its time, so this is the earliest time at which another one can
@@ -400,9 +400,9 @@ class Membership:
         self._late = late
         return max(0.0, self._kept_until_s - now_s)
 
-    async def _look(self) -> None:
+    async def _refresh_view(self) -> None:
         leases = await self._consensus.leases(LEASE_PREFIX)
-        kept_s = self._answered()
+        kept_s = self._note_answer()
         kept = {member.name for member in self._members} if kept_s else set()
         live: dict[str, bytes] = {}
         runs_out_s = [self._ttl_ms / 1000, *([kept_s] if kept_s else [])]

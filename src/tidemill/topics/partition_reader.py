@@ -1,4 +1,4 @@
-"""PartitionReaderImpl: plans from logs and L1's rows, reads from the bucket. Implements `api.PartitionReader`.
+"""LogPartitionReader: plans from logs and L1's rows, reads from the bucket. Implements `api.PartitionReader`.
 
 Used by other processes: a Spark driver plans and its executors read. It does not talk to a server and fences no leader.
 """
@@ -23,7 +23,7 @@ RECENT_S = 20.0
 (`collect_after_s`)."""
 
 
-class PartitionReaderImpl:
+class LogPartitionReader:
     """Follows each requested partition, reading only what was appended to its log since.
 
     `consensus` may be None in a process that only reads batches (an executor). `l1` may be None in a process that plans
@@ -40,14 +40,14 @@ class PartitionReaderImpl:
 
     async def high_watermark(self, topic_id: str, partition: int) -> int:
         """Return the offset after the newest durable record, as of a read of the log during this call."""
-        return (await self._follow(topic_id, partition)).high_watermark
+        return (await self._catch_up(topic_id, partition)).high_watermark
 
     async def last_stable(self, topic_id: str, partition: int) -> int:
         """Return the last stable offset as of a read of the log during this call; see `api.PartitionReader`."""
-        return (await self._follow(topic_id, partition)).last_stable
+        return (await self._catch_up(topic_id, partition)).last_stable
 
     async def log_start(self, topic_id: str, partition: int) -> int:
-        return (await self._follow(topic_id, partition)).log_start
+        return (await self._catch_up(topic_id, partition)).log_start
 
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
         """Plan batches; see `api.PartitionReader`.
@@ -60,12 +60,12 @@ class PartitionReaderImpl:
         if known is not None and recent and end <= known.last_stable:
             state = known
         else:
-            state = await self._follow(topic_id, partition)
+            state = await self._catch_up(topic_id, partition)
         try:
             return await self._plan(topic_id, partition, state, start, end)
         except CorruptError:
             # Retention may have deleted extents since. The log shows how far; all others must exist.
-            return await self._plan(topic_id, partition, await self._follow(topic_id, partition), start, end)
+            return await self._plan(topic_id, partition, await self._catch_up(topic_id, partition), start, end)
 
     async def _plan(self, topic_id: str, partition: int, state: PartitionState, start: int, end: int) -> list[BatchRef]:
         if end > state.last_stable:
@@ -77,15 +77,15 @@ class PartitionReaderImpl:
         # Read the whole state before the first await: other calls advance it.
         hot: list[BatchRef] = []
         if end > max(start, boundary):
-            first = state.first_batch(max(start, boundary))
-            hot = [state.committed_ref(index) for index in range(first, state.end_batch(end))]
+            first = state.batch_index(max(start, boundary))
+            hot = [state.committed_batch_ref(index) for index in range(first, state.batch_end_index(end))]
         if start >= boundary:
             return hot
         if self._l1 is None:
             raise InvalidError(f"this reader cannot read L1: partition={topic_id}/{partition}.")
         aborted = state.aborted.copy()
         past = await self._l1.plan(topic_id, partition, start, boundary)
-        return [aborted.told(ref) for ref in past] + hot
+        return [aborted.with_aborted(ref) for ref in past] + hot
 
     async def read(self, refs: Sequence[BatchRef]) -> list[bytes]:
         (found,) = await read_batches(self._objects, [refs])
@@ -93,7 +93,7 @@ class PartitionReaderImpl:
             raise found
         return [bytes(batch) for batch in found]
 
-    async def _follow(self, topic_id: str, partition: int) -> PartitionState:
+    async def _catch_up(self, topic_id: str, partition: int) -> PartitionState:
         if self._consensus is None:
             raise InvalidError("this reader has no consensus.", fix="Plan on the driver; executors only read.")
         log = partition_log(topic_id, partition)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError
-from tidemill.base.runtime.tasks import Backoff, Tasks, parks, sentence
+from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence, needs_operator
 from tidemill.base.status.status import StatusTracker
 
 PartitionKey = tuple[str, int]
@@ -21,7 +21,7 @@ FIRST_REOPEN_S, LONGEST_REOPEN_S = 0.1, 2.0
 """Pauses before a failed partition is opened again, after a first immediate attempt. Most faults are an unavailable
 store."""
 
-PARKED_PAUSE_S = 10.0
+PAUSED_RETRY_S = 10.0
 """Pause before each retry of a fault that only an operator can repair."""
 
 STEADY_S = 5.0
@@ -29,11 +29,11 @@ STEADY_S = 5.0
 continues."""
 
 
-TOLD_BY_NAME = 50
+OWN_STATUS_MAX = 50
 """Limit of failing topics with their own status entry; the rest share `topics`. An unavailable store fails all of
 them."""
 
-TOGETHER = "topics"
+SHARED_STATUS = "topics"
 
 
 class _Failing:
@@ -47,7 +47,7 @@ class _Failing:
         self.opened_s = 0.0
 
 
-class Supervision:
+class PartitionSupervisor:
     """Supervision of one process's partitions. `reopen(key)` leads the partition again if it is still assigned here."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Supervision:
         self._told: Counter[str] = Counter()
         """Status entry to the number of failing partitions that it reports."""
 
-    def check(self, key: PartitionKey) -> None:
+    def check_available(self, key: PartitionKey) -> None:
         """Raise UnavailableError while the partition waits for its next attempt."""
         failing = self._failing.get(key)
         if failing is not None and failing.waiting:
@@ -77,54 +77,56 @@ class Supervision:
         """Return the names of the status entries that report failing partitions."""
         return set(self._told)
 
-    def _mark_for(self, key: PartitionKey) -> str:
+    def _status_for(self, key: PartitionKey) -> str:
         own = self._mark_of(key)
-        return own if own in self._told or len(self._told) < TOLD_BY_NAME else TOGETHER
+        return own if own in self._told or len(self._told) < OWN_STATUS_MAX else SHARED_STATUS
 
     def failed(self, key: PartitionKey, fault: BaseException) -> None:
         failing = self._failing.setdefault(key, _Failing())
         if not failing.mark:
-            failing.mark = self._mark_for(key)
+            failing.mark = self._status_for(key)
             self._told[failing.mark] += 1
         failing.tries += 1
-        failing.error, failing.parked, failing.waiting = sentence(fault), parks(fault), failing.tries > 1
-        self._tell(key, failing)
+        failing.error, failing.parked, failing.waiting = error_sentence(fault), needs_operator(fault), failing.tries > 1
+        self._publish_failure(key, failing)
         ran_s = self._clock.monotonic_s() - failing.opened_s
-        pause_s = PARKED_PAUSE_S if failing.parked else failing.restarts.pause_s(ran_s)
+        pause_s = PAUSED_RETRY_S if failing.parked else failing.restarts.pause_s(ran_s)
         pause_s = pause_s if failing.waiting else 0.0
-        self._tasks.spawn(self._try_again(key, failing, pause_s), name=f"reopen {key[0]}/{key[1]}")
+        self._tasks.spawn(self._reopen_later(key, failing, pause_s), name=f"reopen {key[0]}/{key[1]}")
 
-    async def _try_again(self, key: PartitionKey, failing: _Failing, pause_s: float) -> None:
+    async def _reopen_later(self, key: PartitionKey, failing: _Failing, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
         failing.waiting, failing.opened_s = False, self._clock.monotonic_s()
         if self._failing.get(key) is failing:
             self._reopen(key)
 
-    def opened(self, key: PartitionKey) -> None:
+    def report_opened(self, key: PartitionKey) -> None:
         failing = self._failing.get(key)
         if failing is not None:
-            self._tasks.spawn(self._steady(key, failing, failing.opened_s), name=f"steady {key[0]}/{key[1]}")
+            self._tasks.spawn(self._clear_when_steady(key, failing, failing.opened_s), name=f"steady {key[0]}/{key[1]}")
 
-    async def _steady(self, key: PartitionKey, failing: _Failing, opened_s: float) -> None:
+    async def _clear_when_steady(self, key: PartitionKey, failing: _Failing, opened_s: float) -> None:
         await asyncio.sleep(STEADY_S)
         if not failing.waiting and failing.opened_s == opened_s and self._failing.get(key) is failing:
-            self.healed(key)
+            self.clear_failure(key)
 
-    def healed(self, key: PartitionKey) -> None:
+    def clear_failure(self, key: PartitionKey) -> None:
         """Clear the failure: the partition works, or is no longer led here."""
         healed = self._failing.pop(key, None)
         if healed is None:
             return
         self._told[healed.mark] -= 1
         if self._told[healed.mark]:
-            self._tell(*next((k, f) for k, f in self._failing.items() if f.mark == healed.mark))
+            self._publish_failure(*next((k, f) for k, f in self._failing.items() if f.mark == healed.mark))
             return
         del self._told[healed.mark]
         if self._tracker is not None:
-            self._tracker.heal(healed.mark)
+            self._tracker.clear_failure(healed.mark)
 
-    def _tell(self, key: PartitionKey, failing: _Failing) -> None:
+    def _publish_failure(self, key: PartitionKey, failing: _Failing) -> None:
         if self._tracker is not None:
-            which = f"partition {key[1]}" if failing.mark != TOGETHER else f"{self._mark_of(key)} partition {key[1]}"
+            which = (
+                f"partition {key[1]}" if failing.mark != SHARED_STATUS else f"{self._mark_of(key)} partition {key[1]}"
+            )
             error = f"{which}: {failing.error}"
             self._tracker.fail(failing.mark, error, now_ms=self._clock.now_ms(), parked=failing.parked)

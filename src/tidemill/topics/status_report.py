@@ -13,13 +13,13 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.partition.leader import PartitionLeader
-from tidemill.topics.partition_supervisor import TOGETHER
+from tidemill.topics.partition_supervisor import SHARED_STATUS
 
-OWN_MARKS = 200
+OWN_STATUSES_MAX = 200
 """Limit of entries: about 30 kB of a process's report."""
 
 
-class Sum:
+class PartitionTotals:
     """Sums over `count` open partitions: position = high watermarks, target = reserved ends, memory_bytes = memory."""
 
     __slots__ = ("count", "memory_bytes", "position", "target")
@@ -28,7 +28,7 @@ class Sum:
         self.position = self.target = self.memory_bytes = self.count = 0
 
     @property
-    def behind(self) -> int:
+    def lag(self) -> int:
         return self.target - self.position
 
     def add(self, position: int, target: int, memory_bytes: int, count: int) -> None:
@@ -42,9 +42,9 @@ class TopicStatusTotals:
     """Totals of one process's topics. Only partitions that were touched since the last update are counted again."""
 
     def __init__(self) -> None:
-        self.topics: dict[str, Sum] = {}
+        self.topics: dict[str, PartitionTotals] = {}
         """Topic id to the totals of its open partitions here."""
-        self.all = Sum()
+        self.all = PartitionTotals()
         self.behind: set[str] = set()
         self._touched: set[PartitionLeader] = set()
         self._counted: dict[PartitionLeader, tuple[int, int, int]] = {}
@@ -53,7 +53,7 @@ class TopicStatusTotals:
         """Mark a partition that moved, opened or closed. A plain call, on the produce path."""
         self._touched.add(led)
 
-    def look(self) -> None:
+    def update(self) -> None:
         touched, self._touched = self._touched, set()
         for led in touched:
             counted = self._counted.pop(led, None)
@@ -65,10 +65,10 @@ class TopicStatusTotals:
                 self._add(led.topic_id, *counted, 1)
 
     def _add(self, topic_id: str, *parts: int) -> None:
-        found = self.topics.setdefault(topic_id, Sum())
+        found = self.topics.setdefault(topic_id, PartitionTotals())
         for each in (found, self.all):
             each.add(*parts)
-        if found.behind:
+        if found.lag:
             self.behind.add(topic_id)
         else:
             self.behind.discard(topic_id)
@@ -76,7 +76,7 @@ class TopicStatusTotals:
             del self.topics[topic_id]
 
 
-def report_marks(
+def report_statuses(
     tracker: StatusTracker,
     sums: TopicStatusTotals,
     topics: Mapping[str, TopicRow],
@@ -88,13 +88,13 @@ def report_marks(
 
     Entries of `failing` topics are not changed: progress of other partitions does not show that the failed ones work.
     """
-    sums.look()
+    sums.update()
     own = list(sums.topics)
-    if len(own) > OWN_MARKS:
-        own = nlargest(OWN_MARKS, sorted(sums.behind), key=lambda topic_id: sums.topics[topic_id].behind)
+    if len(own) > OWN_STATUSES_MAX:
+        own = nlargest(OWN_STATUSES_MAX, sorted(sums.behind), key=lambda topic_id: sums.topics[topic_id].lag)
     told = {f"topic:{topics[topic_id].name}": sums.topics[topic_id] for topic_id in own if topic_id in topics}
     if len(own) < len(sums.topics):
-        rest = told[TOGETHER] = Sum()
+        rest = told[SHARED_STATUS] = PartitionTotals()
         rest.add(sums.all.position, sums.all.target, 0, 0)
         for topic_id in own:
             rest.add(-sums.topics[topic_id].position, -sums.topics[topic_id].target, 0, 0)
@@ -102,8 +102,8 @@ def report_marks(
     for name, each in told.items():
         if name in failing:
             continue
-        held_by = f"upload:{oldest.key}" if each.behind and oldest is not None else ""
-        reason = "records wait for their upload and commit" if each.behind else ""
+        held_by = f"upload:{oldest.key}" if each.lag and oldest is not None else ""
+        reason = "records wait for their upload and commit" if each.lag else ""
         tracker.set(
             name,
             each.position,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 
 
-async def users_of(catalogue: Catalogue, topic: TopicRow) -> list[str]:
+async def find_topic_users(catalogue: Catalogue, topic: TopicRow) -> list[str]:
     """List the users by name: `capture:<name>` if the topic is one of its tables, `pipeline:<name>` if it reads the
     topic.
 

@@ -18,19 +18,19 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from tidemill.base.address import Address
 from tidemill.base.config.section import NAME, NOT_A_NAME, Section
 from tidemill.base.config.shapes import ShapeSection, ShapesSection, SigningSection
-from tidemill.base.errors import InvalidError, nearest
+from tidemill.base.errors import InvalidError, nearest_name
 from tidemill.base.pgtypes.avro import AVRO
 
 DEFAULT_FILE = "tidemill.toml"
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-def _host_and_port(value: str) -> str:
+def _check_address(value: str) -> str:
     Address.parse(value)
     return value
 
 
-def _reachable(value: str) -> str:
+def _check_advertised(value: str) -> str:
     """Check an address that clients can open, or ""."""
     if value and (Address.parse(value).port == 0 or Address.parse(value).is_wildcard):
         raise ValueError("write the host:port by which clients reach this node, e.g. kafka.example.com:9094")
@@ -47,7 +47,7 @@ class NodeSection(Section):
     @field_validator("http", "kafka")
     @classmethod
     def _address(cls, value: str) -> str:
-        return _host_and_port(value)
+        return _check_address(value)
 
 
 class ObjectsSection(Section):
@@ -164,13 +164,13 @@ class KafkaListenerSection(Section):
 
     @field_validator("address")
     @classmethod
-    def _bound(cls, value: str) -> str:
-        return _host_and_port(value)
+    def _check_address_field(cls, value: str) -> str:
+        return _check_address(value)
 
     @field_validator("advertised")
     @classmethod
-    def _told(cls, value: str) -> str:
-        return _reachable(value)
+    def _check_advertised_field(cls, value: str) -> str:
+        return _check_advertised(value)
 
 
 class KafkaSection(Section):
@@ -202,7 +202,7 @@ class KafkaSection(Section):
 
     @field_validator("group_consumer_heartbeat_interval_ms")
     @classmethod
-    def _in_time(cls, value: int, info: ValidationInfo) -> int:
+    def _check_heartbeat_interval(cls, value: int, info: ValidationInfo) -> int:
         session_ms = info.data.get("group_consumer_session_timeout_ms", value + 1)
         if value >= session_ms:
             raise ValueError(f"must be below group_consumer_session_timeout_ms, which is {session_ms}")
@@ -210,12 +210,12 @@ class KafkaSection(Section):
 
     @field_validator("advertised")
     @classmethod
-    def _told(cls, value: str) -> str:
-        return _reachable(value)
+    def _check_advertised_field(cls, value: str) -> str:
+        return _check_advertised(value)
 
     @field_validator("listeners")
     @classmethod
-    def _named(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_listener_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             if not NAME.match(name) or name == "default":
                 raise ValueError(f"{NOT_A_NAME.format(name)}; default is the listener of node.kafka")
@@ -291,7 +291,7 @@ class PipelineSparkSection(Section):
     @classmethod
     def _settings(cls, value: Any) -> Any:
         """Flatten settings: `spark.executor.memory = "1g"` without quotes around the key is three tables in TOML."""
-        found = _flat(value) if isinstance(value, dict) else value
+        found = _flatten(value) if isinstance(value, dict) else value
         for key in found if isinstance(found, dict) else ():
             if not key.startswith("spark."):
                 raise ValueError(f"{key!r} is not a Spark setting: those begin with spark.")
@@ -353,7 +353,7 @@ class Config(Section):
         return self.consensus.url or f"sqlite://{Path(self.node.data).absolute()}/consensus.db"
 
 
-def exposed(config: Config) -> list[str]:
+def exposed_servers(config: Config) -> list[str]:
     """Return `key=address` of each server that other machines can reach without authentication."""
     found = []
     certified = config.security.tls.client_auth == "required"
@@ -383,12 +383,12 @@ def load(path: Path | None = None, *, environ: Mapping[str, str] | None = None) 
             raise InvalidError(f"no such configuration file: path={chosen}.", fix="Create it, or omit --config.")
         text = ""
     else:
-        text = _text(chosen)
+        text = _read_text(chosen)
     try:
-        values = tomllib.loads(_VARIABLE.sub(lambda m: _variable(m.group(1), environ), text))
+        values = tomllib.loads(_VARIABLE.sub(lambda m: _expand_variable(m.group(1), environ), text))
     except tomllib.TOMLDecodeError as error:
         raise InvalidError(f"{chosen} is not TOML: {error}.", fix="Correct that line.") from error
-    _overlay(values, environ)
+    _overlay_environment(values, environ)
     return parse(values, origin=str(chosen))
 
 
@@ -399,7 +399,7 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            near = _nearest(first["loc"])
+            near = _nearest_key(first["loc"])
             fix = f"Write {near}, or remove it." if near else "Remove it, or correct its spelling."
             raise InvalidError(f"unknown key in {origin}: {key}.", fix=fix) from error
         raise InvalidError(f"bad value in {origin}: {key}: {first['msg']}.", fix=f"Correct {key}.") from error
@@ -408,15 +408,15 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
         name: section.model_copy(update={"file": str((base / section.file).absolute())})
         for name, section in config.pipeline.items()
     }
-    config = config.model_copy(update={"pipeline": pipelines, "security": _placed(config.security, base)})
-    _secure(config, origin)
-    _registered(config, origin)
-    for driver, names in drivers(config).items():
-        _agree(config, driver, names, origin)
+    config = config.model_copy(update={"pipeline": pipelines, "security": _resolve_paths(config.security, base)})
+    _check_security(config, origin)
+    _check_registry(config, origin)
+    for driver, names in pipelines_by_driver(config).items():
+        _check_driver_settings(config, driver, names, origin)
     return config
 
 
-def _placed(security: SecuritySection, base: Path) -> SecuritySection:
+def _resolve_paths(security: SecuritySection, base: Path) -> SecuritySection:
     """Resolve paths relative to the configuration's file."""
 
     def placed(section: Section, *keys: str) -> Section:
@@ -427,15 +427,15 @@ def _placed(security: SecuritySection, base: Path) -> SecuritySection:
     return security.model_copy(update={"tls": tls, "oauth": oauth})
 
 
-def protocols(config: Config) -> list[str]:
+def listener_protocols(config: Config) -> list[str]:
     """Return the security protocols of the Kafka listeners, each once."""
     listeners = config.kafka.listeners.values()
     return sorted({config.kafka.security, *(each.security or config.kafka.security for each in listeners)})
 
 
-def _secure(config: Config, origin: str) -> None:
+def _check_security(config: Config, origin: str) -> None:
     """Check the security settings. Raises InvalidError if a feature lacks its prerequisites."""
-    tls, oauth, used = config.security.tls, config.security.oauth, protocols(config)
+    tls, oauth, used = config.security.tls, config.security.oauth, listener_protocols(config)
     over_tls = [f"kafka.security={protocol}" for protocol in used if protocol.endswith("ssl")]
     over_tls += ["http.tls=true"] if config.http.tls else []
     if over_tls and not (tls.certificate and tls.key):
@@ -465,7 +465,7 @@ def _secure(config: Config, origin: str) -> None:
             )
 
 
-def _registered(config: Config, origin: str) -> None:
+def _check_registry(config: Config, origin: str) -> None:
     """Check the registry settings. Raises InvalidError if a capture needs the schema registry and it is disabled."""
     for name, section in config.capture.items():
         if section.envelope == AVRO and not config.registry.enabled:
@@ -475,15 +475,15 @@ def _registered(config: Config, origin: str) -> None:
             )
 
 
-def authorizes(config: Config) -> bool:
+def is_authorization_on(config: Config) -> bool:
     """Return whether ACLs are checked. The default: if any listener authenticates its clients."""
     if config.security.authorize is not None:
         return config.security.authorize
-    used, certified = protocols(config), config.security.tls.client_auth != "none"
+    used, certified = listener_protocols(config), config.security.tls.client_auth != "none"
     return any(protocol.startswith("sasl") or (protocol == "ssl" and certified) for protocol in used)
 
 
-def drivers(config: Config) -> dict[str, list[str]]:
+def pipelines_by_driver(config: Config) -> dict[str, list[str]]:
     """Return the pipelines of each named driver, in the order of the file."""
     found: dict[str, list[str]] = {}
     for name, section in config.pipeline.items():
@@ -492,20 +492,20 @@ def drivers(config: Config) -> dict[str, list[str]]:
     return found
 
 
-def _agree(config: Config, driver: str, names: list[str], origin: str) -> None:
+def _check_driver_settings(config: Config, driver: str, names: list[str], origin: str) -> None:
     """Check that pipelines of one driver agree on its settings: there is one session, with one JVM.
 
     Raises InvalidError.
     """
 
-    def asked(name: str) -> dict[str, object]:
+    def driver_settings(name: str) -> dict[str, object]:
         section = config.pipeline[name].spark
         plain = section.model_dump(exclude={"conf"}) | {"master": section.master or config.spark.master}
         return plain | {f"conf.{key}": value for key, value in section.conf.items()}
 
-    first = asked(names[0])
+    first = driver_settings(names[0])
     for name in names[1:]:
-        other = asked(name)
+        other = driver_settings(name)
         different = sorted(key for key in first | other if first.get(key) != other.get(key))
         if different:
             raise InvalidError(
@@ -515,11 +515,11 @@ def _agree(config: Config, driver: str, names: list[str], origin: str) -> None:
             )
 
 
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, found in value.items():
         if isinstance(found, dict):
-            out |= _flat(found, f"{prefix}{key}.")
+            out |= _flatten(found, f"{prefix}{key}.")
         elif isinstance(found, bool):
             out[prefix + key] = str(found).lower()
         else:
@@ -527,7 +527,7 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _nearest(place: tuple[int | str, ...]) -> str:
+def _nearest_key(place: tuple[int | str, ...]) -> str:
     """Return the full name of the known key most similar to the unknown one at `place`, or ""."""
     model: Any = Config
     for part in place[:-1]:
@@ -537,11 +537,11 @@ def _nearest(place: tuple[int | str, ...]) -> str:
         kind = model.model_fields[part].annotation
         arguments = getattr(kind, "__args__", ())
         model = {"of": arguments[-1]} if arguments else kind
-    near = nearest(str(place[-1]), model.model_fields)
+    near = nearest_name(str(place[-1]), model.model_fields)
     return ".".join([*(str(part) for part in place[:-1]), near]) if near else ""
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -551,13 +551,13 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _variable(name: str, environ: Mapping[str, str]) -> str:
+def _expand_variable(name: str, environ: Mapping[str, str]) -> str:
     if name not in environ:
         raise InvalidError(f"the configuration uses ${{{name}}}, which is not set.", fix=f"Export {name}.")
     return environ[name].replace("\\", "\\\\").replace('"', '\\"')
 
 
-def _overlay(values: dict[str, Any], environ: Mapping[str, str]) -> None:
+def _overlay_environment(values: dict[str, Any], environ: Mapping[str, str]) -> None:
     for variable, value in environ.items():
         if not variable.startswith("TIDEMILL_") or "__" not in variable:
             continue

@@ -76,11 +76,11 @@ class ShapeSection(Section):
     @field_validator("params", mode="before")
     @classmethod
     def _values(cls, value: Any) -> Any:
-        return [_param(each) for each in value] if isinstance(value, list) else value
+        return [_parse_param(each) for each in value] if isinstance(value, list) else value
 
     @field_validator("params")
     @classmethod
-    def _numbered(cls, value: list[str | BoundParam]) -> list[str | BoundParam]:
+    def _check_client_numbers(cls, value: list[str | BoundParam]) -> list[str | BoundParam]:
         numbers = {each.client for each in value if isinstance(each, BoundParam) and each.client}
         if numbers != set(range(1, len(numbers) + 1)):
             raise ValueError("client parameters must be numbered from 1 without gaps: { client = 1 }, { client = 2 }")
@@ -95,14 +95,14 @@ class ShapeSection(Section):
 
     @field_validator("narrow")
     @classmethod
-    def _one_numbering(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_narrow(cls, value: bool, info: ValidationInfo) -> bool:
         params = info.data.get("params", [])
         if value and any(isinstance(each, BoundParam) and each.client for each in params):
             raise ValueError("with narrow, params belong to the client's own clause: omit { client = … }")
         return value
 
 
-def _param(value: Any) -> Any:
+def _parse_param(value: Any) -> Any:
     """Return a value as text, or its binding."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -128,7 +128,7 @@ class SigningSection(Section):
 
     @field_validator("keys")
     @classmethod
-    def _long(cls, value: dict[str, str]) -> dict[str, str]:
+    def _check_keys(cls, value: dict[str, str]) -> dict[str, str]:
         for name, key in value.items():
             if not NAME.match(name):
                 raise ValueError(NOT_A_NAME.format(name))
@@ -138,7 +138,7 @@ class SigningSection(Section):
 
     @field_validator("use")
     @classmethod
-    def _known(cls, value: str, info: ValidationInfo) -> str:
+    def _check_use(cls, value: str, info: ValidationInfo) -> str:
         if value and value not in info.data.get("keys", {}):
             raise ValueError(f"{value!r} is not one of security.signing.keys")
         return value

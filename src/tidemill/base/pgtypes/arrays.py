@@ -11,7 +11,7 @@ from tidemill.base.pgtypes.text import BLANKS, InvalidTextError
 ARRAY_CHARS = 100_000
 """Length limit of an array's text, which takes about 20 ms to read."""
 
-MOST_DIMENSIONS = 6
+DIMENSIONS_MAX = 6
 
 _FLAT = re.compile(r'\{([^{}"\\]*)\}\Z')
 _BOUNDS = re.compile(r"(?:\[[+-]?[0-9]+(?::[+-]?[0-9]+)?\])+[ \t\n\r\f\v]*=[ \t\n\r\f\v]*")
@@ -20,14 +20,14 @@ _LOWER = re.compile(r"\[([+-]?[0-9]+)(:?)")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
-class Bounded(list[Any]):
+class BoundedArray(list[Any]):
     """An array with lower bounds other than 1, which are part of its value: `[2:3]={1,2}` is not `{1,2}`."""
 
     lower: tuple[int, ...] = ()
 
 
 def read_array(text: str, read: Callable[[str], Any]) -> list[Any]:
-    """Parse an array. Elements are parsed by `read`, NULL becomes None; `Bounded` if lower bounds other than 1 are
+    """Parse an array. Elements are parsed by `read`, NULL becomes None; `BoundedArray` if lower bounds other than 1 are
     given.
 
     Raises InvalidTextError, and the errors of `read`.
@@ -54,7 +54,7 @@ def read_array(text: str, read: Callable[[str], Any]) -> list[Any]:
             stack[-1].append(_element(quoted, plain, read))
         elif mark == "," and before in ("value", "}") and len(stack) > 1:
             pass
-        elif mark == "{" and before in ("", "{", ",") and len(stack) <= MOST_DIMENSIONS:
+        elif mark == "{" and before in ("", "{", ",") and len(stack) <= DIMENSIONS_MAX:
             stack[-1].append([])
             stack.append(stack[-1][-1])
         elif mark == "}" and before in ("{", "}", "value") and len(stack) > 1:
@@ -67,7 +67,7 @@ def read_array(text: str, read: Callable[[str], Any]) -> list[Any]:
     found_lower = tuple(int(bound) if colon else 1 for bound, colon in _LOWER.findall(bounds[0])) if bounds else ()
     if not whole[0] or all(bound == 1 for bound in found_lower):
         return whole[0]  # type: ignore[no-any-return]
-    bounded = Bounded(whole[0])
+    bounded = BoundedArray(whole[0])
     bounded.lower = found_lower
     return bounded
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from tidemill.base.pgtypes.debezium import NUMBERS, form_of
+from tidemill.base.pgtypes.debezium import NUMBERS, value_form
 
 AVRO = "debezium-avro"
 """Name of the envelope."""
 MAGIC = 0
 PREFIX_BYTES = 5
-NULL, THERE = b"\x00", b"\x02"
+NULL, PRESENT = b"\x00", b"\x02"
 """Branches of the union of null and a type."""
 
 Kind = Literal["varint", "float", "double", "boolean", "string"]
@@ -31,7 +31,7 @@ Layout = tuple[tuple[str, Kind, bool], ...]
 _FLOAT4 = 700
 
 
-class Described(Protocol):
+class ColumnDescription(Protocol):
     """A column, as described by the stream or the catalogue."""
 
     @property
@@ -44,12 +44,12 @@ class Described(Protocol):
     def key_index(self) -> int: ...
 
 
-def prefix(schema_id: int) -> bytes:
+def record_prefix(schema_id: int) -> bytes:
     return bytes([MAGIC]) + schema_id.to_bytes(4, "big")
 
 
-def kind_of(type_oid: int, type_mod: int) -> Kind:
-    form = form_of(type_oid, type_mod)
+def value_kind(type_oid: int, type_mod: int) -> Kind:
+    form = value_form(type_oid, type_mod)
     if form == "number" or form in NUMBERS:
         return "varint"
     if form == "float":
@@ -57,11 +57,11 @@ def kind_of(type_oid: int, type_mod: int) -> Kind:
     return "boolean" if form == "bool" else "string"
 
 
-def layout_of(columns: Sequence[Described]) -> Layout:
+def row_layout(columns: Sequence[ColumnDescription]) -> Layout:
     """Return the layout of the rows in events. Key columns are never null."""
-    return tuple((c.name, kind_of(c.type_oid, c.type_mod), c.key_index < 0) for c in columns)
+    return tuple((c.name, value_kind(c.type_oid, c.type_mod), c.key_index < 0) for c in columns)
 
 
-def key_of(columns: Sequence[Described]) -> Layout:
+def key_layout(columns: Sequence[ColumnDescription]) -> Layout:
     """Return the layout of keys, in the order of the primary key."""
-    return layout_of(sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index))
+    return row_layout(sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index))

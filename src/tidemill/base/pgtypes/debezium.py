@@ -59,12 +59,12 @@ UTC = "+00"
 """Suffix of every timestamp with time zone that a session in UTC prints."""
 
 
-def form_of(type_oid: int, type_mod: int) -> str:
+def value_form(type_oid: int, type_mod: int) -> str:
     form = _BY_OID.get(type_oid, "text")
     return _SHORT[form] if form in _SHORT and 0 <= type_mod <= MILLIS_DIGITS else form
 
 
-def written(form: str) -> Callable[[str], str]:
+def json_writer(form: str) -> Callable[[str], str]:
     """Return the conversion from PostgreSQL's text to JSON.
 
     It raises InvalidTextError for a text that is no such value.
@@ -72,12 +72,12 @@ def written(form: str) -> Callable[[str], str]:
     return _WRITTEN.get(form, escape)
 
 
-def plain(form: str) -> Callable[[str], str]:
+def string_writer(form: str) -> Callable[[str], str]:
     """Return the conversion from PostgreSQL's text to the content of a JSON string, without quotes and escapes."""
-    return _PLAIN.get(form, _as_it_is)
+    return _PLAIN.get(form, _identity)
 
 
-def _as_it_is(text: str) -> str:
+def _identity(text: str) -> str:
     return text
 
 

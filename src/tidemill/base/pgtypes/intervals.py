@@ -30,7 +30,7 @@ def interval_span(value: Interval) -> int | float:
     return (value.months * MONTH_DAYS + value.days) * DAY_US + value.micros
 
 
-def checked(months: int, days: int, micros: int) -> Interval:
+def check_interval(months: int, days: int, micros: int) -> Interval:
     """Return the interval. Raises InvalidTextError if it is out of range."""
     if not (
         -(1 << 31) < months < (1 << 31) - 1 and -(1 << 31) < days < (1 << 31) - 1 and -(1 << 63) < micros < 1 << 63
@@ -76,9 +76,9 @@ def read_interval(text: str) -> Interval:
     if found and len(word) > 1:
         years, months, weeks, days, hours, minutes = (int(number or 0) for number in found.groups()[:6])
         seconds = _fraction(found[7], found[8] or "0", found[9])
-        return checked(years * 12 + months, weeks * 7 + days, (hours * 60 + minutes) * 60_000_000 + seconds)
+        return check_interval(years * 12 + months, weeks * 7 + days, (hours * 60 + minutes) * 60_000_000 + seconds)
     if _SECONDS.match(word):
-        return checked(0, 0, int(word) * 1_000_000)
+        return check_interval(0, 0, int(word) * 1_000_000)
     return _read_quantities(text, word.lower())
 
 
@@ -117,7 +117,7 @@ def _read_quantities(text: str, word: str) -> Interval:
         if fields & seen:
             raise _syntax(text)
         seen |= fields
-    return checked(months, days, micros)
+    return check_interval(months, days, micros)
 
 
 def _syntax(text: str) -> InvalidTextError:

@@ -138,20 +138,20 @@ def read_numeric(text: str) -> Decimal:
     if not _NUMERIC.match(word):
         raise _syntax("numeric", text)
     if len(word) > 2 * NUMERIC_DIGITS:
-        raise too_wide()
+        raise too_many_digits_error()
     try:
         return check_numeric(Decimal(word))
     except InvalidOperation as error:  # an exponent beyond any limit
-        raise too_wide() from error
+        raise too_many_digits_error() from error
 
 
-def too_wide() -> InvalidTextError:
+def too_many_digits_error() -> InvalidTextError:
     return InvalidTextError(f"a number of more than {NUMERIC_DIGITS} digits is not supported")
 
 
 def check_numeric(value: Decimal) -> Decimal:
     if value and value.is_finite() and not -NUMERIC_DIGITS <= value.adjusted() <= NUMERIC_DIGITS:
-        raise too_wide()
+        raise too_many_digits_error()
     return value
 
 
@@ -287,7 +287,7 @@ def read_timestamptz(text: str) -> int | float:
     return _read_moment(text, "timestamptz")
 
 
-def names_zone(text: str) -> bool:
+def has_zone(text: str) -> bool:
     """Return whether the text is a timestamp with a zone."""
     found = _MOMENT.match(text.strip(BLANKS))
     return found is not None and found[3] is not None

@@ -12,7 +12,7 @@ from tidemill.base.errors import ClosedError
 
 T = TypeVar("T")
 
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Time that cancelled work on the loop has to end when the portal is closed."""
 
 
@@ -35,7 +35,7 @@ class BlockingPortal:
         return self._loop
 
     @property
-    def is_here(self) -> bool:
+    def is_loop_thread(self) -> bool:
         """True if the caller runs in the loop's own thread, as a finalizer may.
 
         There, waiting for the loop would deadlock.
@@ -48,7 +48,7 @@ class BlockingPortal:
         Raises the coroutine's error, TimeoutError, ClosedError if the portal is closed, CancelledError if it closes
         during the call, and RuntimeError in the loop's own thread, which would wait for itself.
         """
-        if self.is_here:
+        if self.is_loop_thread:
             coroutine.close()
             raise RuntimeError("the loop's own thread would wait for itself")
         with self._lock:  # a concurrent `close` either sees this call, or rejects it
@@ -71,7 +71,7 @@ class BlockingPortal:
                 return
             self._closing = True
         asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop)
-        self._thread.join(timeout=2 * CLOSE_S)
+        self._thread.join(timeout=2 * CLOSE_TIMEOUT_S)
         for future in list(self._waiting):  # of tasks that did not end when they were cancelled
             future.cancel()
         if not self._thread.is_alive():
@@ -82,7 +82,7 @@ class BlockingPortal:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_S)
+            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
         self._loop.stop()
 
     def __enter__(self) -> Self:

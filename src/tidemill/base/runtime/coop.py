@@ -10,7 +10,7 @@ Invariant (no starvation): while any task waits, a turn's stretch starts with a 
 too. So the first waiting task continues in every turn, however many arrive, and a short piece of work waits for one
 stretch of each task before it.
 
-Invariant (no lost wake-up): `_turned` is scheduled exactly while a stretch has begun or a task waits. It does not
+Invariant (no lost wake-up): `_call_next` is scheduled exactly while a stretch has begun or a task waits. It does not
 depend on a waiter resuming: a cancelled one removes its own place and takes no other's turn.
 """
 
@@ -25,7 +25,7 @@ from tidemill.base.clock import Clock
 
 STRETCH_S = 0.005
 """Length of a stretch: a tenth of the tolerated stall of the event loop."""
-_KEPT = -inf
+_RESERVED = -inf
 """Marker: no stretch has begun, and only a called task may begin it."""
 
 
@@ -47,27 +47,27 @@ class CoopBudget:
         """Number of tasks called for this turn that continued."""
 
     @property
-    def due(self) -> bool:
+    def is_used_up(self) -> bool:
         now_s = self._clock.monotonic_s()
         if self._until_s is None:
             self._until_s = now_s + self._stretch_s
-            asyncio.get_running_loop().call_soon(self._turned)
+            asyncio.get_running_loop().call_soon(self._call_next)
         return now_s >= self._until_s
 
-    async def rest(self) -> None:
+    async def wait_for_turn(self) -> None:
         """Wait for a turn of the loop whose stretch is not used up; tasks continue in the order of arrival."""
         place = object()
         try:
-            while self.due:
+            while self.is_used_up:
                 self._waiting[place] = asyncio.get_running_loop().create_future()
                 await self._waiting[place]
-                if self._until_s == _KEPT:
+                if self._until_s == _RESERVED:
                     self._until_s = self._clock.monotonic_s() + self._stretch_s
             self._went_on += place in self._waiting
         finally:
             self._waiting.pop(place, None)
 
-    def _turned(self) -> None:
+    def _call_next(self) -> None:
         """Call the next tasks; runs after those called in the previous turn.
 
         Calls as many tasks as continued in that turn, or twice as many if all did.
@@ -75,7 +75,7 @@ class CoopBudget:
         if self._waiting:
             count = self._went_on if self._went_on < self._called else 2 * self._called
             self._called, self._went_on = min(max(count, 1), len(self._waiting)), 0
-            self._until_s = _KEPT
+            self._until_s = _RESERVED
             for future in islice(self._waiting.values(), self._called):
                 if not future.done():
                     future.set_result(None)
@@ -84,4 +84,4 @@ class CoopBudget:
         else:
             self._until_s = None
             return
-        asyncio.get_running_loop().call_soon(self._turned)
+        asyncio.get_running_loop().call_soon(self._call_next)

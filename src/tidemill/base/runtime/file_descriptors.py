@@ -20,17 +20,17 @@ import msgspec
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 """System errors for a lack of descriptors, or of memory for the object of one."""
 
-WANTED = 1 << 16
+LIMIT_MAX = 1 << 16
 """Limit above which more descriptors are useless here. Some systems allow a thousand million, and size tables by it."""
 
-OWN = 256
+OWN_DESCRIPTORS = 256
 """Descriptors for stores, listeners, logs, children, scratch files."""
 
-RESERVE = 16
+RESERVE_DESCRIPTORS = 16
 """Descriptors for the sequencer to reopen its database and sockets."""
 
 
-class Shares(msgspec.Struct, frozen=True):
+class DescriptorShares(msgspec.Struct, frozen=True):
     """Concurrent connections per kind of client in this process. `limit` is RLIMIT_NOFILE."""
 
     limit: int
@@ -39,28 +39,28 @@ class Shares(msgspec.Struct, frozen=True):
     sequencer: int
 
 
-def shares(limit: int) -> Shares:
+def shares_of_limit(limit: int) -> DescriptorShares:
     """Divide the descriptors that are not needed otherwise: half for Kafka, a quarter for HTTP, an eighth for local
     processes.
     """
-    free = max(64, limit - OWN - RESERVE)
-    return Shares(limit, free // 2, free // 4, min(1_000, free // 8))
+    free = max(64, limit - OWN_DESCRIPTORS - RESERVE_DESCRIPTORS)
+    return DescriptorShares(limit, free // 2, free // 4, min(1_000, free // 8))
 
 
-def raise_limit() -> Shares:
+def raise_limit() -> DescriptorShares:
     """Raise the soft limit towards the hard one; return the resulting shares. Never raises."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
+    wanted = LIMIT_MAX if hard == resource.RLIM_INFINITY else min(hard, LIMIT_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return current()
+    return current_shares()
 
 
-def current() -> Shares:
+def current_shares() -> DescriptorShares:
     """Return the shares of the current limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return shares(WANTED if soft == resource.RLIM_INFINITY else soft)
+    return shares_of_limit(LIMIT_MAX if soft == resource.RLIM_INFINITY else soft)
 
 
 def open_count() -> int:
@@ -71,15 +71,15 @@ def open_count() -> int:
         return -1
 
 
-def facts() -> dict[str, object]:
+def descriptor_facts() -> dict[str, object]:
     """Return {"limit", "open", "kafka", "http", "sequencer"} for a process's report."""
-    return {"open": open_count(), **msgspec.to_builtins(current())}
+    return {"open": open_count(), **msgspec.to_builtins(current_shares())}
 
 
-class Reserve:
+class DescriptorReserve:
     """Descriptors that can be released briefly. Belongs to one thread."""
 
-    def __init__(self, count: int = RESERVE) -> None:
+    def __init__(self, count: int = RESERVE_DESCRIPTORS) -> None:
         self._count = count
         self._held: list[int] = []
         self.fill()

@@ -5,22 +5,22 @@ and finds next to nothing, since this package's garbage has no cycles. So all su
 (`gc.freeze`), and the next one walks only newer containers.
 
 A cycle that dies among frozen containers is found when everything is unfrozen: whenever the number of frozen containers
-has grown by half since the last time, which is checked every `LOOK_EVERY` full collections (so a stable heap is never
-walked, and a growing one ever more rarely), and after `TAKE_BACK_EVERY` of them in any case, since few containers may
-hold many bytes.
+has grown by half since the last time, which is checked every `GROWTH_CHECK_EVERY` full collections (so a stable heap is
+never walked, and a growing one ever more rarely), and after `UNFREEZE_EVERY` of them in any case, since few containers
+may hold many bytes.
 """
 
 from __future__ import annotations
 
 import gc
 
-TAKE_BACK_EVERY = 100_000
+UNFREEZE_EVERY = 100_000
 """Full collections between unconditional unfreezes: half an hour at full load, with fifty a second."""
-LOOK_EVERY = 3_000
+GROWTH_CHECK_EVERY = 3_000
 """Full collections between two checks of the growth, a minute at full load: counting frozen containers walks a list, at
 20 to 240 ns per container, depending on their locality.
 """
-GROWN_LEAST = 50_000
+GROWTH_MIN = 50_000
 """Least growth in containers that is worth a walk, at 1 to 2 µs each."""
 THRESHOLDS = (700, 5, 3)
 """Collector thresholds: a full collection follows 10,500 net new containers, and walks as many, at 1 to 2 µs each.
@@ -30,7 +30,7 @@ Measured in docs/benchmarks.md. Survivors are walked once at any threshold, so a
 OLDEST = 2
 
 
-class _Setter:
+class _FreezeCallback:
     def __init__(self) -> None:
         self.full_collections = 0
         self.taken_back = False
@@ -46,21 +46,23 @@ class _Setter:
                 self.kept, self.taken_back = gc.get_freeze_count(), False
             return
         self.full_collections += 1
-        if self.full_collections % TAKE_BACK_EVERY == 0 or (self.full_collections % LOOK_EVERY == 0 and self._grown()):
+        if self.full_collections % UNFREEZE_EVERY == 0 or (
+            self.full_collections % GROWTH_CHECK_EVERY == 0 and self._grown()
+        ):
             gc.unfreeze()
             self.taken_back = True
 
     def _grown(self) -> bool:
-        return gc.get_freeze_count() > self.kept + max(self.kept // 2, GROWN_LEAST)
+        return gc.get_freeze_count() > self.kept + max(self.kept // 2, GROWTH_MIN)
 
 
-_setter = _Setter()
+_freeze_callback = _FreezeCallback()
 
 
-def keep_pauses_short() -> None:
+def install_gc_tuning() -> None:
     """Install the tuning in this process. Idempotent."""
-    if _setter not in gc.callbacks:
+    if _freeze_callback not in gc.callbacks:
         gc.set_threshold(*THRESHOLDS)
-        gc.callbacks.append(_setter)
-        _setter.taken_back = True  # growth is counted from the current heap
+        gc.callbacks.append(_freeze_callback)
+        _freeze_callback.taken_back = True  # growth is counted from the current heap
         gc.collect()

@@ -17,17 +17,17 @@ from prometheus_client import Gauge
 
 from tidemill.base.clock import Clock, thread_cpu_s
 
-WORTH_S = 0.001
+RECORD_ABOVE_S = 0.001
 """Shortest turn that is recorded; a shorter one delays nothing noticeably."""
 WINDOW_S = 60.0
 
 T = TypeVar("T")
 
 _LONGEST = Gauge("tidemill_loop_stall_seconds", "Longest stall of the event loop in the last minute")
-_DEAREST = Gauge("tidemill_loop_stall_cpu_seconds", "Most processor time that the event loop used in one stall")
+_LONGEST_CPU = Gauge("tidemill_loop_stall_cpu_seconds", "Most processor time that the event loop used in one stall")
 
 
-class LoopWatch:
+class LoopLagMonitor:
     """Monitor of the loop: `run` until cancelled; call `facts` at any time, also from other threads."""
 
     def __init__(self, clock: Clock) -> None:
@@ -40,18 +40,18 @@ class LoopWatch:
 
     async def run(self) -> None:
         _LONGEST.set_function(lambda: self.recent_s)
-        _DEAREST.set_function(lambda: self._longest_cpu_s)
+        _LONGEST_CPU.set_function(lambda: self._longest_cpu_s)
         loop = asyncio.get_running_loop()
         # Every loop that waits in a selector has it. No other place is passed exactly once per turn.
         selector: Any = vars(loop)["_selector"]
         wait = selector.select
-        selector.select = self.around(wait)
+        selector.select = self.watch_select(wait)
         try:
             await loop.create_future()
         finally:
             selector.select = wait
 
-    def around(self, wait: Callable[[float | None], T]) -> Callable[[float | None], T]:
+    def watch_select(self, wait: Callable[[float | None], T]) -> Callable[[float | None], T]:
         """Return the selector's `select` with the measurement, which does not change its waiting time."""
         monotonic_s = self._clock.monotonic_s
         due_s, cpu_s = monotonic_s(), thread_cpu_s()
@@ -61,9 +61,9 @@ class LoopWatch:
             nonlocal due_s, cpu_s, read_s
             asked_s = monotonic_s()
             # The processor time is a system call: for short turns it is read once for many.
-            if asked_s - read_s >= WORTH_S:
+            if asked_s - read_s >= RECORD_ABOVE_S:
                 used_s = thread_cpu_s()
-                if asked_s - due_s >= WORTH_S:
+                if asked_s - due_s >= RECORD_ABOVE_S:
                     self.observe(asked_s - due_s, asked_s, used_s - cpu_s)
                 cpu_s, read_s = used_s, asked_s
             found = wait(timeout)

@@ -33,7 +33,7 @@ def resident_bytes() -> int:
         return 0
 
 
-def keep_freed_memory(kept_bytes: int = 1 << 30) -> bool:
+def retain_freed_memory(kept_bytes: int = 1 << 30) -> bool:
     """Keep up to `kept_bytes` of freed memory in the process for its next work. Return False without glibc
     (mallopt(3)).
 
@@ -46,7 +46,7 @@ def keep_freed_memory(kept_bytes: int = 1 << 30) -> bool:
     return all([mallopt(*option) == 1 for option in (_LARGEST_KEPT, (_TRIM_THRESHOLD, kept_bytes), _ARENAS)])
 
 
-def give_freed_memory_back() -> None:
+def release_freed_memory() -> None:
     """Return freed memory to the system, from which the next work requests it again (malloc_trim(3)).
 
     No-op without glibc.
@@ -58,7 +58,7 @@ def give_freed_memory_back() -> None:
     trim(0)
 
 
-class Rest:
+class IdleDetector:
     """Detects, once, the end of a period of work: `after_s` without work, by the caller's clock."""
 
     def __init__(self, after_s: float) -> None:
@@ -66,7 +66,7 @@ class Rest:
         self._done = 0
         self._since_s: float | None = None
 
-    def begins(self, done: int, now_s: float) -> bool:
+    def has_become_idle(self, done: int, now_s: float) -> bool:
         """Return True once if there was work and then none for `after_s`.
 
         `done` counts work: a changed count is work.
@@ -79,8 +79,8 @@ class Rest:
         return True
 
 
-class Budget:
-    """Registry of shares: `share(name, limit, used)` registers an owner that counts for itself.
+class MemoryBudget:
+    """Registry of shares: `register_share(name, limit, used)` registers an owner that counts for itself.
 
     The limits of all shares together need not reach `limit_bytes`: the rest is for code, libraries and the allocator.
     """
@@ -89,7 +89,7 @@ class Budget:
         self.limit_bytes = limit_bytes
         self._shares: dict[str, tuple[int, Callable[[], int]]] = {}
 
-    def share(self, name: str, limit_bytes: int, used: Callable[[], int]) -> None:
+    def register_share(self, name: str, limit_bytes: int, used: Callable[[], int]) -> None:
         self._shares[name] = (limit_bytes, used)
 
     def shares(self) -> dict[str, tuple[int, int]]:

@@ -14,11 +14,11 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import Backoff, sentence
+from tidemill.base.runtime.tasks import Backoff, error_sentence
 
 T = TypeVar("T")
 
-SLOW_S = 2.0
+REPORT_PENDING_AFTER_S = 2.0
 """Duration after which a pending attempt is reported, too: a black-holed connection fails only much later."""
 
 log = structlog.get_logger()
@@ -36,11 +36,11 @@ async def open_with_retry(
     loop = asyncio.get_running_loop()
     while True:
         began_s = clock.monotonic_s()
-        slow = loop.call_later(SLOW_S, waiting, f"no answer for {SLOW_S:g} s")
+        slow = loop.call_later(REPORT_PENDING_AFTER_S, waiting, f"no answer for {REPORT_PENDING_AFTER_S:g} s")
         try:
             opened = await opening()
         except (UnavailableError, UnknownOutcomeError) as error:
-            cause = sentence(error)
+            cause = error_sentence(error)
         else:
             waiting("")
             return opened

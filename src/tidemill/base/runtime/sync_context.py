@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from tidemill.base.errors import ClosedError
-from tidemill.base.runtime.blocking_portal import CLOSE_S, BlockingPortal
+from tidemill.base.runtime.blocking_portal import CLOSE_TIMEOUT_S, BlockingPortal
 from tidemill.base.runtime.tasks import Tasks
 
 T = TypeVar("T")
@@ -20,9 +20,9 @@ log = structlog.get_logger()
 
 
 class SyncContext(Generic[T]):
-    """A `context` entered in a separate task, which stays in it until `leave`; `value` is the result of entering it.
+    """A `context` entered in a separate task, which stays in it until `exit`; `value` is the result of entering it.
 
-    Without `leave`, it is left when the last reference is dropped, or when the portal closes. Raises as
+    Without `exit`, it is left when the last reference is dropped, or when the portal closes. Raises as
     `BlockingPortal.call`.
     """
 
@@ -41,30 +41,30 @@ class SyncContext(Generic[T]):
                     raise
                 given.set_exception(error)
 
-        async def begin() -> Tasks:
+        async def spawn_stay() -> Tasks:
             tasks = Tasks(lambda _, error: log.warning("left with an error", cause=str(error)))
             staying = tasks.spawn(stay(), name="entered")
             # A closing portal may cancel the task before its first step.
             staying.add_done_callback(lambda _: given.done() or given.cancel())
             return tasks
 
-        self._tasks = portal.call(begin())
+        self._tasks = portal.call(spawn_stay())
         try:
             self.value: T = given.result()
         except BaseException:
-            self._abandon()
+            self._start_exit()
             raise
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Leave the context and wait for its end; the portal's own thread does not wait. Idempotent.
 
         A no-op after the portal was closed.
         """
-        if self._abandon() and not self._portal.is_here:
+        if self._start_exit() and not self._portal.is_loop_thread:
             with contextlib.suppress(ClosedError, CancelledError):
-                self._portal.call(self._tasks.drain(CLOSE_S))
+                self._portal.call(self._tasks.drain(CLOSE_TIMEOUT_S))
 
-    def _abandon(self) -> bool:
+    def _start_exit(self) -> bool:
         """Start leaving without waiting: garbage may be collected in the portal's own thread, or after its end."""
         first = not self._leaving.done()
         if first:
@@ -75,7 +75,7 @@ class SyncContext(Generic[T]):
         return self.value
 
     def __exit__(self, *exc: object) -> None:
-        self.leave()
+        self.exit()
 
     def __del__(self) -> None:
-        self._abandon()
+        self._start_exit()

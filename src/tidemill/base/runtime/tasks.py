@@ -1,8 +1,8 @@
 """Task groups and supervision: `create_task` is called nowhere else in the package, and every task has an owner.
 
-Invariant (isolation): a fault affects only its unit. `keep` runs one unit (a shape, a partition, a table, a pipeline, a
-capture): any error of its body, of any type, ends that unit, is reported under the unit's stage status, and the unit is
-retried after a pause. Nothing larger is affected.
+Invariant (isolation): a fault affects only its unit. `run_unit` runs one unit (a shape, a partition, a table, a
+pipeline, a capture): any error of its body, of any type, ends that unit, is reported under the unit's stage status, and
+the unit is retried after a pause. Nothing larger is affected.
 
 Invariant (age of a failure): it survives retries at the same place, until the unit's position moves or it reports
 recovery. An error that means "stop" (`errors.ends_process`) is not the unit's own: it is reported and raised, never
@@ -32,7 +32,7 @@ FailureHandler = Callable[[str, BaseException], None]
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
-STEADY_AFTER_S = 20.0
+STEADY_RUN_S = 20.0
 """Duration of a run after which the pauses of a unit start again from the shortest."""
 
 log = structlog.get_logger()
@@ -102,7 +102,7 @@ def is_fault(error: BaseException) -> bool:
     return not ends_process(error)
 
 
-def is_own_fault(error: BaseException) -> bool:
+def is_own_fault_of_await(error: BaseException) -> bool:
     """Return `is_fault` for an error of an await: a cancellation that leaked out of the awaited work is a fault, too.
 
     False once this task was cancelled: an error of its clean-up then replaces the cancellation, and a caller that
@@ -114,7 +114,7 @@ def is_own_fault(error: BaseException) -> bool:
     return is_fault(error) or isinstance(error, asyncio.CancelledError)
 
 
-def sentence(error: BaseException) -> str:
+def error_sentence(error: BaseException) -> str:
     """Return an error as one line for a stage status.
 
     Foreign errors get their type, since their texts alone say little.
@@ -132,7 +132,7 @@ class Backoff:
         self,
         first_s: float = FIRST_PAUSE_S,
         longest_s: float = LONGEST_PAUSE_S,
-        steady_after_s: float = STEADY_AFTER_S,
+        steady_after_s: float = STEADY_RUN_S,
     ) -> None:
         self._first_s = first_s
         self._longest_s = longest_s
@@ -148,7 +148,7 @@ class Backoff:
         return self._longest_s if parked else pause_s
 
 
-def parks(error: BaseException) -> bool:
+def needs_operator(error: BaseException) -> bool:
     """True if a retry cannot help until an operator changes something."""
     return isinstance(error, InvalidError | CorruptError)
 
@@ -156,7 +156,8 @@ def parks(error: BaseException) -> bool:
 class RetryState:
     """Handling of a failed run, for every loop that restarts its work: log, report, and pause.
 
-    Every fault is reported with `tell(sentence, parked)`. Without `may_park` no unit is paused: it is always retried.
+    Every fault is reported with `tell(error_sentence, parked)`. Without `may_park` no unit is paused: it is always
+    retried.
     """
 
     def __init__(
@@ -177,22 +178,24 @@ class RetryState:
 
     def failed(self, fault: BaseException) -> float:
         """Record a fault; return the pause in seconds. The next run counts from its end."""
-        parked, now_s = self._may_park and parks(fault), self._now_s()
-        log.error("unit failed", unit=self.name, error=sentence(fault), parked=parked, exc_info=not parked and fault)
-        self._tell(sentence(fault), parked)
+        parked, now_s = self._may_park and needs_operator(fault), self._now_s()
+        log.error(
+            "unit failed", unit=self.name, error=error_sentence(fault), parked=parked, exc_info=not parked and fault
+        )
+        self._tell(error_sentence(fault), parked)
         pause_s = self._restarts.pause_s(now_s - self._begun_s, parked=parked)
         self._begun_s = now_s + pause_s
         return pause_s
 
 
-def _of_a_unit(mark: str, tracker: StatusTracker, clock: Clock, restarts: Backoff | None) -> RetryState:
+def _unit_retry_state(mark: str, tracker: StatusTracker, clock: Clock, restarts: Backoff | None) -> RetryState:
     def tell(error: str, parked: bool) -> None:
         tracker.fail(mark, error, now_ms=clock.now_ms(), parked=parked)
 
     return RetryState(mark, tell, clock.monotonic_s, restarts or Backoff())
 
 
-async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: RetryState) -> None:
+async def run_with_retries(body: Callable[[], Awaitable[None]], attempts: RetryState) -> None:
     """Run `body` again after each fault, of any type, including a cancellation that leaked out of awaited work.
 
     Raises an error that ends the process (`ends_process`).
@@ -204,16 +207,18 @@ async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: RetryS
             if ends_process(error):
                 attempts.failed(error)
                 raise
-            if not is_own_fault(error):
+            if not is_own_fault_of_await(error):
                 if is_fault(error):
-                    log.error("unit failed as it ended", unit=attempts.name, error=sentence(error), exc_info=error)
+                    log.error(
+                        "unit failed as it ended", unit=attempts.name, error=error_sentence(error), exc_info=error
+                    )
                     raise asyncio.CancelledError from error
                 raise
             pause_s = attempts.failed(error)
         await asyncio.sleep(pause_s)
 
 
-async def keep(
+async def run_unit(
     mark: str,
     body: Callable[[], Awaitable[None]],
     *,
@@ -226,11 +231,11 @@ async def keep(
     A fault that only an operator can repair (InvalidError, CorruptError) pauses the unit: blocked by `operator`,
     retried at the longest pause, so that it recovers without a restart after the repair.
     """
-    await until_it_returns(body, _of_a_unit(mark, tracker, clock, restarts))
-    tracker.heal(mark)
+    await run_with_retries(body, _unit_retry_state(mark, tracker, clock, restarts))
+    tracker.clear_failure(mark)
 
 
-def keep_thread(
+def run_unit_thread(
     mark: str,
     body: Callable[[], None],
     *,
@@ -239,14 +244,14 @@ def keep_thread(
     ending: threading.Event,
     restarts: Backoff | None = None,
 ) -> None:
-    """Run the `body` of a unit that is a thread until it returns or `ending` is set; the counterpart of `keep`.
+    """Run the `body` of a unit that is a thread until it returns or `ending` is set; the counterpart of `run_unit`.
 
     A failure that is present when the process ends is retained: the last report passes it to the next process.
 
     Threads are not cancelled, so every error of the body is its fault, also one that a user's function raises to exit.
     Raises an error that ends the process (`ends_process`).
     """
-    attempts = _of_a_unit(mark, tracker, clock, restarts)
+    attempts = _unit_retry_state(mark, tracker, clock, restarts)
     while not ending.is_set():
         try:
             body()
@@ -259,5 +264,5 @@ def keep_thread(
             ending.wait(pause_s)
         else:
             if not ending.is_set():
-                tracker.heal(mark)
+                tracker.clear_failure(mark)
             return

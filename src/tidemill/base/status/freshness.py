@@ -14,27 +14,27 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from tidemill.base.status.status import OWN, PROCESS, Derived, State, trouble
+from tidemill.base.status.status import FOUNDATIONS, PROCESS, DerivedStatus, StageState, severity_of
 
 SHARD = "shard:"
 TABLE = "table:"
 PIPELINE = "pipeline:"
-REFUSED = ":table/"
+REFUSED_SEPARATOR = ":table/"
 """Separator between the pipeline's and the table's name in the status of a table that a pipeline must not maintain."""
 
-EXIT_BY_STATE = {State.STUCK: 2, State.BLIND: 2, State.WAITING: 1}
+EXIT_BY_STATE = {StageState.STUCK: 2, StageState.BLIND: 2, StageState.WAITING: 1}
 """Exit codes of `why`, `status` and `/freshz`: 0 fresh, 1 lagging, 2 stuck."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Result of `verdict`.
+    """Result of `verdict_of`.
 
     `chain` leads from the requested stage to its source. `worst` decides. `root` is the root cause: the name of a stage
     status, or an outside blocker in words.
     """
 
-    chain: tuple[Derived, ...]
-    worst: Derived
+    chain: tuple[DerivedStatus, ...]
+    worst: DerivedStatus
     root: str
 
     @property
@@ -42,37 +42,39 @@ class Verdict(msgspec.Struct, frozen=True):
         return EXIT_BY_STATE.get(self.worst.state, 0)
 
 
-def verdict(marks: Mapping[str, Derived], name: str) -> Verdict:
+def verdict_of(marks: Mapping[str, DerivedStatus], name: str) -> Verdict:
     """Return the verdict on an existing stage status. Raises KeyError if there is no such status."""
-    chain = tuple(walk(marks, name))
+    chain = tuple(walk_to_source(marks, name))
     # Among equally bad ones choose a foundation of a whole process, else the one nearest to the source, which causes
     # the others.
-    worst = max(enumerate(chain), key=lambda item: (trouble(item[1])[0], _is_ground(item[1].mark.name), item[0]))[1]
+    worst = max(
+        enumerate(chain), key=lambda item: (severity_of(item[1])[0], _is_foundation(item[1].mark.name), item[0])
+    )[1]
     return Verdict(chain, worst, _root(marks, worst))
 
 
-def _is_ground(name: str) -> bool:
-    return name.startswith(PROCESS) or name.partition("@")[0] in OWN
+def _is_foundation(name: str) -> bool:
+    return name.startswith(PROCESS) or name.partition("@")[0] in FOUNDATIONS
 
 
-def walk(marks: Mapping[str, Derived], name: str) -> Iterator[Derived]:
+def walk_to_source(marks: Mapping[str, DerivedStatus], name: str) -> Iterator[DerivedStatus]:
     """Yield every status between `name` and its source, `name` first, each once."""
     open_names, seen = [name], set[str]()
     if name not in marks:
         raise KeyError(name)
     while open_names:
-        here = _stands_for(marks, open_names.pop(0))
+        here = _representative(marks, open_names.pop(0))
         if here in seen or here not in marks:
             continue
         seen.add(here)
         derived = marks[here]
         yield derived
         process = PROCESS + derived.process
-        silent = process in marks and marks[process].state is State.BLIND
+        silent = process in marks and marks[process].state is StageState.BLIND
         # The supervisor of a driver that dies repeatedly reports it, under the driver's own name.
         restarted = [n for n in marks if n.partition("@")[0] == derived.process and marks[n].mark.error]
-        for other in [*([process] if silent else [f"{stand}@{derived.process}" for stand in OWN]), *restarted]:
-            if other not in seen and other in marks and marks[other].state is not State.IDLE:
+        for other in [*([process] if silent else [f"{stand}@{derived.process}" for stand in FOUNDATIONS]), *restarted]:
+            if other not in seen and other in marks and marks[other].state is not StageState.IDLE:
                 seen.add(other)
                 yield marks[other]
         open_names += [mark for mark in (derived.mark.held_by, derived.mark.upstream) if mark]
@@ -80,7 +82,7 @@ def walk(marks: Mapping[str, Derived], name: str) -> Iterator[Derived]:
             open_names.append("binding:topic/" + here.removeprefix("topic:"))  # the source of times for its records
 
 
-def _stands_for(marks: Mapping[str, Derived], name: str) -> str:
+def _representative(marks: Mapping[str, DerivedStatus], name: str) -> str:
     """Return the status that stands for `name`.
 
     A captured table that is streaming has no separate status: it is where its capture's topics are. A table that its
@@ -95,11 +97,11 @@ def _stands_for(marks: Mapping[str, Derived], name: str) -> str:
     return f"capture:{name.removeprefix(TABLE).partition('/')[0]}/topics"
 
 
-def _refusal(marks: Mapping[str, Derived], table: str) -> str:
-    return min((m for m in marks if m.startswith(PIPELINE) and m.endswith(REFUSED + table)), default="")
+def _refusal(marks: Mapping[str, DerivedStatus], table: str) -> str:
+    return min((m for m in marks if m.startswith(PIPELINE) and m.endswith(REFUSED_SEPARATOR + table)), default="")
 
 
-def _root(marks: Mapping[str, Derived], worst: Derived) -> str:
+def _root(marks: Mapping[str, DerivedStatus], worst: DerivedStatus) -> str:
     """Return the end of the walk along `held_by` from the worst status: an outside blocker, or the last status name."""
     seen: set[str] = set()
     here = worst
@@ -108,14 +110,14 @@ def _root(marks: Mapping[str, Derived], worst: Derived) -> str:
         holder = here.mark.held_by
         if not holder:
             return here.mark.name
-        holder = _stands_for(marks, holder)
+        holder = _representative(marks, holder)
         if holder not in marks:
             return holder
         here = marks[holder]
     return here.mark.name
 
 
-def table_mark(marks: Mapping[str, Derived], name: str) -> str:
+def resolve_status_name(marks: Mapping[str, DerivedStatus], name: str) -> str:
     """Return the status meant by `name`: a status's own name, a table, a topic, a capture, a pipeline.
 
     Raises KeyError.

@@ -4,8 +4,8 @@
 
 Invariant (precision): a quantile is the upper end of its bucket, at most a fifth too high, and never above the maximum.
 
-Invariant (window): `Stages` covers the last WINDOW_MS to twice that while events arrive; without events it does not
-change and costs nothing.
+Invariant (window): `StageHistograms` covers the last WINDOW_MS to twice that while events arrive; without events it
+does not change and costs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STAGES = ("received", "durable", "bound", "planned", "decoded", "written", "appe
 SINCE_BOUND = "appended since bound"
 """Delay of a pipeline alone: counted from the binding, while the others count from the commit."""
 
-Plain = dict[str, object]
+PlainHistogram = dict[str, object]
 
 
 class Histogram:
@@ -64,12 +64,12 @@ class Histogram:
             found[name] = self.quantile(fraction)
         return found | {"max": self.most_ms if count else None}
 
-    def plain(self) -> Plain:
+    def to_plain(self) -> PlainHistogram:
         """Return the form used in reports: {"max": ms, "counts": [[bucket, count], …]}."""
         return {"max": self.most_ms, "counts": [[n, count] for n, count in enumerate(self._counts) if count]}
 
     @classmethod
-    def of(cls, plain: object) -> Histogram:
+    def from_plain(cls, plain: object) -> Histogram:
         """Read the plain form of another process, of any version; unreadable content counts as nothing."""
         made = cls()
         match plain:
@@ -90,7 +90,7 @@ def _upper_ms(bucket: int) -> int:
     return int(2 ** (bucket / PER_OCTAVE))
 
 
-class Stages:
+class StageHistograms:
     """Histograms of one source, one for each stage. Thread-safe."""
 
     def __init__(self) -> None:
@@ -116,16 +116,16 @@ class Stages:
 
     def histograms(self) -> dict[str, Histogram]:
         with self._lock:
-            return merged((self._before, self._now))
+            return merge_histograms((self._before, self._now))
 
     def summary(self, stage: str) -> dict[str, int | None]:
         return self.histograms().get(stage, Histogram()).summary()
 
-    def plain(self) -> dict[str, Plain]:
-        return {stage: histogram.plain() for stage, histogram in self.histograms().items()}
+    def to_plain(self) -> dict[str, PlainHistogram]:
+        return {stage: histogram.to_plain() for stage, histogram in self.histograms().items()}
 
 
-def merged(several: Iterable[Mapping[str, Histogram]]) -> dict[str, Histogram]:
+def merge_histograms(several: Iterable[Mapping[str, Histogram]]) -> dict[str, Histogram]:
     found: dict[str, Histogram] = {}
     for each in several:
         for stage, histogram in each.items():

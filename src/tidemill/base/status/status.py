@@ -32,16 +32,16 @@ from functools import cache
 
 import msgspec
 
-from tidemill.base.limits import FRESHNESS_BUDGET_MS, MARK_BLIND_AFTER_MS, NODE_BLIND_AFTER_MS
+from tidemill.base.limits import FRESHNESS_BUDGET_MS, NODE_BLIND_AFTER_MS, STATUS_BLIND_AFTER_MS
 
-LIVES = 3
+RESTARTS_MAX = 3
 """Restarts at one position from which progress no longer counts.
 
 A restart in the middle of a long step is no failure, but a driver that dies in every such step is one.
 """
 
 
-class State(StrEnum):
+class StageState(StrEnum):
     MOVING = "moving"
     IDLE = "idle"
     WAITING = "waiting"
@@ -86,7 +86,7 @@ class StageStatus(msgspec.Struct, frozen=True):
     of_data: bool = False
 
 
-class Failure(msgspec.Struct, frozen=True):
+class UnitFailure(msgspec.Struct, frozen=True):
     """Failure of one unit, at one place. `position` is where the unit was when it first failed."""
 
     error: str
@@ -98,7 +98,7 @@ class Failure(msgspec.Struct, frozen=True):
     of_data: bool = False
 
 
-class Report(msgspec.Struct, frozen=True):
+class StatusReport(msgspec.Struct, frozen=True):
     """All stage statuses of one process as of `at_ms` (the publisher's clock), with free-form facts.
 
     `pid` on `host` identify the process for an operator when it is silent. `left` marks the last report of a process
@@ -114,36 +114,36 @@ class Report(msgspec.Struct, frozen=True):
     left: bool = False
 
 
-class Derived(msgspec.Struct, frozen=True):
+class DerivedStatus(msgspec.Struct, frozen=True):
     mark: StageStatus
     process: str
-    state: State
+    state: StageState
     standing_ms: int
     report_age_ms: int
 
 
-def derive(
+def derive_status(
     mark: StageStatus, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000, left: bool = False
-) -> Derived:
+) -> DerivedStatus:
     """Derive the state of one stage, from its status and the age of its report; `left` as in the report."""
     age_ms = max(0, now_ms - at_ms)
     standing_ms = max(0, (at_ms if left else now_ms) - (mark.failing_since_ms or mark.since_ms))
-    if age_ms > MARK_BLIND_AFTER_MS:
-        state = State.BLIND
+    if age_ms > STATUS_BLIND_AFTER_MS:
+        state = StageState.BLIND
     elif mark.error:
-        state = State.STUCK if mark.parked or standing_ms > mark.budget_ms else State.WAITING
+        state = StageState.STUCK if mark.parked or standing_ms > mark.budget_ms else StageState.WAITING
     elif mark.position >= mark.target:
-        state = State.IDLE
+        state = StageState.IDLE
     elif standing_ms <= moved_recently_ms:
-        state = State.MOVING
+        state = StageState.MOVING
     elif standing_ms > mark.budget_ms:
-        state = State.STUCK
+        state = StageState.STUCK
     else:
-        state = State.WAITING
-    return Derived(mark, process, state, standing_ms, age_ms)
+        state = StageState.WAITING
+    return DerivedStatus(mark, process, state, standing_ms, age_ms)
 
 
-def behind(mark: StageStatus) -> int | None:
+def lag_of(mark: StageStatus) -> int | None:
     """Return the distance of a stage from its target, in its unit.
 
     None for a stage in ms that has no time yet: the years since 1970 are no delay.
@@ -153,55 +153,55 @@ def behind(mark: StageStatus) -> int | None:
     return max(0, mark.target - mark.position)
 
 
-def behind_text(mark: StageStatus) -> str:
+def lag_text(mark: StageStatus) -> str:
     """Return the distance as text, with its unit."""
-    found = behind(mark)
+    found = lag_of(mark)
     return "no time yet" if found is None else f"{found:,} {mark.unit}".rstrip()
 
 
 NOTICE_BUDGET_MS = 1 << 52
 PROCESS = "process:"
 NODE = "node:"
-OWN = ("objects", "consensus", "metastore", "descriptors")
+FOUNDATIONS = ("objects", "consensus", "metastore", "descriptors")
 """Foundations of each process, in its own experience. Their statuses are never merged, but listed as `name@process`."""
-_TROUBLE = {State.IDLE: 0, State.MOVING: 1, State.WAITING: 2, State.STUCK: 3, State.BLIND: 4}
+_TROUBLE = {StageState.IDLE: 0, StageState.MOVING: 1, StageState.WAITING: 2, StageState.STUCK: 3, StageState.BLIND: 4}
 
 
-def trouble(derived: Derived) -> tuple[int, int]:
+def severity_of(derived: DerivedStatus) -> tuple[int, int]:
     """Return a sort key: greater is worse, by state, then by duration."""
     return _TROUBLE[derived.state], derived.standing_ms
 
 
-def derive_all(reports: Iterable[Report], now_ms: int) -> dict[str, Derived]:
+def derive_statuses(reports: Iterable[StatusReport], now_ms: int) -> dict[str, DerivedStatus]:
     """Derive every stage by name, every process by `process:NAME`, and other instances in trouble by `name@process`."""
-    instances: dict[str, list[Derived]] = {}
-    found: dict[str, Derived] = {}
+    instances: dict[str, list[DerivedStatus]] = {}
+    found: dict[str, DerivedStatus] = {}
     for report in sorted(reports, key=lambda r: (r.at_ms, r.process)):
         for mark in report.marks:
-            one = derive(mark, report.process, report.at_ms, now_ms, left=report.left)
+            one = derive_status(mark, report.process, report.at_ms, now_ms, left=report.left)
             instances.setdefault(mark.name, []).append(one)
         found[PROCESS + report.process] = derive_process(report, now_ms)
     for name, each in instances.items():
-        if name in OWN:
-            found.update(_named(each))
+        if name in FOUNDATIONS:
+            found.update(_by_instance_name(each))
             continue
-        live = [one for one in each if one.state is not State.BLIND]
+        live = [one for one in each if one.state is not StageState.BLIND]
         if not live:
             found[name] = each[-1]
         elif live[-1].mark.share:
-            found[name] = _whole(live)
+            found[name] = _sum_shares(live)
         else:
-            found[name] = first = max(live, key=_speaks)
-            found.update(_named(one for one in live if one is not first and one.state is State.STUCK))
+            found[name] = first = max(live, key=_representative_key)
+            found.update(_by_instance_name(one for one in live if one is not first and one.state is StageState.STUCK))
     return found
 
 
-def _speaks(one: Derived) -> tuple[int, bool, bool, int]:
+def _representative_key(one: DerivedStatus) -> tuple[int, bool, bool, int]:
     mark = one.mark
     return mark.position, mark.of_data, not mark.error, mark.target
 
 
-def _named(each: Iterable[Derived]) -> dict[str, Derived]:
+def _by_instance_name(each: Iterable[DerivedStatus]) -> dict[str, DerivedStatus]:
     """Return instances of one stage by `name@process`."""
     found = {}
     for one in each:
@@ -210,29 +210,29 @@ def _named(each: Iterable[Derived]) -> dict[str, Derived]:
     return found
 
 
-def derive_process(report: Report, now_ms: int) -> Derived:
+def derive_process(report: StatusReport, now_ms: int) -> DerivedStatus:
     """Derive the state of a process from the age of its report alone.
 
     A node becomes blind sooner than its stage statuses, unless it was stopped in order.
     """
     age_ms = max(0, now_ms - report.at_ms)
     node = report.process.startswith(NODE) and not report.left
-    blind = age_ms > (NODE_BLIND_AFTER_MS if node else MARK_BLIND_AFTER_MS)
+    blind = age_ms > (NODE_BLIND_AFTER_MS if node else STATUS_BLIND_AFTER_MS)
     holder = f"pid {report.pid} on {report.host}" if report.pid else ""
     reason = f"has not reported for {age_ms // 1000} s: it is stopped, disconnected or dead" if blind else ""
     mark = StageStatus(PROCESS + report.process, 0, 1 if blind else 0, holder if blind else "", reason, report.at_ms)
-    return Derived(mark, report.process, State.BLIND if blind else State.IDLE, age_ms, age_ms)
+    return DerivedStatus(mark, report.process, StageState.BLIND if blind else StageState.IDLE, age_ms, age_ms)
 
 
-def _whole(live: list[Derived]) -> Derived:
+def _sum_shares(live: list[DerivedStatus]) -> DerivedStatus:
     """Sum several shares. Only live processes count, since other processes have taken over the share of a blind one."""
-    worst = max(live, key=trouble)
+    worst = max(live, key=severity_of)
     position, target = sum(part.mark.position for part in live), sum(part.mark.target for part in live)
     mark = msgspec.structs.replace(worst.mark, position=position, target=target)
-    return Derived(mark, worst.process, worst.state, worst.standing_ms, worst.report_age_ms)
+    return DerivedStatus(mark, worst.process, worst.state, worst.standing_ms, worst.report_age_ms)
 
 
-def as_row(derived: Derived) -> dict[str, object]:
+def status_row(derived: DerivedStatus) -> dict[str, object]:
     """Return one stage as JSON, as used by `status --json`, `/api/status` and the console."""
     mark = derived.mark
     return {
@@ -268,11 +268,11 @@ class StatusTracker:
     def __init__(self, budget_ms: int = FRESHNESS_BUDGET_MS) -> None:
         self.budget_ms = budget_ms
         self._marks: dict[str, StageStatus] = {}
-        self._failures: dict[str, Failure] = {}
+        self._failures: dict[str, UnitFailure] = {}
         self._earlier: dict[str, StageStatus] = {}
         self._lock = threading.Lock()
 
-    def adopt(self, report: Report, now_ms: int = 0) -> None:
+    def adopt_last_report(self, report: StatusReport, now_ms: int = 0) -> None:
         """Adopt the last report of this process's previous life.
 
         A stage that is still at the same position, and a unit that fails again at the same place, retain their age. A
@@ -309,9 +309,9 @@ class StatusTracker:
             was_idle = old is not None and old.position >= old.target
             elsewhere = old is None or old.position != position or (was_idle and position < target)
             restarts = 0 if elsewhere else restarts
-            moved = elsewhere or old is None or (progress and progress != old.progress and restarts < LIVES)
+            moved = elsewhere or old is None or (progress and progress != old.progress and restarts < RESTARTS_MAX)
             since_ms = now_ms if moved or old is None else old.since_ms
-            if restarts >= LIVES:
+            if restarts >= RESTARTS_MAX:
                 reason = f"{reason + '; ' if reason else ''}restarted {restarts} times at this position"
             budget_ms = self.budget_ms if budget_ms is None else budget_ms
             self._marks[name] = StageStatus(
@@ -332,12 +332,12 @@ class StatusTracker:
             mark, old, earlier = self._marks.get(name), self._failures.get(name), self._earlier.get(name)
             position = mark.position if mark is not None else 0
             if old is None and earlier is not None and earlier.error and earlier.position >= position:
-                old = Failure("", earlier.failing_since_ms, earlier.tries, False, "", earlier.position)
+                old = UnitFailure("", earlier.failing_since_ms, earlier.tries, False, "", earlier.position)
             if (
                 earlier is not None
             ):  # its failure is reported by this life from now on; the position at which it stalled still counts
                 self._earlier[name] = msgspec.structs.replace(earlier, error="")
-            self._failures[name] = Failure(
+            self._failures[name] = UnitFailure(
                 error,
                 old.since_ms if old is not None else now_ms,
                 old.tries + 1 if old is not None else 1,
@@ -347,13 +347,14 @@ class StatusTracker:
                 of_data,
             )
 
-    def heal(self, name: str) -> None:
+    def clear_failure(self, name: str) -> None:
         """Record that the unit works again, or is no longer wanted."""
         with self._lock:
             self._failures.pop(name, None)
 
-    def works(self, name: str, trouble: str, *, now_ms: int, held_by: str = "", notice: str = "") -> None:
-        """Record whether a foundation of this process (OWN) works, or with `trouble`, one sentence, that it does not.
+    def set_foundation(self, name: str, trouble: str, *, now_ms: int, held_by: str = "", notice: str = "") -> None:
+        """Record whether a foundation of this process (OWN) works, or with `severity_of`, one sentence, that it does
+        not.
 
         With `notice` it works, but something is wrong with it: it is waiting for any time, and never stuck.
         """
@@ -361,18 +362,18 @@ class StatusTracker:
         if trouble or notice:
             mark = self._marks.get(name)
             if mark is None or (mark.budget_ms == NOTICE_BUDGET_MS) != (budget_ms is not None):
-                self.heal(name)  # trouble is younger than the notice before it
+                self.clear_failure(name)  # trouble is younger than the notice before it
                 self.set(name, 1, 1, now_ms=now_ms, budget_ms=budget_ms)
             self.fail(name, trouble or notice, now_ms=now_ms, held_by=held_by)
         else:
-            self.heal(name)
+            self.clear_failure(name)
             self.set(name, 1, 1, now_ms=now_ms)
 
     def mark(self, name: str) -> StageStatus | None:
         """Return the status as last set by this process or its predecessor, without a failure."""
         return self._marks.get(name) or self._earlier.get(name)
 
-    def failure(self, name: str) -> Failure | None:
+    def failure(self, name: str) -> UnitFailure | None:
         return self._failures.get(name)
 
     def failures(self, prefix: str) -> list[tuple[str, str]]:
@@ -393,21 +394,21 @@ class StatusTracker:
             self._earlier = {name: mark for name, mark in self._earlier.items() if not name.startswith(prefix)}
             self._failures = {name: found for name, found in self._failures.items() if not name.startswith(prefix)}
 
-    def report(self, process: str, now_ms: int, facts: Mapping[str, object] | None = None) -> Report:
+    def report(self, process: str, now_ms: int, facts: Mapping[str, object] | None = None) -> StatusReport:
         with self._lock:
             marks = {**self._marks, **{n: _failing(n, self._marks.get(n), f) for n, f in self._failures.items()}}
         pid, host = this_process()
-        return Report(process, now_ms, tuple(marks.values()), dict(facts or {}), pid, host)
+        return StatusReport(process, now_ms, tuple(marks.values()), dict(facts or {}), pid, host)
 
 
-def _failing(name: str, mark: StageStatus | None, failure: Failure) -> StageStatus:
+def _failing(name: str, mark: StageStatus | None, failure: UnitFailure) -> StageStatus:
     """Return a failing unit's status: never at its target, with the error of its last try as the reason."""
     mark = mark or StageStatus(name, failure.position, failure.position + 1, since_ms=failure.since_ms)
     return msgspec.structs.replace(
         mark,
         target=max(mark.target, mark.position + 1),
         held_by=failure.held_by or mark.held_by,
-        reason=_both(mark.reason, failure.error),
+        reason=_join_reasons(mark.reason, failure.error),
         error=failure.error,
         failing_since_ms=failure.since_ms,
         tries=failure.tries,
@@ -416,7 +417,7 @@ def _failing(name: str, mark: StageStatus | None, failure: Failure) -> StageStat
     )
 
 
-def _both(reason: str, error: str) -> str:
+def _join_reasons(reason: str, error: str) -> str:
     """Combine the reason for waiting and the error of the last try, each once."""
     return error if reason in error else f"{reason}; its last try: {error}"
 

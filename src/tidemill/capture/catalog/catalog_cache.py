@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from tidemill.capture.catalog.table_discovery import TableInfo, list_tables_unless
-from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.postgres.control_connection import Control
+from tidemill.capture.catalog.table_discovery import TableInfo, list_tables_if_changed
+from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.postgres.control_connection import ControlConnection
 
 T = TypeVar("T")
 
 
-async def visible(wire: Wire) -> str:
+async def read_snapshot(wire: PgConnection) -> str:
     """Return which transactions a statement sees. For a primary only: in recovery the snapshot does not list all of
     them.
     """
@@ -34,35 +34,35 @@ async def visible(wire: Wire) -> str:
 class CachedQuery(Generic[T]):
     """Cached result of one query to the catalogue. The result must not be changed."""
 
-    def __init__(self, control: Control, question: Callable[[Wire], Awaitable[T]]) -> None:
+    def __init__(self, control: ControlConnection, question: Callable[[PgConnection], Awaitable[T]]) -> None:
         self._control = control
         self._question = question
         self._kept: tuple[str, T] | None = None
 
-    async def now(self) -> T:
+    async def fetch(self) -> T:
         """Return a result that is at least as recent as the call. Raises the query's errors, and then leaves the cache
         unchanged.
         """
-        return await self._control.ask(self._looked)
+        return await self._control.run(self._refresh_if_changed)
 
-    async def _looked(self, wire: Wire) -> T:
-        snapshot = await visible(wire)
+    async def _refresh_if_changed(self, wire: PgConnection) -> T:
+        snapshot = await read_snapshot(wire)
         if self._kept is None or self._kept[0] != snapshot:
             self._kept = snapshot, await self._question(wire)
         return self._kept[1]
 
 
-class Tables:
+class TableList:
     """All existing tables, in name order, as from `list_tables`."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ControlConnection) -> None:
         self._hash = ""
         self._tables: list[TableInfo] = []
-        self._kept = CachedQuery(control, self._read)
+        self._kept = CachedQuery(control, self._read_unless_unchanged)
 
-    async def now(self) -> list[TableInfo]:
-        return await self._kept.now()
+    async def fetch(self) -> list[TableInfo]:
+        return await self._kept.fetch()
 
-    async def _read(self, wire: Wire) -> list[TableInfo]:
-        self._hash, self._tables = await list_tables_unless(wire, self._hash, self._tables)
+    async def _read_unless_unchanged(self, wire: PgConnection) -> list[TableInfo]:
+        self._hash, self._tables = await list_tables_if_changed(wire, self._hash, self._tables)
         return self._tables

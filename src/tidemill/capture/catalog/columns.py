@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from tidemill.capture.catalog.table_discovery import GENERATED_PUBLISHED
-from tidemill.capture.catalog.type_dependencies import FIRST_OWN, types_of, written
-from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.catalog.type_dependencies import FIRST_USER_OID, read_component_types, serialize_type
+from tidemill.capture.postgres.connection import PgConnection
 
-_ATTRIBUTES = """
+_ATTRIBUTES_SQL = """
 WITH RECURSIVE tree(root, oid, attached) AS (
     SELECT c.oid, c.oid, NULL::xid FROM pg_class c WHERE c.oid IN ({oids})
     UNION ALL SELECT t.root, i.inhrelid, i.xmin FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'
@@ -48,7 +48,7 @@ SELECT c.oid, c.relkind, c.relnatts,
 """
 
 
-class Attribute(msgspec.Struct, frozen=True):
+class ColumnAttributes(msgspec.Struct, frozen=True):
     """One column. `missing`: the value with which rows that lack it are read, in PostgreSQL's text; None = NULL.
     `mixed`: the partitions of its table differ in that.
     """
@@ -64,12 +64,12 @@ class Attribute(msgspec.Struct, frozen=True):
     written: str = ""
 
 
-class Attributes(msgspec.Struct, frozen=True):
+class TableAttributes(msgspec.Struct, frozen=True):
     """Columns of one table. `count`: the highest column number, including dropped columns. `dropped`: the highest
     number of a dropped column.
     """
 
-    columns: tuple[Attribute, ...]
+    columns: tuple[ColumnAttributes, ...]
     count: int
     dropped: int
     storage: str
@@ -79,13 +79,13 @@ class Attributes(msgspec.Struct, frozen=True):
     leaves: str = ""
 
     @property
-    def copied_as(self) -> str:
+    def copy_fingerprint(self) -> str:
         """State that must be the same as at the start of a copy for the copy to be resumed."""
-        types = sorted(f"{oid} {written(members)}" for oid, members in self.types.items())
+        types = sorted(f"{oid} {serialize_type(members)}" for oid, members in self.types.items())
         return " ".join([self.storage, *types])
 
     @property
-    def by_name(self) -> dict[str, Attribute]:
+    def by_name(self) -> dict[str, ColumnAttributes]:
         return {column.name: column for column in self.columns}
 
     @property
@@ -93,13 +93,13 @@ class Attributes(msgspec.Struct, frozen=True):
         return [c.name for c in sorted((c for c in self.columns if c.key_index >= 0), key=lambda c: c.key_index)]
 
 
-async def attributes_of(wire: Wire, oids: Sequence[int]) -> dict[int, Attributes]:
+async def read_attributes(wire: PgConnection, oids: Sequence[int]) -> dict[int, TableAttributes]:
     """Return the columns of tables by oid; a dropped table is absent."""
     if not oids:
         return {}
     kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
-    rows = await wire.query(_ATTRIBUTES.format(kinds=kinds, oids=", ".join(str(int(oid)) for oid in oids)))
-    columns: dict[int, list[Attribute]] = {}
+    rows = await wire.query(_ATTRIBUTES_SQL.format(kinds=kinds, oids=", ".join(str(int(oid)) for oid in oids)))
+    columns: dict[int, list[ColumnAttributes]] = {}
     tables: dict[int, tuple[int, int, str, bool]] = {}
     leaves: dict[int, str] = {}
     for oid, kind, count, dropped, storage, leaf, xmin, *column in rows:
@@ -108,16 +108,18 @@ async def attributes_of(wire: Wire, oids: Sequence[int]) -> dict[int, Attributes
         tables[table] = (int(count or 0), int(dropped or 0), storage or "", kind == "p")
         leaves[table] = leaf or ""
         columns.setdefault(table, []).append(
-            Attribute(
+            ColumnAttributes(
                 name or "", int(attnum or 0), int(type_oid or 0), int(mod or "-1"), type_name or "",
                 int(key_index or "-1"), missing, int(kinds_ or 0) > 1, xmin or "",
             )
         )  # fmt: skip
     types = (
-        await types_of(wire, oids) if any(c.type_oid >= FIRST_OWN for some in columns.values() for c in some) else {}
+        await read_component_types(wire, oids)
+        if any(c.type_oid >= FIRST_USER_OID for some in columns.values() for c in some)
+        else {}
     )
     return {
-        oid: Attributes(
+        oid: TableAttributes(
             tuple(columns[oid]),
             *tables[oid],
             {c.type_oid: types[c.type_oid] for c in columns[oid] if c.type_oid in types},
@@ -127,7 +129,7 @@ async def attributes_of(wire: Wire, oids: Sequence[int]) -> dict[int, Attributes
     }
 
 
-async def type_names(wire: Wire, types: Iterable[tuple[int, int]]) -> dict[tuple[int, int], str]:
+async def read_type_names(wire: PgConnection, types: Iterable[tuple[int, int]]) -> dict[tuple[int, int], str]:
     """Return format_type's text for each (type oid, type modifier)."""
     wanted = sorted(set(types))
     if not wanted:

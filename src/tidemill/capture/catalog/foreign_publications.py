@@ -27,14 +27,14 @@ import msgspec
 
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.naming import table_name
-from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
+from tidemill.capture.postgres.connection import PgConnection, identifier, literal, qualified_identifier
 
-LISTS = 150_000
+COLUMN_LISTS_VERSION = 150_000
 """First version in which publications have column lists, row filters and schemas."""
-GENERATED = 180_000
+GENERATED_COLUMNS_VERSION = 180_000
 """First version in which a generated column that is not published makes statements fail."""
 
-_FAILING = """
+_FAILING_SQL = """
 WITH RECURSIVE asked(root, oid, identity) AS ({asked}),
 line AS (
     SELECT oid, oid AS held, 1::bigint AS level FROM asked
@@ -61,7 +61,7 @@ judged AS (
 SELECT root, oid, identity, pubname, cause FROM judged WHERE cause <> '' ORDER BY 1, 2, 3, 4
 """
 
-_CAUSE = """CASE
+_CAUSE_SQL = """CASE
     WHEN a.identity = 'FULL' THEN CASE {full} ELSE '' END
     WHEN k.names IS NULL THEN 'identity'
     {key}
@@ -81,7 +81,7 @@ _SCHEMAS = """
            OR EXISTS (SELECT FROM pg_publication_namespace s JOIN pg_class c ON c.relnamespace = s.pnnspid
                        WHERE s.pnpubid = p.oid AND c.oid = l.held)"""
 
-_WHOLE = """
+_FULL_IDENTITIES_SQL = """
     WITH RECURSIVE tree(root, oid) AS (
         SELECT c.oid, c.oid FROM pg_class c WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition
            AND c.relpersistence = 'p' AND c.oid >= 16384
@@ -97,9 +97,9 @@ _SOME_LIST = """EXISTS (SELECT FROM pg_publication_rel WHERE prattrs IS NOT NULL
 _SOME_GENERATED = """EXISTS (SELECT FROM pg_publication p WHERE (p.pubupdate OR p.pubdelete) AND p.pubname <> {own})
        AND EXISTS (SELECT FROM pg_attribute t WHERE t.attrelid = m.oid AND t.attgenerated <> '')"""
 
-_LEFT_OUT = """CASE WHEN r.prqual IS NULL THEN 'column list' WHEN r.prattrs IS NULL THEN 'row filter'
+_OMISSION_SQL = """CASE WHEN r.prqual IS NULL THEN 'column list' WHEN r.prattrs IS NULL THEN 'row filter'
     ELSE 'row filter and column list' END"""
-_LOOK = """
+_POSSIBLE_OBJECTIONS_SQL = """
 SELECT r.prrelid, p.pubname = {own} AND (r.prqual IS NOT NULL OR r.prattrs IS NOT NULL), {left_out}
   FROM pg_publication p LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid
    AND (r.prattrs IS NOT NULL OR r.prqual IS NOT NULL AND p.pubname = {own})
@@ -108,7 +108,7 @@ SELECT r.prrelid, p.pubname = {own} AND (r.prqual IS NOT NULL OR r.prattrs IS NO
 """Quick query for possible objections, which are rare. The expensive query runs only if there may be some."""
 
 
-class Failing(msgspec.Struct, frozen=True):
+class IdentityFailure(msgspec.Struct, frozen=True):
     """An UPDATE or DELETE of relation `oid`, which is `root` or a partition of it, fails with an identity that was
     passed in, because this publication contains it. `cause`: the part of the publication or the identity that does not
     fit.
@@ -136,45 +136,50 @@ Objections = Mapping[int, Objection]
 """Objections by oid of the table; for a partitioned one, of its root."""
 
 
-async def failing(wire: Wire, asked: Sequence[tuple[int, str]]) -> list[Failing]:
+async def find_identity_failures(wire: PgConnection, asked: Sequence[tuple[int, str]]) -> list[IdentityFailure]:
     """Return the publications with which an UPDATE or DELETE would fail, for tables and partitions with a given
     identity, in SQL form. [] = none.
     """
     rows = ", ".join(f"({int(oid)}::oid, {int(oid)}::oid, {literal(identity)}::text)" for oid, identity in asked)
-    return await _failing(wire, f"VALUES {rows}") if asked else []
+    return await _query_identity_failures(wire, f"VALUES {rows}") if asked else []
 
 
-async def objections(wire: Wire, config: CaptureConfig) -> Objections:
+async def find_objections(wire: PgConnection, config: CaptureConfig) -> Objections:
     """Return the objections to all existing tables."""
-    if wire.server_version < LISTS:
+    if wire.server_version < COLUMN_LISTS_VERSION:
         return {}
-    own, generated = literal(config.publication), wire.server_version >= GENERATED
+    own, generated = literal(config.publication), wire.server_version >= GENERATED_COLUMNS_VERSION
     look = await wire.query(
-        _LOOK.format(own=own, left_out=_LEFT_OUT, others=f"p.pubname <> {own}" if generated else "false")
+        _POSSIBLE_OBJECTIONS_SQL.format(
+            own=own, left_out=_OMISSION_SQL, others=f"p.pubname <> {own}" if generated else "false"
+        )
     )
     narrowed = {int(oid or 0): what or "" for oid, ours, what in look if ours == "t"}
-    found: dict[int, list[Failing]] = {}
+    found: dict[int, list[IdentityFailure]] = {}
     if look:
         some = [_SOME_LIST, *([_SOME_GENERATED.format(own=own)] if generated else [])]
-        for each in await _failing(wire, _WHOLE.format(some=" OR ".join(some))):
+        for each in await _query_identity_failures(wire, _FULL_IDENTITIES_SQL.format(some=" OR ".join(some))):
             found.setdefault(each.root, []).append(each)
-    names = await _names(wire, [*found, *narrowed])
+    names = await _read_table_names(wire, [*found, *narrowed])
     out: dict[int, Objection] = {}
     for oid in sorted({*found, *narrowed} & names.keys()):
         relations = frozenset(each.oid for each in found.get(oid, ()))
         others = [each for each in found.get(oid, ()) if each.publication != config.publication]
         schema, table, kind = names[oid]
         if oid in narrowed:
-            out[oid] = _of_ours(config, schema, table, kind, narrowed[oid], relations)
+            out[oid] = _own_objection(config, schema, table, kind, narrowed[oid], relations)
         elif others:
-            out[oid] = _of_others(config, table_name(schema, table), others[0], relations)
+            out[oid] = _foreign_objection(config, table_name(schema, table), others[0], relations)
     return out
 
 
-def _of_ours(
+def _own_objection(
     config: CaptureConfig, schema: str, table: str, kind: str, what: str, relations: frozenset[int]
 ) -> Objection:
-    publication, name = identifier(config.publication), ("" if kind == "p" else "ONLY ") + qualified(schema, table)
+    publication, name = (
+        identifier(config.publication),
+        ("" if kind == "p" else "ONLY ") + qualified_identifier(schema, table),
+    )
     return Objection(
         f"the capture's publication has a {what} for the table, so the stream is not complete:"
         f" table={table_name(schema, table)} publication={config.publication}.",
@@ -183,7 +188,7 @@ def _of_ours(
     )
 
 
-def _of_others(config: CaptureConfig, name: str, one: Failing, relations: frozenset[int]) -> Objection:
+def _foreign_objection(config: CaptureConfig, name: str, one: IdentityFailure, relations: frozenset[int]) -> Objection:
     publication = identifier(one.publication)
     if one.cause == "column list":
         remedy = f"Remove the column list of the table from publication {publication}"
@@ -194,27 +199,27 @@ def _of_others(config: CaptureConfig, name: str, one: Failing, relations: frozen
         f" contains it and does not permit that: table={name} publication={one.publication} cause={one.cause!r}.",
         f'{remedy}, or capture the table with the identity that it has: capture.{config.name}.identity = "as-is".',
         relations,
-        config.whole,
+        config.requires_full_identity,
     )
 
 
-async def _failing(wire: Wire, asked: str) -> list[Failing]:
-    lists, generated = wire.server_version >= LISTS, wire.server_version >= GENERATED
+async def _query_identity_failures(wire: PgConnection, asked: str) -> list[IdentityFailure]:
+    lists, generated = wire.server_version >= COLUMN_LISTS_VERSION, wire.server_version >= GENERATED_COLUMNS_VERSION
     full = (_FULL_LIST if lists else "WHEN false THEN ''") + (f" {_FULL_GENERATED}" if generated else "")
     key = (_KEY_LIST if lists else "") + (f" {_KEY_GENERATED}" if generated else "")
     rows = await wire.query(
-        _FAILING.format(
-            asked=asked, cause=_CAUSE.format(full=full, key=key), schemas=_SCHEMAS if lists else "",
+        _FAILING_SQL.format(
+            asked=asked, cause=_CAUSE_SQL.format(full=full, key=key), schemas=_SCHEMAS if lists else "",
             stored="p.pubgencols = 's'" if generated else "true",
         )
     )  # fmt: skip
     return [
-        Failing(int(root or 0), int(oid or 0), identity or "", name or "", cause or "")
+        IdentityFailure(int(root or 0), int(oid or 0), identity or "", name or "", cause or "")
         for root, oid, identity, name, cause in rows
     ]
 
 
-async def _names(wire: Wire, oids: Sequence[int]) -> dict[int, tuple[str, str, str]]:
+async def _read_table_names(wire: PgConnection, oids: Sequence[int]) -> dict[int, tuple[str, str, str]]:
     if not oids:
         return {}
     rows = await wire.query(

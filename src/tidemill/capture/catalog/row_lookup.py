@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tidemill.capture.changes import Relation, Row
-from tidemill.capture.postgres.connection import SqlRow, Wire, identifier, literal, scope
-from tidemill.capture.postgres.control_connection import Control
+from tidemill.capture.postgres.connection import PgConnection, SqlRow, from_clause_name, identifier, literal
+from tidemill.capture.postgres.control_connection import ControlConnection
 
-ASKED_AT_ONCE = 500
+KEYS_PER_QUERY = 500
 LOCK_TIMEOUT_MS = 1_000
 
 
-async def rows_now(control: Control, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+async def read_current_rows(control: ControlConnection, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
     """Return one row for each of `rows`, by its key; None if the table has none, or was dropped. ASKED_AT_ONCE rows are
     one query, and each query has its own deadline (control_connection.py), however many rows a transaction moved.
 
@@ -20,13 +20,13 @@ async def rows_now(control: Control, relation: Relation, rows: Sequence[Row]) ->
     not available now; UnavailableError if the server does not answer.
     """
     found: list[Row | None] = []
-    for at in range(0, len(rows), ASKED_AT_ONCE):
-        asked = rows[at : at + ASKED_AT_ONCE]
-        found += await control.ask(lambda wire, asked=asked: _some(wire, relation, asked))  # type: ignore[misc]
+    for at in range(0, len(rows), KEYS_PER_QUERY):
+        asked = rows[at : at + KEYS_PER_QUERY]
+        found += await control.run(lambda wire, asked=asked: _read_rows_by_key(wire, relation, asked))  # type: ignore[misc]
     return found
 
 
-async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+async def _read_rows_by_key(wire: PgConnection, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
     keys, names = relation.key_columns, [column.name for column in relation.columns]
     asked = ", ".join(
         f"({number}, {', '.join(literal(row[c.name] or '') for c in keys)})" for number, row in enumerate(rows)
@@ -46,7 +46,7 @@ async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row
         kind, types = described[0][0], {name: type_ for name, (_, type_) in zip(names, described, strict=True)}
         columns = ", ".join(f"t.{identifier(c.name)}::{types[c.name]}" for c in relation.columns)
         same = " AND ".join(f"t.{identifier(c.name)} = k.k{n}::{types[c.name]}" for n, c in enumerate(keys))
-        table = scope(relation.schema, relation.table, partitioned=kind == "p")
+        table = from_clause_name(relation.schema, relation.table, partitioned=kind == "p")
         answered = await wire.query(
             f"SELECT k.number, {columns} FROM (VALUES {asked})"
             f" AS k(number, {', '.join(f'k{n}' for n in range(len(keys)))}) JOIN {table} t ON {same}"

@@ -16,9 +16,11 @@ from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.metastore.catalogue import CapturedColumn
 
 
-def against_catalogue(stored: Sequence[CapturedColumn], now: Relation) -> str:
+def diff_against_catalogue(stored: Sequence[CapturedColumn], now: Relation) -> str:
     """Return the differences of the database from the stored description; "" = none."""
-    said = _columns([(c.name, c.type_name) for c in stored], [(c.name, c.type_name) for c in now.columns])
+    said = _describe_column_changes(
+        [(c.name, c.type_name) for c in stored], [(c.name, c.type_name) for c in now.columns]
+    )
     key = [c.name for c in sorted((c for c in stored if c.key_index >= 0), key=lambda c: c.key_index)]
     key_now = [c.name for c in now.key_columns]
     if key != key_now:
@@ -26,20 +28,20 @@ def against_catalogue(stored: Sequence[CapturedColumn], now: Relation) -> str:
     return "; ".join(said)
 
 
-def against_stream(stored: Sequence[CapturedColumn], message: RelationMessage, now: Relation | None) -> str:
+def diff_against_stream(stored: Sequence[CapturedColumn], message: RelationMessage, now: Relation | None) -> str:
     """Return the differences of the stream's next rows from the stored description; "" = none.
 
     `now` only supplies type names, because the stream has types by number.
     """
     if any(not c.type_oid for c in stored):
-        return _names([c.name for c in stored], [c.name for c in message.columns])
+        return _describe_name_changes([c.name for c in stored], [c.name for c in message.columns])
     ours = {(c.name, c.type_oid, c.type_mod) for c in stored}
     theirs = {(c.name, c.type_oid, c.type_mod) for c in message.columns}
     if ours == theirs:
         return ""
     words = {(c.name, c.type_oid, c.type_mod): c.type_name for c in now.columns} if now is not None else {}
     return "; ".join(
-        _columns(
+        _describe_column_changes(
             [(c.name, c.type_name) for c in stored],
             [
                 (c.name, known.get(c.name, "") if (c.name, c.type_oid, c.type_mod) in ours
@@ -51,7 +53,7 @@ def against_stream(stored: Sequence[CapturedColumn], message: RelationMessage, n
     )  # fmt: skip
 
 
-def _columns(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
+def _describe_column_changes(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
     before, after = dict(old), dict(new)
     said = [f"column {n!r} {t} is new" for n, t in new if n not in before]
     said += [f"column {n!r} is gone" for n, _ in old if n not in after]
@@ -59,5 +61,5 @@ def _columns(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> 
     return said
 
 
-def _names(old: Sequence[str], new: Sequence[str]) -> str:
-    return "; ".join(_columns([(n, "") for n in old], [(n, "") for n in new]))
+def _describe_name_changes(old: Sequence[str], new: Sequence[str]) -> str:
+    return "; ".join(_describe_column_changes([(n, "") for n in old], [(n, "") for n in new]))

@@ -30,28 +30,28 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.avro import AVRO
-from tidemill.capture.catalog.columns import Attributes
-from tidemill.capture.catalog.type_dependencies import reads_alike, written
+from tidemill.capture.catalog.columns import TableAttributes
+from tidemill.capture.catalog.type_dependencies import is_compatible_type, serialize_type
 from tidemill.capture.encode.avro_schemas import key_kinds
-from tidemill.capture.naming import odd
+from tidemill.capture.naming import has_invalid_bytes
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, FormerType
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.pg_columns import column_for
-from tidemill.shards.parts.schema import checked
-from tidemill.shards.parts.schema_evolution import canonical_default, changes_to, evolved
+from tidemill.shards.parts.schema import check_schema
+from tidemill.shards.parts.schema_evolution import canonical_default, evolve_schema, schema_changes
 
 TEXT, VARCHAR, NUMERIC = 25, 1043, 1700
-_WIDER = {(21, 23), (21, 20), (23, 20), (700, 701)}
+_WIDENING_TYPES = {(21, 23), (21, 20), (23, 20), (700, 701)}
 """int2 → int4 → int8, float4 → float8"""
-_MOD_HEADER = 4
+_TYPE_MODIFIER_HEADER = 4
 """Header size that is included in a type modifier of numeric and varchar."""
 
-Type = tuple[int, int]
+TypeWithModifier = tuple[int, int]
 """(type oid, type modifier)"""
 
 
-class Target(msgspec.Struct, frozen=True):
+class TargetColumn(msgspec.Struct, frozen=True):
     """One column of the description to reach."""
 
     name: str
@@ -60,7 +60,7 @@ class Target(msgspec.Struct, frozen=True):
     type_name: str
 
 
-class Step(msgspec.Struct, frozen=True):
+class SchemaStep(msgspec.Struct, frozen=True):
     """The next version of a description, derived from `of`. `attributes` and `storage`: as in CaptureTableRow."""
 
     of: tuple[CapturedColumn, ...]
@@ -79,7 +79,7 @@ class Step(msgspec.Struct, frozen=True):
         return ", ".join(said)
 
 
-def version_of(row: CaptureTableRow, message: RelationMessage, lsn: int) -> int:
+def find_version(row: CaptureTableRow, message: RelationMessage, lsn: int) -> int:
     """Return the version that the message describes in a transaction that commits at `lsn`; 0 = none that is possible
     there.
     """
@@ -91,12 +91,12 @@ def version_of(row: CaptureTableRow, message: RelationMessage, lsn: int) -> int:
     first = 1 + sum(at < lsn for at in row.evolved)
     last = 1 + sum(at <= lsn for at in row.evolved)
     for version in range(last, first - 1, -1):
-        if theirs == [(c.name, c.type_oid, c.type_mod) for c in described(row.columns, version)]:
+        if theirs == [(c.name, c.type_oid, c.type_mod) for c in columns_at_version(row.columns, version)]:
             return version
     return 0
 
 
-def described(columns: Sequence[CapturedColumn], version: int) -> list[CapturedColumn]:
+def columns_at_version(columns: Sequence[CapturedColumn], version: int) -> list[CapturedColumn]:
     """Return the columns as of a version of their description."""
     out = []
     for column in columns:
@@ -110,30 +110,30 @@ def described(columns: Sequence[CapturedColumn], version: int) -> list[CapturedC
     return out
 
 
-def targets(message: RelationMessage, names: Mapping[Type, str]) -> list[Target]:
+def targets_of_message(message: RelationMessage, names: Mapping[TypeWithModifier, str]) -> list[TargetColumn]:
     return [
-        Target(c.name, c.type_oid, c.type_mod, names.get((c.type_oid, c.type_mod), f"oid {c.type_oid}"))
+        TargetColumn(c.name, c.type_oid, c.type_mod, names.get((c.type_oid, c.type_mod), f"oid {c.type_oid}"))
         for c in message.columns
     ]
 
 
-def targets_of(found: Attributes) -> list[Target]:
-    return [Target(c.name, c.type_oid, c.type_mod, c.type_name) for c in found.columns]
+def targets_of_attributes(found: TableAttributes) -> list[TargetColumn]:
+    return [TargetColumn(c.name, c.type_oid, c.type_mod, c.type_name) for c in found.columns]
 
 
-def anew(row: CaptureTableRow, found: Attributes | None) -> str:
+def describe_recreated_columns(row: CaptureTableRow, found: TableAttributes | None) -> str:
     """Return the columns that the database has re-created under the name of a stored one; "" = none."""
     now = found.by_name if found is not None else {}
     other = [c.name for c in row.columns if c.attnum and c.name in now and now[c.name].attnum != c.attnum]
     return "; ".join(f"column {name!r} is now a different column" for name in other)
 
 
-def types_as(found: Attributes) -> dict[int, str]:
+def serialize_types(found: TableAttributes) -> dict[int, str]:
     """Return the component types in the form of CaptureTableRow."""
-    return {oid: written(members) for oid, members in found.types.items()}
+    return {oid: serialize_type(members) for oid, members in found.types.items()}
 
 
-def reads_otherwise(row: CaptureTableRow, found: Attributes) -> str:
+def describe_altered_types(row: CaptureTableRow, found: TableAttributes) -> str:
     """Return the columns whose older values now read differently, because a type of which they consist was altered; ""
     = none.
     """
@@ -142,14 +142,16 @@ def reads_otherwise(row: CaptureTableRow, found: Attributes) -> str:
         for c in row.columns
         if c.type_oid in row.types
         and c.type_oid in found.types
-        and not reads_alike(row.types[c.type_oid], found.types[c.type_oid])
+        and not is_compatible_type(row.types[c.type_oid], found.types[c.type_oid])
     ]
     return "; ".join(
         f"a type of column {name!r} was altered, and its old values now read differently" for name in altered
     )
 
 
-def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attributes | None) -> Step | str:
+def plan_next_version(
+    row: CaptureTableRow, target: Sequence[TargetColumn], found: TableAttributes | None
+) -> SchemaStep | str:
     """Return the step from the newest version to `target`, or the reason why it is impossible ("" if the difference
     itself explains it).
     """
@@ -157,56 +159,56 @@ def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attribut
         return "it was described by an older tidemill, which cannot distinguish a new column from a renamed one"
     if found is None:
         return "and the table was dropped in the meantime"
-    if any(map(odd, [text for t in target for text in (t.name, t.type_name)])):
+    if any(map(has_invalid_bytes, [text for t in target for text in (t.name, t.type_name)])):
         return "and a name of them is not UTF-8"
     if [t.name for t in target[: len(row.columns)]] != [c.name for c in row.columns]:
         return ""
     if found.key != [c.name for c in sorted((c for c in row.columns if c.key_index >= 0), key=lambda c: c.key_index)]:
         return ""
     rewritten = found.storage != row.storage
-    widened = _widened(row, target, found, rewritten)
+    widened = _widen_columns(row, target, found, rewritten)
     if isinstance(widened, str):
         return widened
-    added = _added(row, target[len(row.columns) :], found, rewritten)
+    added = _add_columns(row, target[len(row.columns) :], found, rewritten)
     if isinstance(added, str):
         return added
     columns = (*widened, *added)
     if row.envelope == AVRO and key_kinds(columns) != key_kinds(row.columns):
         return "its key has another schema from there on, so its records would have other keys"
     try:
-        have = schema_of(row.columns)
-        evolved(have, changes_to(have, schema_of(columns)))
+        have = shard_schema_of(row.columns)
+        evolve_schema(have, schema_changes(have, shard_schema_of(columns)))
     except InvalidError as error:
         return f"its shard cannot follow: {error.message.rstrip('.')}"
-    if targets_of(found) == list(target):
-        return Step(row.columns, columns, found.count, found.storage)
-    return Step(row.columns, columns, max(row.attributes, *(c.attnum for c in columns)), row.storage)
+    if targets_of_attributes(found) == list(target):
+        return SchemaStep(row.columns, columns, found.count, found.storage)
+    return SchemaStep(row.columns, columns, max(row.attributes, *(c.attnum for c in columns)), row.storage)
 
 
-def schema_of(columns: Sequence[CapturedColumn]) -> ShardSchema:
+def shard_schema_of(columns: Sequence[CapturedColumn]) -> ShardSchema:
     """Return the schema of a shard of these columns, with the defaults of added ones. Raises InvalidError."""
     plain = [column_for(c.name, c.type_name) for c in columns]
     key = sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index)
-    schema = checked(ShardSchema(tuple(plain), tuple(c.name for c in key)))
+    schema = check_schema(ShardSchema(tuple(plain), tuple(c.name for c in key)))
     filled = [replace(s, default=c.default) for s, c in zip(schema.columns, columns, strict=True)]
     return replace(schema, columns=tuple(filled))
 
 
-def widens(old: Type, new: Type) -> tuple[bool, bool]:
+def classify_type_change(old: TypeWithModifier, new: TypeWithModifier) -> tuple[bool, bool]:
     """Return (whether every value remains exactly the same, whether the rows are rewritten for it)."""
     (kind, mod), (kind_now, mod_now) = old, new
-    if (kind, kind_now) in _WIDER:
+    if (kind, kind_now) in _WIDENING_TYPES:
         return True, True
-    if kind == kind_now == NUMERIC and mod >= _MOD_HEADER and mod_now >= _MOD_HEADER:
-        (digits, scale), (digits_now, scale_now) = (divmod(m - _MOD_HEADER, 1 << 16) for m in (mod, mod_now))
+    if kind == kind_now == NUMERIC and mod >= _TYPE_MODIFIER_HEADER and mod_now >= _TYPE_MODIFIER_HEADER:
+        (digits, scale), (digits_now, scale_now) = (divmod(m - _TYPE_MODIFIER_HEADER, 1 << 16) for m in (mod, mod_now))
         return digits < digits_now and scale == scale_now, False
     if kind == VARCHAR and kind_now == VARCHAR:
         return mod_now == -1 or 0 <= mod < mod_now, False
     return kind == VARCHAR and kind_now == TEXT, False
 
 
-def _widened(
-    row: CaptureTableRow, target: Sequence[Target], found: Attributes, rewritten: bool
+def _widen_columns(
+    row: CaptureTableRow, target: Sequence[TargetColumn], found: TableAttributes, rewritten: bool
 ) -> list[CapturedColumn] | str:
     out = []
     now = found.by_name
@@ -217,7 +219,7 @@ def _widened(
         if old == new:
             out.append(column)
             continue
-        exact, anew_ = widens(old, new)
+        exact, anew_ = classify_type_change(old, new)
         if not exact:
             return ""
         if rewritten and not anew_:
@@ -231,8 +233,8 @@ def _widened(
     return out
 
 
-def _added(
-    row: CaptureTableRow, target: Sequence[Target], found: Attributes, rewritten: bool
+def _add_columns(
+    row: CaptureTableRow, target: Sequence[TargetColumn], found: TableAttributes, rewritten: bool
 ) -> list[CapturedColumn] | str:
     """Return the added columns, or why they cannot be carried."""
     out = []
@@ -245,7 +247,7 @@ def _added(
             return f"and the database has no such column {wanted.name!r} any more"
         old, new = (wanted.type_oid, wanted.type_mod), (seen.type_oid, seen.type_mod)
         # The catalogue is ahead of the stream: a column that was added and then widened is described twice.
-        if old != new and not widens(old, new)[0]:
+        if old != new and not classify_type_change(old, new)[0]:
             return f"and column {wanted.name!r} now has another type in the database"
         if seen.attnum <= row.attributes:
             return f"column {wanted.name!r} existed before under another name"
@@ -255,7 +257,7 @@ def _added(
                 " with values that are not in the stream"
             )
         kind = column_for(wanted.name, wanted.type_name).type
-        if odd(seen.missing or ""):
+        if has_invalid_bytes(seen.missing or ""):
             return f"the default of column {wanted.name!r} is not UTF-8"
         try:
             default = canonical_default(Column(wanted.name, kind, seen.missing))

@@ -20,11 +20,11 @@ import msgspec
 
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.capture.catalog.foreign_publications import Objections
-from tidemill.capture.catalog.type_dependencies import FIRST_OWN, HASH
+from tidemill.capture.catalog.type_dependencies import FIRST_USER_OID, TYPES_HASH_SQL
 from tidemill.capture.changes import Column, Relation
-from tidemill.capture.naming import odd, readable, table_name
-from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
-from tidemill.capture.postgres.pg_snapshot import since
+from tidemill.capture.naming import has_invalid_bytes, table_name, to_readable
+from tidemill.capture.postgres.connection import PgConnection, identifier, literal, qualified_identifier
+from tidemill.capture.postgres.pg_snapshot import xid_condition
 
 GENERATED_PUBLISHED = 180_000
 """First version in which stored generated columns can be published, and unpublished ones break REPLICA
@@ -32,7 +32,7 @@ IDENTITY FULL.
 """
 
 VISIBLE_POLL_S = 0.01
-LOOK_TIMEOUT_MS = 100
+PARTITION_CHECK_TIMEOUT_MS = 100
 """Timeout of the lock for a check of a new partition."""
 
 _LACKS_KEY = """
@@ -59,18 +59,21 @@ CASE m.relreplident WHEN 'f' THEN 'FULL' WHEN 'd' THEN 'DEFAULT' WHEN 'i' THEN c
 """
 """The identity of relation m in SQL form. A dropped index leaves the table with the effect of NOTHING."""
 
-_GIVES_KEY = """
+_KEY_IDENTITY_STATEMENT = """
 format('ALTER TABLE %I.%I REPLICA IDENTITY %s', (SELECT nspname FROM pg_namespace WHERE oid = m.relnamespace),
        m.relname,
        CASE WHEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
                             AND i.indnkeyatts = i.indnatts) THEN 'DEFAULT' ELSE 'FULL' END)
 """
-STATEMENTS = 5
+MAX_STATEMENTS_SHOWN = 5
 """Maximum number of statements per table in one message."""
-_LACKING = f"coalesce(array_to_string((array_agg({_GIVES_KEY}) FILTER (WHERE {_LACKS_KEY}))[1:{STATEMENTS}], '; '), '')"
+_LACKING = (
+    f"coalesce(array_to_string((array_agg({_KEY_IDENTITY_STATEMENT}) FILTER (WHERE {_LACKS_KEY}))"
+    f"[1:{MAX_STATEMENTS_SHOWN}], '; '), '')"
+)
 """Aggregate over a group of relations m."""
 
-_TABLES = f"""
+_TABLES_SQL = f"""
 SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
        EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary),
        coalesce((SELECT string_agg(DISTINCT a.attgenerated::text, '') FROM pg_attribute a
@@ -86,7 +89,7 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
        || coalesce((SELECT i.indkey::text FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary), '')
        || concat_ws(' ', '', c.relnatts, c.relfilenode)
        || CASE WHEN EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
-                               AND a.atttypid >= {FIRST_OWN}) THEN {HASH} ELSE '' END
+                               AND a.atttypid >= {FIRST_USER_OID}) THEN {TYPES_HASH_SQL} ELSE '' END
        || CASE WHEN c.relkind = 'p' THEN coalesce((
            WITH RECURSIVE tree(oid, attached) AS (
                 SELECT i.inhrelid, i.xmin FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
@@ -105,13 +108,13 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
  ORDER BY n.nspname, c.relname
 """
 
-_TABLES_UNLESS = f"""
-WITH t AS MATERIALIZED ({_TABLES.replace("{", "{{").replace("}", "}}")}),
+_TABLES_UNLESS_UNCHANGED_SQL = f"""
+WITH t AS MATERIALIZED ({_TABLES_SQL.replace("{", "{{").replace("}", "}}")}),
      h AS (SELECT md5(coalesce(string_agg(t::text, E'\\n'), '')) AS hash FROM t)
 SELECT h.hash, t.* FROM h LEFT JOIN t ON h.hash <> {{known}} ORDER BY t.nspname, t.relname
 """
 
-_HAZARDS = """
+_HAZARDS_SQL = """
 WITH RECURSIVE tree(root, oid) AS (
     SELECT r.prrelid, r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
      WHERE p.pubname = {publication}
@@ -132,14 +135,14 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, bool_or(f.virtual), bool_or(m.rel
  GROUP BY c.oid, n.nspname, c.relname, c.relkind
 """
 
-_KEYLESS = f"""
+_KEYLESS_SQL = f"""
 WITH RECURSIVE tree(root, oid) AS (SELECT o, o FROM unnest(ARRAY[{{oids}}]::oid[]) o
     UNION ALL SELECT t.root, i.inhrelid FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'
       JOIN pg_inherits i ON i.inhparent = t.oid)
-SELECT t.root, {_GIVES_KEY} FROM tree t JOIN pg_class m USING (oid) WHERE {_LACKS_KEY} ORDER BY t.root, 2
+SELECT t.root, {_KEY_IDENTITY_STATEMENT} FROM tree t JOIN pg_class m USING (oid) WHERE {_LACKS_KEY} ORDER BY t.root, 2
 """
 
-_COLUMNS = """
+_COLUMNS_SQL = """
 SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
        format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull,
        NOT coalesce(i.indimmediate, true) OR coalesce({made_since}, false)
@@ -211,32 +214,34 @@ class Hazard(msgspec.Struct, frozen=True):
         return self.table.oid
 
 
-class Choice(msgspec.Struct, frozen=True):
+class TableChoice(msgspec.Struct, frozen=True):
     """Result of a capture's patterns: tables in name order, and those that cannot be captured by name."""
 
     tables: tuple[TableInfo, ...]
     refused: dict[str, Refusal]
 
 
-async def list_tables(wire: Wire) -> list[TableInfo]:
+async def list_tables(wire: PgConnection) -> list[TableInfo]:
     """Return every ordinary, partitioned and foreign table, in name order, outside the schemas of the system and of
     tidemill: consensus may be in the same database, and capturing it would feed on itself.
     """
-    return (await list_tables_unless(wire, "", []))[1]
+    return (await list_tables_if_changed(wire, "", []))[1]
 
 
-async def list_tables_unless(wire: Wire, known: str, tables: list[TableInfo]) -> tuple[str, list[TableInfo]]:
+async def list_tables_if_changed(
+    wire: PgConnection, known: str, tables: list[TableInfo]
+) -> tuple[str, list[TableInfo]]:
     """Return the hash of the existing tables, and the tables; the very object `tables` if the hash equals `known`."""
-    rows = await wire.query(_TABLES_UNLESS.format(known=literal(known)))
+    rows = await wire.query(_TABLES_UNLESS_UNCHANGED_SQL.format(known=literal(known)))
     found = rows[0][0] or ""
     if found == known:
         return known, tables
-    odd_names = await _odd_names(wire) if wire.unchecked else {}
+    odd_names = await _find_undecodable_names(wire) if wire.is_encoding_unchecked else {}
     return found, [
         TableInfo(
             int(r[1] or 0), r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] or "", r[7] == "t", r[8] or "",
             r[9] or "", r[10] or "", r[11] or "",
-            next((readable(name) for name in [f"{r[2]}.{r[3]}", r[6] or ""] if odd(name)), "")
+            next((to_readable(name) for name in [f"{r[2]}.{r[3]}", r[6] or ""] if has_invalid_bytes(name)), "")
             or odd_names.get(int(r[1] or 0), ""),
         )
         for r in rows
@@ -244,7 +249,7 @@ async def list_tables_unless(wire: Wire, known: str, tables: list[TableInfo]) ->
     ]  # fmt: skip
 
 
-async def _odd_names(wire: Wire) -> dict[int, str]:
+async def _find_undecodable_names(wire: PgConnection) -> dict[int, str]:
     """Return, by table, the name of a column, of its type or of a partition that is not UTF-8."""
     rows = await wire.query(
         "SELECT a.attrelid, a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a"
@@ -254,19 +259,24 @@ async def _odd_names(wire: Wire) -> dict[int, str]:
         " UNION ALL SELECT pg_partition_root(c.oid)::oid, n.nspname, c.relname FROM pg_class c"
         " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.relispartition AND c.relkind IN ('r', 'p', 'f')"
     )
-    return {int(oid or 0): readable(name or "") for oid, *names in rows for name in names if odd(name or "")}
+    return {
+        int(oid or 0): to_readable(name or "")
+        for oid, *names in rows
+        for name in names
+        if has_invalid_bytes(name or "")
+    }
 
 
-async def hazards(wire: Wire, publication: str, whole: bool) -> list[Hazard]:
+async def find_hazards(wire: PgConnection, publication: str, whole: bool) -> list[Hazard]:
     """Return the published tables with hazards. `whole`: FULL is required; otherwise an identity that includes the key
     suffices.
     """
     wanting = "m.relreplident <> 'f'" if whole else _LACKS_KEY
-    rows = await wire.query(_HAZARDS.format(publication=literal(publication), lacking=_LACKING, wanting=wanting))
+    rows = await wire.query(_HAZARDS_SQL.format(publication=literal(publication), lacking=_LACKING, wanting=wanting))
     return [
         Hazard(
             TableInfo(int(oid or 0), schema or "", table or "", kind or "", "p", "", True),
-            ("" if kind == "p" else "ONLY ") + qualified(schema or "", table or ""),
+            ("" if kind == "p" else "ONLY ") + qualified_identifier(schema or "", table or ""),
             virtual == "t",
             breaks == "t",
             lacking or "",
@@ -275,13 +285,13 @@ async def hazards(wire: Wire, publication: str, whole: bool) -> list[Hazard]:
     ]
 
 
-async def keyless(wire: Wire, oids: Sequence[int]) -> dict[int, list[str]]:
+async def find_keyless_identities(wire: PgConnection, oids: Sequence[int]) -> dict[int, list[str]]:
     """Return, by table, the statements that set an identity with the primary key for it and its partitions. A table
     that needs none is absent.
     """
     if not oids:
         return {}
-    rows = await wire.query(_KEYLESS.format(oids=", ".join(str(int(oid)) for oid in oids)))
+    rows = await wire.query(_KEYLESS_SQL.format(oids=", ".join(str(int(oid)) for oid in oids)))
     found: dict[int, list[str]] = {}
     for root, statement in rows:
         found.setdefault(int(root or 0), []).append(statement or "")
@@ -292,14 +302,14 @@ class NoTablesError(MissingError):
     """The capture matches no table at present; a table may be created at any moment."""
 
 
-def resolve(
+def choose_tables(
     patterns: Sequence[str],
     tables: Sequence[TableInfo],
     version: int,
     *,
     whole: bool = True,
     objections: Objections | None = None,
-) -> Choice:
+) -> TableChoice:
     """Return the tables that match the patterns. `whole`: each is set to REPLICA IDENTITY FULL; otherwise it is
     captured with its present identity. `objections`: those of publications. Raises NoTablesError if the patterns match
     no table at all.
@@ -308,16 +318,16 @@ def resolve(
     refused: dict[str, Refusal] = {}
     excluded = [p[1:] for p in patterns if p.startswith("!")]
     for pattern in (p for p in patterns if not p.startswith("!")):
-        exact = [t for t in tables if _is(t, pattern)]
-        hits = exact or [t for t in tables if _matches(t, pattern)]
+        exact = [t for t in tables if _is_named_by(t, pattern)]
+        hits = exact or [t for t in tables if _matches_pattern(t, pattern)]
         if not hits and not _is_pattern(pattern):
-            refused[_with_schema(pattern)] = Refusal(
+            refused[_add_default_schema(pattern)] = Refusal(
                 "refused", f"no such table: table={pattern}.", "Create it, or correct `tables` of this capture."
             )
         for table in hits:
-            if any(_matches(table, e) for e in excluded):
+            if any(_matches_pattern(table, e) for e in excluded):
                 continue
-            why = refusal(table, version, named=bool(exact), whole=whole)
+            why = find_refusal(table, version, named=bool(exact), whole=whole)
             objection = objections.get(table.oid) if objections is not None else None
             if why is None and objection is not None and objection.refuses:
                 why = Refusal("refused", objection.reason, objection.fix, again=True)
@@ -330,10 +340,10 @@ def resolve(
             f"the capture's patterns match no table: table={','.join(patterns)}.",
             fix="Create it, or correct `tables` of this capture.",
         )
-    return Choice(tuple(chosen[name] for name in sorted(chosen)), refused)
+    return TableChoice(tuple(chosen[name] for name in sorted(chosen)), refused)
 
 
-def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool = True) -> Refusal | None:
+def find_refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool = True) -> Refusal | None:
     """Return why a table cannot be captured in its present form, None = it can. Pure, and called before anything is
     altered.
     """
@@ -377,12 +387,12 @@ def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool =
             "refused",
             "its replica identity does not include the primary key of a changed or deleted row:"
             f" table={table.name} identity={table.identity!r}.",
-            f"Run {readable(table.lacking)};",
+            f"Run {to_readable(table.lacking)};",
         )
     return None
 
 
-async def list_partitions(wire: Wire, oid: int) -> dict[int, int]:
+async def list_partitions(wire: PgConnection, oid: int) -> dict[int, int]:
     """Return the partitions of a partitioned table, at all levels, each with the transaction that attached it, ordered
     by oid; empty for any other table. A partition that is being detached (CONCURRENTLY) is excluded, because its
     changes are no longer changes of the table.
@@ -396,7 +406,7 @@ async def list_partitions(wire: Wire, oid: int) -> dict[int, int]:
     return {int(found or 0): int(attached or 0) for found, attached in rows}
 
 
-async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
+async def list_ancestors(wire: PgConnection, oid: int) -> tuple[int, ...]:
     """Return the partitioned tables of which this is a partition, at all levels; empty if it is no partition, or was
     dropped.
     """
@@ -408,7 +418,7 @@ async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
     return tuple(int(found or 0) for (found,) in rows)
 
 
-async def came_with_rows(wire: Wire, partition: int) -> str:
+async def find_rows_before_attachment(wire: PgConnection, partition: int) -> str:
     """Return the name of a partition that has a row at least as old as its attachment, otherwise "". Such rows were in
     no change of the root. Raises SqlError if its lock is not available now or the query takes too long, and
     InvalidError if the role may not read it, because a privilege on the root does not cover the partition itself.
@@ -426,8 +436,8 @@ async def came_with_rows(wire: Wire, partition: int) -> str:
     schema, table = names[0][0] or "", names[0][1] or ""
     await wire.query("BEGIN")
     try:
-        await wire.query(f"SET LOCAL lock_timeout = {LOOK_TIMEOUT_MS}")
-        await wire.query(f"SET LOCAL statement_timeout = {LOOK_TIMEOUT_MS * 20}")
+        await wire.query(f"SET LOCAL lock_timeout = {PARTITION_CHECK_TIMEOUT_MS}")
+        await wire.query(f"SET LOCAL statement_timeout = {PARTITION_CHECK_TIMEOUT_MS * 20}")
         ((size, allowed, role),) = await wire.query(
             f"SELECT pg_relation_size(oid), has_schema_privilege(relnamespace, 'USAGE') AND"
             f" has_table_privilege(oid, 'SELECT'), current_user FROM pg_class WHERE oid = {partition}"
@@ -437,10 +447,10 @@ async def came_with_rows(wire: Wire, partition: int) -> str:
         if allowed != "t":
             raise InvalidError(
                 f"the role may not read it: partition={table_name(schema, table)} role={role}.",
-                fix=f"Run GRANT SELECT ON {qualified(schema, table)} TO {identifier(role or '')};",
+                fix=f"Run GRANT SELECT ON {qualified_identifier(schema, table)} TO {identifier(role or '')};",
             )
         old = await wire.value(
-            f"SELECT EXISTS (SELECT FROM ONLY {qualified(schema, table)} r"
+            f"SELECT EXISTS (SELECT FROM ONLY {qualified_identifier(schema, table)} r"
             " WHERE NOT (age(r.xmin) >= 0 AND age(r.xmin) < (SELECT min(age(i.xmin)) FROM pg_inherits i"
             f" WHERE i.inhrelid IN (SELECT relid FROM pg_partition_ancestors({partition})))))"
         )
@@ -449,7 +459,7 @@ async def came_with_rows(wire: Wire, partition: int) -> str:
     return table_name(schema, table) if old == "t" else ""
 
 
-async def describe_after(wire: Wire, xid: int, oid: int, *, whole: bool) -> Relation | None:
+async def describe_after(wire: PgConnection, xid: int, oid: int, *, whole: bool) -> Relation | None:
     """Return a table as PostgreSQL describes it once transaction `xid` of the stream is visible; None if it was
     dropped.
 
@@ -467,11 +477,13 @@ async def describe_after(wire: Wire, xid: int, oid: int, *, whole: bool) -> Rela
     )
     while True:
         if await wire.value(running) != "t":
-            return (await describe(wire, [oid], made_since=since("i.xmin", str(xid)) if whole else "false")).get(oid)
+            return (
+                await describe_tables(wire, [oid], made_since=xid_condition("i.xmin", str(xid)) if whole else "false")
+            ).get(oid)
         await asyncio.sleep(VISIBLE_POLL_S)
 
 
-async def describe(wire: Wire, oids: Sequence[int], *, made_since: str = "false") -> dict[int, Relation]:
+async def describe_tables(wire: PgConnection, oids: Sequence[int], *, made_since: str = "false") -> dict[int, Relation]:
     """Return columns and keys of tables by oid, as the stream carries them; a dropped table is absent. `made_since`:
     the condition on a primary key's row i of pg_index under which it counts as deferrable in any case.
     """
@@ -479,7 +491,7 @@ async def describe(wire: Wire, oids: Sequence[int], *, made_since: str = "false"
         return {}
     kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
     listed = ", ".join(str(int(oid)) for oid in oids)
-    rows = await wire.query(_COLUMNS.format(kinds=kinds, oids=listed, made_since=made_since))
+    rows = await wire.query(_COLUMNS_SQL.format(kinds=kinds, oids=listed, made_since=made_since))
     names: dict[int, tuple[str, str]] = {}
     columns: dict[int, list[Column]] = {}
     deferrable: set[int] = set()
@@ -501,7 +513,7 @@ async def describe(wire: Wire, oids: Sequence[int], *, made_since: str = "false"
     return {oid: Relation(oid, *names[oid], tuple(cols), deferrable=oid in deferrable) for oid, cols in columns.items()}
 
 
-def _with_schema(pattern: str) -> str:
+def _add_default_schema(pattern: str) -> str:
     return pattern if "." in pattern else f"public.{pattern}"
 
 
@@ -509,7 +521,7 @@ def _is_pattern(text: str) -> bool:
     return any(c in text for c in "*?[")
 
 
-def _names(table: TableInfo) -> tuple[str, ...]:
+def _accepted_names(table: TableInfo) -> tuple[str, ...]:
     """Return the names by which an operator may refer to the table: ours, plain text, and without its schema if that is
     public.
     """
@@ -517,10 +529,10 @@ def _names(table: TableInfo) -> tuple[str, ...]:
     return (table.name, plain, *((table.table,) if table.schema == "public" else ()))
 
 
-def _is(table: TableInfo, pattern: str) -> bool:
-    return pattern in _names(table)
+def _is_named_by(table: TableInfo, pattern: str) -> bool:
+    return pattern in _accepted_names(table)
 
 
-def _matches(table: TableInfo, pattern: str) -> bool:
-    full = _with_schema(pattern)
-    return any(fnmatchcase(name, full) for name in _names(table)[:2])
+def _matches_pattern(table: TableInfo, pattern: str) -> bool:
+    full = _add_default_schema(pattern)
+    return any(fnmatchcase(name, full) for name in _accepted_names(table)[:2])

@@ -33,39 +33,39 @@ _NEW, _OLD, _KEY = b"NOK"
 _TEXT, _NULL, _UNCHANGED = b"tnu"
 
 
-class Values(NamedTuple):
+class ValueSlices(NamedTuple):
     """Values of one tuple of every row, [column, row]: the start of a value, and its number of bytes; −1 is NULL."""
 
     starts: Int64s
     sizes: Int64s
 
 
-class Old(NamedTuple):
+class OldTuples(NamedTuple):
     """Old values of the rows of UPDATEs, whose numbers `rows` are ascending."""
 
     rows: Int64s
-    values: Values
+    values: ValueSlices
 
-    def of(self, whole: Bools) -> Old:
+    def select_whole(self, whole: Bools) -> OldTuples:
         """Return the old values restricted to, and numbered by, the rows that are whole."""
         kept = whole[self.rows]
         places = np.cumsum(whole) - 1
-        values = Values(self.values.starts[:, kept], self.values.sizes[:, kept])
-        return Old(places[self.rows[kept]], values)
+        values = ValueSlices(self.values.starts[:, kept], self.values.sizes[:, kept])
+        return OldTuples(places[self.rows[kept]], values)
 
 
-class Walked(NamedTuple):
+class WalkResult(NamedTuple):
     """Result of a walk. `rows`: the row that each message leaves in the table, or the one that it deletes. `kinds`:
     kinds of the messages.
     """
 
-    rows: Values
+    rows: ValueSlices
     kinds: Bytes
     whole: Bools
-    old: Old
+    old: OldTuples
 
 
-class Walker:
+class TupleWalker:
     """One buffer of messages, with PAD_BYTES behind the last."""
 
     def __init__(self, body: bytes) -> None:
@@ -76,13 +76,13 @@ class Walker:
         self._last = len(body) - PAD_BYTES
         self._high: npt.NDArray[np.int32] | None = None
 
-    def oids(self, starts: Int64s) -> Int64s:
+    def relation_oids(self, starts: Int64s) -> Int64s:
         """Return the relation oid of each message."""
         return self._words[starts + OID_AT].astype(np.int64)
 
-    def walk(
+    def read_changes(
         self, starts: Int64s, ends: Int64s, columns: int, keys: list[int], *, keys_suffice: bool = False
-    ) -> Walked:
+    ) -> WalkResult:
         """Read the changes at [start, end), of a relation with this number of columns; `keys` are those of its key.
         `keys_suffice`: a DELETE need not carry more of its old row, and an UPDATE that keeps its key nothing.
         """
@@ -93,28 +93,30 @@ class Walker:
         if keys_suffice:
             alone = (kinds == UPDATE) & (marks == _NEW)
             whole |= alone | ((kinds == DELETE) & (marks == _KEY))
-        rows, unchanged, at = self._tuples(starts + TUPLE_AT, columns, whole)
+        rows, unchanged, at = self._read_tuples(starts + TUPLE_AT, columns, whole)
         # Only an UPDATE can fill an unchanged value from its old tuple, and only in its second tuple.
         whole &= ~unchanged.any(axis=0)
         if keys_suffice:
             whole &= (kinds != DELETE) | (rows.sizes[keys] >= 0).all(axis=0)
         (updates,) = np.nonzero((kinds == UPDATE) & ~alone)
-        old = Values(rows.starts[:, updates], rows.sizes[:, updates])
+        old = ValueSlices(rows.starts[:, updates], rows.sizes[:, updates])
         if len(updates):
             fine = self.bytes[at[updates]] == _NEW
-            second, unchanged, at[updates] = self._tuples(np.minimum(at[updates] + 1, self._last), columns, fine)
-            new = Values(np.where(unchanged, old.starts, second.starts), np.where(unchanged, old.sizes, second.sizes))
+            second, unchanged, at[updates] = self._read_tuples(np.minimum(at[updates] + 1, self._last), columns, fine)
+            new = ValueSlices(
+                np.where(unchanged, old.starts, second.starts), np.where(unchanged, old.sizes, second.sizes)
+            )
             rows.starts[:, updates], rows.sizes[:, updates] = new
             fine &= whole[updates]
             fine &= ~(unchanged & (old.sizes < 0)).any(axis=0)  # such a value is never NULL: the old row is not whole
-            fine &= ~self._differ(old, new, keys, fine)
-            fine[self._unreadable(old, fine)] = False
+            fine &= ~self._find_changed_keys(old, new, keys, fine)
+            fine[self._find_non_utf8_rows(old, fine)] = False
             whole[updates] = fine
         whole &= at == ends
-        whole[self._unreadable(rows, whole)] = False
-        return Walked(rows, kinds, whole, Old(updates, old))
+        whole[self._find_non_utf8_rows(rows, whole)] = False
+        return WalkResult(rows, kinds, whole, OldTuples(updates, old))
 
-    def _tuples(self, at: Int64s, columns: int, fine: Bools) -> tuple[Values, Bools, Int64s]:
+    def _read_tuples(self, at: Int64s, columns: int, fine: Bools) -> tuple[ValueSlices, Bools, Int64s]:
         """Return the values of the tuple that begins at `at` in every row, which of them are unchanged, and the end of
         the tuple. `fine` becomes False for a wrong number of columns or an unknown kind of value.
         """
@@ -140,9 +142,9 @@ class Walker:
             if not inside.all():
                 fine &= inside
                 at = np.minimum(at, self._last)
-        return Values(starts, sizes), unchanged, at
+        return ValueSlices(starts, sizes), unchanged, at
 
-    def _differ(self, old: Values, new: Values, keys: list[int], whole: Bools) -> Bools:
+    def _find_changed_keys(self, old: ValueSlices, new: ValueSlices, keys: list[int], whole: Bools) -> Bools:
         """Return the rows in which any column of `keys` differs in `new`. The result for rows that are not whole is
         undefined.
         """
@@ -162,7 +164,7 @@ class Walker:
             differ |= other
         return differ
 
-    def _unreadable(self, values: Values, whole: Bools) -> Int64s:
+    def _find_non_utf8_rows(self, values: ValueSlices, whole: Bools) -> Int64s:
         """Return the whole rows with a value that is not UTF-8. Checks only values with a byte above 0x7F."""
         if self._high is None:
             self._high = np.zeros(len(self.bytes) + 1, np.int32)
@@ -174,8 +176,8 @@ class Walker:
             return rows
         starts = values.starts[columns, rows]
         sizes = values.sizes[columns, rows]
-        data, offsets = gather(self.body, self.bytes, starts, sizes)
-        texts = strings(data, offsets, None)
+        data, offsets = gather_slices(self.body, self.bytes, starts, sizes)
+        texts = build_string_array(data, offsets, None)
         try:
             texts.validate(full=True)
         except pa.ArrowInvalid:
@@ -183,14 +185,14 @@ class Walker:
                 [
                     row
                     for row, text in zip(rows.tolist(), texts.view(pa.binary()), strict=True)
-                    if not _reads(text.as_py())
+                    if not _is_utf8(text.as_py())
                 ],
                 dtype=np.int64,
             )
         return rows[:0]
 
 
-def _reads(text: bytes) -> bool:
+def _is_utf8(text: bytes) -> bool:
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -198,16 +200,18 @@ def _reads(text: bytes) -> bool:
     return True
 
 
-MANY_BYTES = 24
+SLICING_THRESHOLD_BYTES = 24
 """Values with a higher average length are sliced one by one: copying a slice is cheaper than one step per byte."""
 
 
-def gather(body: bytes, values: Bytes, starts: Int64s, sizes: Int64s) -> tuple[bytes | Bytes, npt.NDArray[np.int32]]:
+def gather_slices(
+    body: bytes, values: Bytes, starts: Int64s, sizes: Int64s
+) -> tuple[bytes | Bytes, npt.NDArray[np.int32]]:
     """Return the bytes at [start, start + size) back to back, and the offsets between them; no size is below 0."""
     offsets = np.zeros(len(sizes) + 1, np.int32)
     np.cumsum(sizes, out=offsets[1:])
     total = int(offsets[-1])
-    if total > MANY_BYTES * len(sizes):
+    if total > SLICING_THRESHOLD_BYTES * len(sizes):
         ends = starts + sizes
         return b"".join([body[at:end] for at, end in zip(starts.tolist(), ends.tolist(), strict=True)]), offsets
     at = np.repeat(starts - offsets[:-1], sizes)
@@ -215,7 +219,7 @@ def gather(body: bytes, values: Bytes, starts: Int64s, sizes: Int64s) -> tuple[b
     return values.take(at), offsets
 
 
-def strings(data: bytes | Bytes, offsets: npt.NDArray[np.int32], valid: Bools | None) -> pa.Array:
+def build_string_array(data: bytes | Bytes, offsets: npt.NDArray[np.int32], valid: Bools | None) -> pa.Array:
     """Return a column of texts. A False in `valid` is NULL; `valid` None: no NULL."""
     bitmap = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
     buffers = [bitmap, pa.py_buffer(np.ascontiguousarray(offsets)), pa.py_buffer(data)]

@@ -6,8 +6,8 @@ So a raw tab or newline always ends a value, and one pass over many lines finds 
 escape are written in unescaped form behind the lines. The block becomes the same as rows of the stream (row_blocks.py,
 columnar_encoder.py).
 
-Invariant (equal results): a block has the same values as `rows_of`, or there is no block. Input that `rows_of` might
-reject is left to it.
+Invariant (equal results): a block has the same values as `decode_rows`, or there is no block. Input that `decode_rows`
+might reject is left to it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from tidemill.capture.changes import Relation, Row
-from tidemill.capture.decode.columnar_tuples import INSERT, PAD_BYTES, Old, Values, Walker
-from tidemill.capture.decode.row_blocks import MOST_COLUMNS, Block
-from tidemill.capture.postgres.pgoutput import not_utf8
+from tidemill.capture.decode.columnar_tuples import INSERT, PAD_BYTES, OldTuples, TupleWalker, ValueSlices
+from tidemill.capture.decode.row_blocks import MAX_COLUMNS, RowBlock
+from tidemill.capture.postgres.pgoutput import not_utf8_error
 
-LEAST_LINES = 48
+MIN_COLUMNAR_LINES = 48
 """Fewer lines are decoded and encoded faster one by one."""
-MOST_BYTES = 16 << 20
+MAX_BLOCK_BYTES = 16 << 20
 """Maximum size of a block: joining larger lines costs more than decoding their rows."""
 _TAB, _NEWLINE, _BACKSLASH, _N = b"\t\n\\N"
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
@@ -34,7 +34,7 @@ _ESCAPED_BYTES = re.compile(rb"\\(.)", re.DOTALL)
 _ESCAPES_BYTES = {name.encode(): byte.encode() for name, byte in _ESCAPES.items()}
 
 
-def rows_of(relation: Relation, lines: Sequence[bytes]) -> list[Row]:
+def decode_rows(relation: Relation, lines: Sequence[bytes]) -> list[Row]:
     """Decode the lines one by one. Raises ValueError for a line with a wrong number of values, InvalidError for one
     that is not UTF-8.
     """
@@ -47,24 +47,24 @@ def parse_copy_row(line: bytes) -> list[str | None]:
     try:
         text = line.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise not_utf8(error) from error
+        raise not_utf8_error(error) from error
     values: list[str | None] = [*text.split("\t")]
     if "\\" not in text:
         return values
-    return [None if value == "\\N" else _unescape(value) for value in text.split("\t")]
+    return [None if value == "\\N" else _unescape_value(value) for value in text.split("\t")]
 
 
-def _unescape(value: str) -> str:
+def _unescape_value(value: str) -> str:
     return _ESCAPED.sub(lambda m: _ESCAPES.get(m.group(1), m.group(1)), value) if "\\" in value else value
 
 
-def block_of(relation: Relation, lines: Sequence[bytes]) -> Block | None:
-    """Return the rows of these lines by columns, as inserts; None if `rows_of` has to decode them."""
+def decode_block(relation: Relation, lines: Sequence[bytes]) -> RowBlock | None:
+    """Return the rows of these lines by columns, as inserts; None if `decode_rows` has to decode them."""
     columns, count = len(relation.columns), len(lines)
-    if not 0 < columns <= MOST_COLUMNS or count < LEAST_LINES:
+    if not 0 < columns <= MAX_COLUMNS or count < MIN_COLUMNAR_LINES:
         return None
     body = b"".join(lines)
-    if len(body) > MOST_BYTES or not _reads(body):
+    if len(body) > MAX_BLOCK_BYTES or not _is_utf8(body):
         return None
     data = np.frombuffer(body, np.uint8)
     (ends,) = np.nonzero((data == _TAB) | (data == _NEWLINE))
@@ -77,17 +77,17 @@ def block_of(relation: Relation, lines: Sequence[bytes]) -> Block | None:
     starts[0], starts[1:] = 0, ends[:-1] + 1
     sizes = ends - starts
     if b"\\" in body:
-        body += _written_anew(body, data, starts, ends, sizes)
-    by_column = Values(
+        body += _append_unescaped_values(body, data, starts, ends, sizes)
+    by_column = ValueSlices(
         np.ascontiguousarray(starts.reshape(count, columns).T), np.ascontiguousarray(sizes.reshape(count, columns).T)
     )
-    walker = Walker(body + bytes(PAD_BYTES))
+    walker = TupleWalker(body + bytes(PAD_BYTES))
     nothing = np.zeros(0, np.int64)
-    old = Old(nothing, Values(by_column.starts[:, nothing], by_column.sizes[:, nothing]))
-    return Block(relation, np.arange(count), np.full(count, INSERT, np.uint8), by_column, old, walker)
+    old = OldTuples(nothing, ValueSlices(by_column.starts[:, nothing], by_column.sizes[:, nothing]))
+    return RowBlock(relation, np.arange(count), np.full(count, INSERT, np.uint8), by_column, old, walker)
 
 
-def _written_anew(body: bytes, data: Any, starts: Any, ends: Any, sizes: Any) -> bytes:
+def _append_unescaped_values(body: bytes, data: Any, starts: Any, ends: Any, sizes: Any) -> bytes:
     """Return the unescaped values that had escapes, one after the other. Their places behind the body are stored in
     `starts` and `sizes`. NULL becomes the size −1.
     """
@@ -107,7 +107,7 @@ def _written_anew(body: bytes, data: Any, starts: Any, ends: Any, sizes: Any) ->
     return b"".join(written)
 
 
-def _reads(body: bytes) -> bool:
+def _is_utf8(body: bytes) -> bool:
     if body.isascii():
         return True
     try:

@@ -18,16 +18,16 @@ import numpy as np
 
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import ORDINAL_STEP, Change, Relation
-from tidemill.capture.decode.columnar_tuples import Bytes, Int64s, Old, Values, Walker
-from tidemill.capture.decode.row_tuples import decoded
+from tidemill.capture.decode.columnar_tuples import Bytes, Int64s, OldTuples, TupleWalker, ValueSlices
+from tidemill.capture.decode.row_tuples import decode_change
 
-MOST_COLUMNS = 128
+MAX_COLUMNS = 128
 """Maximum number of columns: a step per column costs some ten microseconds, however few the rows, so wider tables would
 block the event loop.
 """
 
 
-class Block:
+class RowBlock:
     """The rows of one relation in a segment. `places`: numbers of their frames. `kinds`: kinds of their messages.
     `old`: old values of the updated rows.
 
@@ -37,7 +37,7 @@ class Block:
     __slots__ = ("encoded", "kinds", "old", "places", "relation", "values", "walker")
 
     def __init__(
-        self, relation: Relation, places: Int64s, kinds: Bytes, values: Values, old: Old, walker: Walker
+        self, relation: Relation, places: Int64s, kinds: Bytes, values: ValueSlices, old: OldTuples, walker: TupleWalker
     ) -> None:
         self.relation = relation
         self.old = old
@@ -51,7 +51,7 @@ class Block:
         return len(self.places)
 
 
-class Segment:
+class RowSegment:
     """Row changes of a burst. `starts`, `ends`: of the messages of all frames in the walker's body. `places`: frames
     that may be row changes.
 
@@ -60,7 +60,7 @@ class Segment:
 
     def __init__(
         self,
-        walker: Walker,
+        walker: TupleWalker,
         starts: Int64s,
         ends: Int64s,
         places: Int64s,
@@ -71,31 +71,31 @@ class Segment:
         self._walker = walker
         self._starts: list[int] = starts.tolist()
         self._ends: list[int] = ends.tolist()
-        self.blocks: list[Block] = []
+        self.blocks: list[RowBlock] = []
         owners = np.full(len(starts), -1, np.int32)
         ranks = np.zeros(len(starts), np.int32)
-        oids = walker.oids(starts[places])
+        oids = walker.relation_oids(starts[places])
         alike = bool((oids == oids[0]).all())
         for oid in oids[:1].tolist() if alike else np.unique(oids).tolist():
             relation = relations.get(oid)
             mine = places if alike else places[oids == oid]
             if (
                 relation is None
-                or not 0 < len(relation.columns) <= MOST_COLUMNS
+                or not 0 < len(relation.columns) <= MAX_COLUMNS
                 or len(mine) < least
                 or not columnar(oid)
             ):
                 continue
             keys = [at for at, column in enumerate(relation.columns) if column.key_index >= 0]
-            rows, kinds, whole, old = walker.walk(
+            rows, kinds, whole, old = walker.read_changes(
                 starts[mine], ends[mine], len(relation.columns), keys, keys_suffice=relation.old_rows == "key"
             )
             if not whole.all():
                 mine, kinds = mine[whole], kinds[whole]
-                rows, old = Values(rows.starts[:, whole], rows.sizes[:, whole]), old.of(whole)
+                rows, old = ValueSlices(rows.starts[:, whole], rows.sizes[:, whole]), old.select_whole(whole)
             owners[mine] = len(self.blocks)
             ranks[mine] = np.arange(len(mine))
-            self.blocks.append(Block(relation, mine, kinds, rows, old, walker))
+            self.blocks.append(RowBlock(relation, mine, kinds, rows, old, walker))
         self.whole = owners >= 0
         """Flag by place: True if the row is in a block."""
         self._owners: list[int] = owners.tolist()
@@ -109,13 +109,13 @@ class Segment:
     def oids(self) -> list[int]:
         return [block.relation.oid for block in self.blocks]
 
-    def message(self, place: int) -> bytes:
+    def message_at(self, place: int) -> bytes:
         return self._walker.body[self._starts[place] : self._ends[place]]
 
     def relation(self, place: int) -> Relation:
         return self.blocks[self._owners[place]].relation
 
-    def ranges(self, start: int, end: int) -> Iterator[tuple[Block, int, int]]:
+    def block_ranges(self, start: int, end: int) -> Iterator[tuple[RowBlock, int, int]]:
         """Yield the rows at the places [start, end) as ranges of blocks, each block's rows in the order of
         the stream.
         """
@@ -134,12 +134,12 @@ class Segment:
             yield self.blocks[owner], first, last
 
 
-class Rows:
+class SegmentRows:
     """The changes at the places [start, end) of a segment, as part of a transaction."""
 
     __slots__ = ("commit_lsn", "end", "segment", "shift", "start")
 
-    def __init__(self, segment: Segment, start: int, end: int, commit_lsn: int, shift: int) -> None:
+    def __init__(self, segment: RowSegment, start: int, end: int, commit_lsn: int, shift: int) -> None:
         self.segment = segment
         self.start = start
         self.end = end
@@ -149,44 +149,44 @@ class Rows:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def cut(self, place: int) -> tuple[Rows, Rows]:
+    def split_at(self, place: int) -> tuple[SegmentRows, SegmentRows]:
         """Return the changes before the place, and those from it on."""
         rest = (self.commit_lsn, self.shift)
-        return Rows(self.segment, self.start, place, *rest), Rows(self.segment, place, self.end, *rest)
+        return SegmentRows(self.segment, self.start, place, *rest), SegmentRows(self.segment, place, self.end, *rest)
 
     def position(self, place: int) -> ChangePosition:
         return ChangePosition(self.commit_lsn, self.shift + ORDINAL_STEP * place)
 
-    def change(self, place: int) -> Change:
+    def decode_change_at(self, place: int) -> Change:
         """Decode a change; not cached."""
-        return decoded(self.segment.relation(place), self.segment.message(place), self.position(place))
+        return decode_change(self.segment.relation(place), self.segment.message_at(place), self.position(place))
 
-    def of(self, oids: Collection[int]) -> Iterator[Change]:
+    def changes_of_relations(self, oids: Collection[int]) -> Iterator[Change]:
         """Yield the changes of these relations in order; only they are decoded."""
         for place in range(self.start, self.end):
             if self.segment.relation(place).oid in oids:
-                yield self.change(place)
+                yield self.decode_change_at(place)
 
 
-Part = Change | Rows
+ChangePart = Change | SegmentRows
 
 
-class Changes(Sequence[Change]):
+class LazyChanges(Sequence[Change]):
     """The changes of a fragment, some of which are decoded only on access."""
 
     __slots__ = ("_count", "parts")
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[ChangePart]) -> None:
         self.parts = tuple(parts)
-        self._count = sum(len(part) if isinstance(part, Rows) else 1 for part in self.parts)
+        self._count = sum(len(part) if isinstance(part, SegmentRows) else 1 for part in self.parts)
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Change]:
         for part in self.parts:
-            if isinstance(part, Rows):
-                yield from map(part.change, range(part.start, part.end))
+            if isinstance(part, SegmentRows):
+                yield from map(part.decode_change_at, range(part.start, part.end))
             else:
                 yield part
 
@@ -200,48 +200,48 @@ class Changes(Sequence[Change]):
         at = index + self._count if index < 0 else index
         if 0 <= at < self._count:
             for part in self.parts:
-                size = len(part) if isinstance(part, Rows) else 1
+                size = len(part) if isinstance(part, SegmentRows) else 1
                 if at < size:
-                    return part.change(part.start + at) if isinstance(part, Rows) else part
+                    return part.decode_change_at(part.start + at) if isinstance(part, SegmentRows) else part
                 at -= size
         raise IndexError(f"no such change: index={index} changes={self._count}")
 
 
-def parts_of(changes: Sequence[Change]) -> Iterable[Part]:
-    return changes.parts if isinstance(changes, Changes) else changes
+def parts_of(changes: Sequence[Change]) -> Iterable[ChangePart]:
+    return changes.parts if isinstance(changes, LazyChanges) else changes
 
 
 def first_position(changes: Sequence[Change]) -> ChangePosition | None:
     """Return the position of the first change, without decoding it."""
     for part in parts_of(changes):
-        return part.position(part.start) if isinstance(part, Rows) else part.position
+        return part.position(part.start) if isinstance(part, SegmentRows) else part.position
     return None
 
 
-def counts_of(changes: Sequence[Change]) -> Counter[int]:
+def count_by_relation(changes: Sequence[Change]) -> Counter[int]:
     """Return the number of changes of each relation, by oid; none is decoded."""
     found: Counter[int] = Counter()
     for part in parts_of(changes):
-        if isinstance(part, Rows):
-            for block, first, last in part.segment.ranges(part.start, part.end):
+        if isinstance(part, SegmentRows):
+            for block, first, last in part.segment.block_ranges(part.start, part.end):
                 found[block.relation.oid] += last - first
         else:
             found[part.relation.oid] += 1
     return found
 
 
-def only(changes: Sequence[Change], oids: Collection[int]) -> Iterator[Change]:
+def changes_of_relations(changes: Sequence[Change], oids: Collection[int]) -> Iterator[Change]:
     """Yield the changes of these relations, in order; no others are decoded."""
     for part in parts_of(changes):
-        if isinstance(part, Rows):
-            yield from part.of(oids)
+        if isinstance(part, SegmentRows):
+            yield from part.changes_of_relations(oids)
         elif part.relation.oid in oids:
             yield part
 
 
-def by_relation(changes: Sequence[Change], oids: Collection[int]) -> dict[int, list[Change]]:
+def group_by_relation(changes: Sequence[Change], oids: Collection[int]) -> dict[int, list[Change]]:
     """Return the changes of each of these relations, in order; no others are decoded."""
     found: dict[int, list[Change]] = {}
-    for change in only(changes, oids):
+    for change in changes_of_relations(changes, oids):
         found.setdefault(change.relation.oid, []).append(change)
     return found

@@ -19,10 +19,10 @@ from typing import cast
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Relation, Row
-from tidemill.capture.postgres.pgoutput import UNCHANGED, Delete, Insert, Tuple, Update, decode
+from tidemill.capture.postgres.pgoutput import UNCHANGED, Delete, Insert, Tuple, Update, decode_message
 
 
-def change_of(
+def build_change(
     relation: Relation, names: tuple[str, ...], message: Insert | Update | Delete, position: ChangePosition
 ) -> Change:
     """Return the change of a message, of `relation` with columns `names`. Raises CorruptError if a tuple does not match
@@ -30,60 +30,66 @@ def change_of(
     """
     match message:
         case Insert():
-            new, unchanged = _new(names, relation, message.new, None)
+            new, unchanged = _new_row(names, relation, message.new, None)
             if unchanged:
-                raise no_old_row(relation, "unchanged TOASTed value")
+                raise old_row_missing(relation, "unchanged TOASTed value")
             return Change(relation, "insert", position, new=new)
         case Update():
-            before = _before(names, relation, message.old_kind, message.old, "UPDATE")
-            new, unchanged = _new(names, relation, message.new, before)
-            old = _old(relation, message.old_kind, before, "UPDATE") if before is not None else None
+            before = _old_tuple_by_name(names, relation, message.old_kind, message.old, "UPDATE")
+            new, unchanged = _new_row(names, relation, message.new, before)
+            old = _usable_old_row(relation, message.old_kind, before, "UPDATE") if before is not None else None
             return Change(relation, "update", position, new=new, old=old, unchanged=unchanged)
         case Delete():
-            before = _before(names, relation, message.old_kind, message.old, "DELETE")
+            before = _old_tuple_by_name(names, relation, message.old_kind, message.old, "DELETE")
             assert before is not None
-            return Change(relation, "delete", position, old=_old(relation, message.old_kind, before, "DELETE"))
+            return Change(
+                relation, "delete", position, old=_usable_old_row(relation, message.old_kind, before, "DELETE")
+            )
 
 
-def decoded(relation: Relation, payload: bytes, position: ChangePosition) -> Change:
+def decode_change(relation: Relation, payload: bytes, position: ChangePosition) -> Change:
     """Decode the change of a message that is known to be whole. Raises CorruptError if it is no row change."""
-    message = decode(payload)
+    message = decode_message(payload)
     if not isinstance(message, Insert | Update | Delete):
         raise CorruptError(f"not a change of a row: kind={payload[:1]!r}.")
-    return change_of(relation, tuple(column.name for column in relation.columns), message, position)
+    return build_change(relation, tuple(column.name for column in relation.columns), message, position)
 
 
-def _named(names: tuple[str, ...], relation: Relation, values: Tuple | None) -> Tuple:
+def _check_column_count(names: tuple[str, ...], relation: Relation, values: Tuple | None) -> Tuple:
     if values is None or len(values) != len(names):
         found = -1 if values is None else len(values)
         raise CorruptError(f"tuple does not fit: relation={relation.name} columns={len(names)} values={found}.")
     return values
 
 
-def _before(names: tuple[str, ...], relation: Relation, kind: str, values: Tuple | None, what: str) -> Row | None:
+def _old_tuple_by_name(
+    names: tuple[str, ...], relation: Relation, kind: str, values: Tuple | None, what: str
+) -> Row | None:
     """Return the old tuple by name, unchanged; None if none is required."""
     if relation.old_rows == "lacking" or (relation.old_rows == "whole" and (kind != "O" or not values)):
-        raise no_old_row(relation, what)
+        raise old_row_missing(relation, what)
     if not kind:
         return None
-    if UNCHANGED in _named(names, relation, values):
-        raise no_old_row(relation, "unchanged TOASTed value")
+    if UNCHANGED in _check_column_count(names, relation, values):
+        raise old_row_missing(relation, "unchanged TOASTed value")
     return cast(Row, dict(zip(names, values or (), strict=True)))
 
 
-def _old(relation: Relation, kind: str, before: Row, what: str) -> Row:
+def _usable_old_row(relation: Relation, kind: str, before: Row, what: str) -> Row:
     """Return the usable part of an old tuple: all of it, or the key."""
     if relation.old_rows == "whole":
         return before
     key = {column.name: before[column.name] for column in relation.key_columns}
     if None in key.values():  # no column of a primary key is NULL: the identity does not have it
-        raise no_old_row(relation, what)
+        raise old_row_missing(relation, what)
     return before if kind == "O" else key
 
 
-def _new(names: tuple[str, ...], relation: Relation, values: Tuple, before: Row | None) -> tuple[Row, tuple[str, ...]]:
+def _new_row(
+    names: tuple[str, ...], relation: Relation, values: Tuple, before: Row | None
+) -> tuple[Row, tuple[str, ...]]:
     """Return the new tuple by name, and the columns that it lacks because their values are unknown."""
-    if UNCHANGED not in _named(names, relation, values):
+    if UNCHANGED not in _check_column_count(names, relation, values):
         return cast(Row, dict(zip(names, values, strict=True))), ()
     row: Row = {}
     unchanged = []
@@ -95,7 +101,7 @@ def _new(names: tuple[str, ...], relation: Relation, values: Tuple, before: Row 
         else:
             unchanged.append(name)
     if unchanged and (relation.old_rows == "whole" or any(c.name in unchanged for c in relation.key_columns)):
-        raise no_old_row(relation, "unchanged TOASTed value")
+        raise old_row_missing(relation, "unchanged TOASTed value")
     return row, tuple(unchanged)
 
 
@@ -103,7 +109,7 @@ class OldRowMissingError(InvalidError):
     """The row that a change replaces or deletes is unknown: only a copy of the table shows its present rows."""
 
 
-def no_old_row(relation: Relation, what: str) -> OldRowMissingError:
+def old_row_missing(relation: Relation, what: str) -> OldRowMissingError:
     return OldRowMissingError(
         f"the stream lacks an old row: relation={relation.name} at={what}.",
         fix=f"Run ALTER TABLE {relation.name} REPLICA IDENTITY FULL, then start this capture over.",

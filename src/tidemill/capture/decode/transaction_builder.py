@@ -29,8 +29,8 @@ import msgspec
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import ORDINAL_STEP, Change, Column, Fragment, Marker, Relation
-from tidemill.capture.decode.row_blocks import Changes, Part, Rows, Segment
-from tidemill.capture.decode.row_tuples import change_of
+from tidemill.capture.decode.row_blocks import ChangePart, LazyChanges, RowSegment, SegmentRows
+from tidemill.capture.decode.row_tuples import build_change
 from tidemill.capture.postgres.pgoutput import (
     PREFIX_AT,
     Begin,
@@ -58,8 +58,8 @@ _CHANGES = (b"I", b"U", b"D")
 
 
 class RelationSeen(msgspec.Struct, frozen=True):
-    """The stream describes a relation. `changed`: the description is new here; the caller looks it up and calls `learn`
-    before it feeds the next message.
+    """The stream describes a relation. `changed`: the description is new here; the caller looks it up and calls
+    `set_relation` before it feeds the next message.
     """
 
     message: RelationMessage
@@ -85,14 +85,14 @@ class TransactionBuilder:
         """True if some relation has a deferrable key (deferrable_keys.py)."""
         self._names: dict[int, tuple[str, ...]] = {}
         for relation in (relations or {}).values():
-            self.learn(relation)
+            self.set_relation(relation)
         self._max_changes = max_changes
         self._max_bytes = max_bytes
         self._hold_back = hold_back
         self._begin: Begin | None = None
         self._last_commit_lsn = 0
         self._emitted = False
-        self._buffer: list[Part] = []
+        self._buffer: list[ChangePart] = []
         self._count = 0
         self._buffer_bytes = 0
         self._newest_bytes = 0
@@ -108,7 +108,7 @@ class TransactionBuilder:
         return self._begin is not None
 
     @property
-    def place(self) -> ChangePosition | None:
+    def next_position(self) -> ChangePosition | None:
         """Position that the next change gets; None outside a transaction."""
         return ChangePosition(self._begin.final_lsn, self._ordinal) if self._begin is not None else None
 
@@ -122,45 +122,45 @@ class TransactionBuilder:
         """Transaction id of the open transaction, or 0."""
         return self._begin.xid if self._begin is not None else 0
 
-    def pass_over(self, payload: bytes) -> None:
+    def skip_message(self, payload: bytes) -> None:
         """Skip a message that cannot be read. A change keeps its ordinal, so that later changes have the same positions
         even if it can be read some day.
         """
         if payload[:1] in _CHANGES:
             self._ordinal += ORDINAL_STEP
 
-    def learn(self, relation: Relation) -> None:
+    def set_relation(self, relation: Relation) -> None:
         self.changes += 1
         self.deferrable |= relation.deferrable
         self.relations[relation.oid] = relation
         self._names[relation.oid] = tuple(column.name for column in relation.columns)
 
-    def park(self, oid: int, lsn: int) -> None:
+    def pause_relation(self, oid: int, lsn: int) -> None:
         """Leave out the relation's changes from the first transaction with a commit LSN of at least `lsn`."""
         if oid not in self._parked and oid in self.relations:
             self._announce.append(self.relations[oid])
         self.changes += 1
         self._parked[oid] = min(lsn, self._parked.get(oid, lsn))
 
-    def follow_on(self, oid: int) -> None:
+    def continue_for_followers(self, oid: int) -> None:
         """Emit the changes of a paused relation, because shapes follow it outside the topics
         (unaffected_columns.py).
         """
         self.changes += 1
         self._followed.add(oid)
 
-    def parks(self, oid: int) -> bool:
+    def is_paused_or_followed(self, oid: int) -> bool:
         """Return whether some future changes of the relation are left out, or are in no topic."""
         return oid in self._parked or oid in self._followed
 
-    def _passes_over(self, oid: int) -> bool:
+    def _skip_if_paused(self, oid: int) -> bool:
         begin = self._begin
         if begin is None or begin.final_lsn < self._parked.get(oid, begin.final_lsn + 1):
             return False
         self._ordinal += ORDINAL_STEP
         return True
 
-    def feed(self, message: Message, size_bytes: int = 0) -> Fragment | RelationSeen | None:
+    def feed_message(self, message: Message, size_bytes: int = 0) -> Fragment | RelationSeen | None:
         """Process one message, return what it completes.
 
         Raises CorruptError if the stream breaks its own grammar, InvalidError if less of an old row is present than the
@@ -168,11 +168,13 @@ class TransactionBuilder:
         """
         match message:
             case Insert() | Update() | Delete():
-                if self._parked and self._passes_over(message.oid):
+                if self._parked and self._skip_if_paused(message.oid):
                     return None
-                relation, names = self._relation(message.oid)
-                self._push(change_of(relation, names, message, self._next(relation)), size_bytes)
-                return self._overflow()
+                relation, names = self._find_relation(message.oid)
+                self._append_change(
+                    build_change(relation, names, message, self._next_position_in(relation)), size_bytes
+                )
+                return self._emit_if_full()
             case Begin():
                 if self._begin is not None:
                     raise CorruptError(
@@ -186,30 +188,30 @@ class TransactionBuilder:
                 self._begin, self._emitted, self._ordinal = message, False, 0
                 return None
             case Commit():
-                return self._commit(message)
+                return self._finish_transaction(message)
             case Truncate():
                 # One change per relation; only the last can complete a fragment that is returned here.
-                return self._truncate(message)
+                return self._add_truncates(message)
             case RelationMessage():
-                return RelationSeen(message, not _same_shape(self.relations.get(message.oid), message))
+                return RelationSeen(message, not _is_same_description(self.relations.get(message.oid), message))
             case LogicalMessage():
                 if message.transactional and message.prefix == MARKER_PREFIX and message.content:
-                    self._mark(message.content)
+                    self._add_marker(message.content)
                 return None
             case TypeMessage() | Origin():
                 return None
 
-    def carries(self, oid: int) -> bool:
+    def accepts_ranges_of(self, oid: int) -> bool:
         """Return whether the relation's rows may be fed as ranges: it is not paused at any LSN, and they
         can be read.
         """
         return oid not in self._parked and self.relations[oid].old_rows != "lacking"
 
-    def takes(self, segment: Segment) -> bool:
+    def accepts_segment(self, segment: RowSegment) -> bool:
         """Return whether `feed_rows` may be called for the segment now; otherwise its messages are fed one by one."""
         return self._begin is not None and (not self._parked or self._parked.keys().isdisjoint(segment.oids))
 
-    def feed_rows(self, segment: Segment, start: int, end: int) -> tuple[Fragment | None, int]:
+    def feed_rows(self, segment: RowSegment, start: int, end: int) -> tuple[Fragment | None, int]:
         """Process changes at the places [start, end) until they complete a fragment; return it, and the place up to
         which they were processed. Equivalent to feeding their messages one by one.
         """
@@ -218,50 +220,50 @@ class TransactionBuilder:
         fits = bisect_right(sums, self._max_bytes - self._buffer_bytes + sums[start], start + 1, end + 1) - start
         count = min(max(min(self._max_changes + 1 - self._count, fits), 2 - self._count), end - start)
         stop = start + count
-        rows = Rows(segment, start, stop, self._begin.final_lsn, self._ordinal - ORDINAL_STEP * start)
+        rows = SegmentRows(segment, start, stop, self._begin.final_lsn, self._ordinal - ORDINAL_STEP * start)
         self._ordinal += ORDINAL_STEP * count
         self._buffer.append(rows)
         self._count += count
         self._buffer_bytes += sums[stop] - sums[start]
         self._newest_bytes = sums[stop] - sums[stop - 1]
-        return self._overflow(), stop
+        return self._emit_if_full(), stop
 
-    def leave_out(self, payload: bytes) -> None:
+    def count_oversized_marker(self, payload: bytes) -> None:
         """Count a marker that is too large to be read, of which only the head is present. A message with another prefix
         belongs to the application, and is not counted.
         """
         if payload[1] & 1 and payload.startswith(f"{MARKER_PREFIX}\0".encode(), PREFIX_AT):
             self.markers_left_out += 1
 
-    def _mark(self, content: bytes) -> None:
+    def _add_marker(self, content: bytes) -> None:
         if len(content) > MARKER_BYTES or len(self._markers) >= MARKERS_PER_TXN:
             self.markers_left_out += 1
         else:
             self._markers.append(Marker(content.decode(errors="replace")))
 
-    def _truncate(self, message: Truncate) -> Fragment | None:
+    def _add_truncates(self, message: Truncate) -> Fragment | None:
         for oid in message.oids:
-            if self._parked and self._passes_over(oid):
+            if self._parked and self._skip_if_paused(oid):
                 continue
-            self._push(self._truncated(self._relation(oid)[0]), 0)
-        return self._overflow()
+            self._append_change(self._build_truncate(self._find_relation(oid)[0]), 0)
+        return self._emit_if_full()
 
-    def _commit(self, message: Commit) -> Fragment:
+    def _finish_transaction(self, message: Commit) -> Fragment:
         begin = self._begin
         if begin is None or begin.final_lsn != message.commit_lsn:
             raise CorruptError(f"a Commit message without its Begin: commit_lsn={message.commit_lsn}.")
         for relation in [r for r in self._announce if self._parked[r.oid] <= begin.final_lsn]:
             # At or above the position where it is paused, so the topic writer leaves it out.
-            self._push(self._truncated(relation), 0)
+            self._append_change(self._build_truncate(relation), 0)
             self._announce.remove(relation)
-        last = _last(self._buffer[-1]) if self._buffer else ChangePosition(begin.final_lsn, 0)
+        last = _last_position(self._buffer[-1]) if self._buffer else ChangePosition(begin.final_lsn, 0)
         fragment = Fragment(
             xid=begin.xid,
             commit_lsn=begin.final_lsn,
             commit_time_ms=message.commit_time_ms,
             begins=not self._emitted,
             commits=True,
-            changes=_changes(self._buffer),
+            changes=_join_parts(self._buffer),
             last=last,
             markers=tuple(self._markers),
             size_bytes=self._buffer_bytes,
@@ -270,16 +272,16 @@ class TransactionBuilder:
         self._buffer, self._count, self._buffer_bytes, self._markers = [], 0, 0, []
         return fragment
 
-    def _overflow(self) -> Fragment | None:
+    def _emit_if_full(self) -> Fragment | None:
         """Emit all but the newest change if the buffer is full."""
         if self._count < 2 or (self._count <= self._max_changes and self._buffer_bytes <= self._max_bytes):
             return None
         assert self._begin is not None
-        kept: list[Part] = []
+        kept: list[ChangePart] = []
         if self._hold_back:
             newest = self._buffer.pop()
-            if isinstance(newest, Rows) and len(newest) > 1:
-                before, newest = newest.cut(newest.end - 1)
+            if isinstance(newest, SegmentRows) and len(newest) > 1:
+                before, newest = newest.split_at(newest.end - 1)
                 self._buffer.append(before)
             kept = [newest]
             self._buffer_bytes -= self._newest_bytes
@@ -289,31 +291,31 @@ class TransactionBuilder:
             commit_time_ms=self._begin.commit_time_ms,
             begins=not self._emitted,
             commits=False,
-            changes=_changes(self._buffer),
-            last=_last(self._buffer[-1]),
+            changes=_join_parts(self._buffer),
+            last=_last_position(self._buffer[-1]),
             size_bytes=self._buffer_bytes,
         )
         self._emitted = True
         self._buffer, self._count, self._buffer_bytes = kept, len(kept), self._newest_bytes if kept else 0
         return fragment
 
-    def _next(self, relation: Relation) -> ChangePosition:
+    def _next_position_in(self, relation: Relation) -> ChangePosition:
         """Return the position of the next change."""
         if self._begin is None:
             raise CorruptError(f"change outside a transaction: relation={relation.name}.")
         return ChangePosition(self._begin.final_lsn, self._ordinal)
 
-    def _truncated(self, relation: Relation) -> Change:
-        return Change(relation, "truncate", self._next(relation))
+    def _build_truncate(self, relation: Relation) -> Change:
+        return Change(relation, "truncate", self._next_position_in(relation))
 
-    def _push(self, change: Change, size_bytes: int) -> None:
+    def _append_change(self, change: Change, size_bytes: int) -> None:
         self._ordinal += ORDINAL_STEP
         self._buffer.append(change)
         self._count += 1
         self._buffer_bytes += size_bytes
         self._newest_bytes = size_bytes
 
-    def _relation(self, oid: int) -> tuple[Relation, tuple[str, ...]]:
+    def _find_relation(self, oid: int) -> tuple[Relation, tuple[str, ...]]:
         """Return the relation and its column names."""
         relation = self.relations.get(oid)
         if relation is None:
@@ -321,7 +323,7 @@ class TransactionBuilder:
         return relation, self._names[oid]
 
 
-def key_changed(change: Change) -> bool:
+def is_key_changed(change: Change) -> bool:
     """Return whether an UPDATE changed the primary key of the row."""
     if change.op != "update" or change.old is None or change.new is None:
         return False
@@ -354,7 +356,7 @@ def merge_relation(message: RelationMessage, known: Relation | None, *, gone: bo
     return Relation(message.oid, message.schema, message.table, tuple(columns), deferrable=deferrable)
 
 
-def says_key(message: RelationMessage, relation: Relation) -> bool:
+def includes_primary_key(message: RelationMessage, relation: Relation) -> bool:
     """Return whether the identity that the stream describes has every column of the primary key of `relation`, by name.
     Then each DELETE identifies its row, and each UPDATE that changes the key its old row. For a deferrable key, which
     two rows may share, only a whole row does that.
@@ -364,17 +366,17 @@ def says_key(message: RelationMessage, relation: Relation) -> bool:
     return message.identity == "f" or (flagged >= keys and not relation.deferrable)
 
 
-def _same_shape(known: Relation | None, message: RelationMessage) -> bool:
+def _is_same_description(known: Relation | None, message: RelationMessage) -> bool:
     if known is None or (known.schema, known.table) != (message.schema, message.table):
         return False
     ours = [(c.name, c.type_oid, c.type_mod) for c in known.columns]
     return ours == [(c.name, c.type_oid, c.type_mod) for c in message.columns]
 
 
-def _changes(parts: list[Part]) -> Changes | tuple[Change, ...]:
+def _join_parts(parts: list[ChangePart]) -> LazyChanges | tuple[Change, ...]:
     changes = tuple(part for part in parts if isinstance(part, Change))
-    return changes if len(changes) == len(parts) else Changes(parts)
+    return changes if len(changes) == len(parts) else LazyChanges(parts)
 
 
-def _last(part: Part) -> ChangePosition:
-    return part.position(part.end - 1) if isinstance(part, Rows) else part.position
+def _last_position(part: ChangePart) -> ChangePosition:
+    return part.position(part.end - 1) if isinstance(part, SegmentRows) else part.position

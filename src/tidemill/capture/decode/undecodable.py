@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from tidemill.base.errors import CorruptError, InvalidError, TidemillError
 from tidemill.base.lsn import ChangePosition, Lsn
-from tidemill.base.runtime.tasks import sentence
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode.row_tuples import OldRowMissingError
 from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
-from tidemill.capture.postgres.pgoutput import LOGICAL_MESSAGE, decode, kind_of, oid_of
-from tidemill.capture.postgres.replication_stream import MESSAGE_BYTES, Framed
+from tidemill.capture.postgres.pgoutput import LOGICAL_MESSAGE, decode_message, kind_of, oid_of
+from tidemill.capture.postgres.replication_stream import MESSAGE_BYTES, FramedMessage
 
 
 class UndecodableMessageError(CorruptError):
@@ -31,31 +31,34 @@ class UndecodableMessageError(CorruptError):
         self.no_old_row = no_old_row
 
 
-def take(item: Framed, converter: TransactionBuilder) -> Fragment | RelationSeen | None:
+def feed_frame(item: FramedMessage, converter: TransactionBuilder) -> Fragment | RelationSeen | None:
     """Decode a message and feed it to the converter. Raises UndecodableMessageError for every error, and no other
     error.
     """
     try:
         if item.left_out and item.payload[:1] == LOGICAL_MESSAGE:
-            converter.leave_out(item.payload)
+            converter.count_oversized_marker(item.payload)
             return None
         if item.left_out:
             raise InvalidError(f"a row is too large to be carried: limit={MESSAGE_BYTES}.", fix="Shorten it.")
-        return converter.feed(decode(item.payload), len(item.payload))
+        return converter.feed_message(decode_message(item.payload), len(item.payload))
     except Exception as error:
-        raise poison(item, converter, error) from error
+        raise explain_decode_failure(item, converter, error) from error
 
 
-def poison(item: Framed, converter: TransactionBuilder, error: Exception) -> UndecodableMessageError:
+def explain_decode_failure(
+    item: FramedMessage, converter: TransactionBuilder, error: Exception
+) -> UndecodableMessageError:
     """Return the meaning of `error`, which was raised while `item` was decoded or fed to `converter`."""
     oid = oid_of(item.payload)
     relation = converter.relations.get(oid) if oid is not None else None
-    table, position = relation.name if relation is not None else "", converter.place
+    table, position = relation.name if relation is not None else "", converter.next_position
     about = f" table={table}" if table else f" oid={oid}" if oid is not None else ""
+    cause = error.message if isinstance(error, TidemillError) else error_sentence(error)
     inside = f" commit={Lsn(position.commit_lsn)} ordinal={position.ordinal}" if position is not None else ""
     return UndecodableMessageError(
         f"a message of the stream cannot be read: lsn={Lsn(item.lsn)}{inside} kind={kind_of(item.payload)}{about}"
-        f" size={item.size_bytes} error={error.message if isinstance(error, TidemillError) else sentence(error)!r}.",
+        f" size={item.size_bytes} error={cause!r}.",
         table=table,
         oid=oid or 0,
         position=position,

@@ -33,13 +33,13 @@ import msgspec
 from tidemill.base.clock import Clock
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.base.lsn import BEFORE_ALL, ChangePosition, Lsn
-from tidemill.base.runtime.tasks import sentence
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode.row_blocks import first_position
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.delivery.sinks import Sink
-from tidemill.capture.delivery.taps import Taps
-from tidemill.capture.postgres.standby_status import Keepalive, Status
+from tidemill.capture.delivery.taps import TapRegistry
+from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 
 QUEUE_FRAGMENTS = 64
 """Maximum number of queued fragments. With the converter's FRAGMENT_BYTES this bounds the queue's memory, regardless of
@@ -47,12 +47,12 @@ the width of rows.
 """
 
 
-class _Flushed(msgspec.Struct, frozen=True):
+class _FlushNotice(msgspec.Struct, frozen=True):
     consumer: str
     position: ChangePosition
 
 
-class _Progress(msgspec.Struct, frozen=True):
+class _KeepaliveItem(msgspec.Struct, frozen=True):
     keepalive: Keepalive
     inside_txn: bool
 
@@ -66,10 +66,10 @@ class Collector:
     def __init__(
         self,
         sinks: Iterable[Sink],
-        status: Status,
+        status: ReplicationStatus,
         clock: Clock,
         *,
-        taps: Taps | None = None,
+        taps: TapRegistry | None = None,
         on_keepalive: Callable[[int], None] = lambda _: None,
         on_status: Callable[[], None] = lambda: None,
         queue_changes: int = 20_000,
@@ -81,8 +81,8 @@ class Collector:
         self._on_keepalive = on_keepalive
         self._on_status = on_status
         self._sinks = tuple(sinks)
-        self._taps = taps or Taps(clock)
-        self._queue: deque[Fragment | _Flushed | _Progress] = deque()
+        self._taps = taps or TapRegistry(clock)
+        self._queue: deque[Fragment | _FlushNotice | _KeepaliveItem] = deque()
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._queued_changes = 0
@@ -109,21 +109,21 @@ class Collector:
         self._queued_fragments += 1
         if fragment.commits:
             self.received_time_ms = fragment.commit_time_ms
-        self._put(fragment)
+        self._enqueue(fragment)
 
-    def keepalive(self, keepalive: Keepalive, *, inside_txn: bool) -> None:
+    def put_keepalive(self, keepalive: Keepalive, *, inside_txn: bool) -> None:
         """Queue a keepalive. `inside_txn`: whether a transaction was open when it was read."""
         last = self._queue[-1] if self._queue else None
-        if isinstance(last, _Progress) and last.inside_txn == inside_txn:
+        if isinstance(last, _KeepaliveItem) and last.inside_txn == inside_txn:
             # Keepalives that wait behind a blocked sink are merged.
             asked = keepalive.reply_requested or last.keepalive.reply_requested
-            self._queue[-1] = _Progress(Keepalive(keepalive.wal_end, asked), inside_txn)
+            self._queue[-1] = _KeepaliveItem(Keepalive(keepalive.wal_end, asked), inside_txn)
             return
-        self._put(_Progress(keepalive, inside_txn))
+        self._enqueue(_KeepaliveItem(keepalive, inside_txn))
 
     # FlushNotices ---------------------------------------------------------------------------------
-    def flushed(self, consumer: str, position: ChangePosition) -> None:
-        self._put(_Flushed(consumer, position))
+    def report_flushed(self, consumer: str, position: ChangePosition) -> None:
+        self._enqueue(_FlushNotice(consumer, position))
 
     # task -----------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -132,27 +132,27 @@ class Collector:
         """
         while True:
             while self._queue:
-                await self._handle(self._queue.popleft())
+                await self._process_item(self._queue.popleft())
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _handle(self, item: Fragment | _Flushed | _Progress) -> None:
+    async def _process_item(self, item: Fragment | _FlushNotice | _KeepaliveItem) -> None:
         match item:
             case Fragment():
-                await self._fragment(item)
+                await self._process_fragment(item)
                 self.taken_changes += len(item.changes)
                 self._queued_changes -= 1 + len(item.changes)
                 self._queued_fragments -= 1
                 self._room.set()
-            case _Flushed():
-                self._confirm(self.tracker.flushed(item.consumer, item.position, self._clock.now_ms()))
-            case _Progress():
-                self._progress(item)
+            case _FlushNotice():
+                self._confirm_lsn(self.tracker.record_flush(item.consumer, item.position, self._clock.now_ms()))
+            case _KeepaliveItem():
+                self._process_keepalive(item)
 
-    async def _fragment(self, fragment: Fragment) -> None:
+    async def _process_fragment(self, fragment: Fragment) -> None:
         if fragment.last <= self._last_processed:
             if fragment.commits:
-                self._register(fragment, ())
+                self._register_commit(fragment, ())
             return
         first = first_position(fragment.changes)
         if first is not None and first <= self._last_processed:
@@ -167,15 +167,15 @@ class Collector:
                 f"a fragment of no open transaction: xid={fragment.xid} last={fragment.last} open={self._open_lsn}."
             )
         self._open_lsn = 0 if fragment.commits else fragment.commit_lsn
-        self._touched |= self._taps.take(fragment)
+        self._touched |= self._taps.dispatch_fragment(fragment)
         for sink in self._sinks:
-            self._touched.update(await self._deliver(sink, fragment))
+            self._touched.update(await self._deliver_to_sink(sink, fragment))
         self._last_processed = fragment.last
         if fragment.commits:
             delivered, self._touched = self._touched, set()
-            self._register(fragment, delivered)
+            self._register_commit(fragment, delivered)
 
-    async def _deliver(self, sink: Sink, fragment: Fragment) -> list[str]:
+    async def _deliver_to_sink(self, sink: Sink, fragment: Fragment) -> list[str]:
         """Deliver a fragment to a sink. Raises a sink's TidemillError unchanged, and any other error with the position
         at which it happened.
         """
@@ -187,26 +187,26 @@ class Collector:
             tables = ",".join(sorted({change.relation.name for change in fragment.changes}))
             raise UnavailableError(
                 f"a transaction cannot be delivered: xid={fragment.xid} commit={Lsn(fragment.commit_lsn)}"
-                f" last={fragment.last} tables={tables} error={sentence(error)!r}."
+                f" last={fragment.last} tables={tables} error={error_sentence(error)!r}."
             ) from error
 
-    def _register(self, fragment: Fragment, consumers: Iterable[str]) -> None:
+    def _register_commit(self, fragment: Fragment, consumers: Iterable[str]) -> None:
         self.last_commit_lsn = max(self.last_commit_lsn, fragment.commit_lsn)
         self.last_commit_time_ms = max(self.last_commit_time_ms, fragment.commit_time_ms)
         # A transaction without waiting consumers is confirmed while it is handled, before it counts as seen.
-        self._confirm(self.tracker.commit(fragment, consumers, self._clock.now_ms()))
-        self.status.commit_handled(fragment.commit_lsn)
+        self._confirm_lsn(self.tracker.commit(fragment, consumers, self._clock.now_ms()))
+        self.status.record_commit(fragment.commit_lsn)
         self._on_status()
 
-    def _progress(self, item: _Progress) -> None:
-        self.status.keepalive(item.keepalive.wal_end, inside_txn=item.inside_txn)
+    def _process_keepalive(self, item: _KeepaliveItem) -> None:
+        self.status.record_keepalive(item.keepalive.wal_end, inside_txn=item.inside_txn)
         if not item.inside_txn:
             self._on_keepalive(item.keepalive.wal_end - 1)
         self._on_status()
 
-    def _confirm(self, lsn: int | None) -> None:
+    def _confirm_lsn(self, lsn: int | None) -> None:
         if lsn is not None:
-            self.status.flush_notice(lsn)
+            self.status.record_flush_notice(lsn)
             self._on_status()
 
     def facts(self) -> dict[str, object]:
@@ -220,6 +220,6 @@ class Collector:
             "queue_changes_limit": self._queue_changes,
         }
 
-    def _put(self, item: Fragment | _Flushed | _Progress) -> None:
+    def _enqueue(self, item: Fragment | _FlushNotice | _KeepaliveItem) -> None:
         self._queue.append(item)
         self._arrived.set()

@@ -19,8 +19,8 @@ Invariant (stable offsets): a departure makes the same number of records regardl
 replay assigns the same offsets (partition_writer.py).
 
 Invariant (answers from the future): the database may answer with the row of a later transaction that changed the key
-already. That change follows in the stream, hence the last record of the key is right. If the table is paused before that
-change, its topic keeps the later row until the table is copied again.
+already. That change follows in the stream, hence the last record of the key is right. If the table is paused before
+that change, its topic keeps the later row until the table is copied again.
 
 Invariant (lazy decoding): nothing is decoded before a row has left a key of a table in which another row of this
 transaction has taken a key.
@@ -43,7 +43,7 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.capture.changes import ORDINAL_STEP, Change, Fragment, Relation, Row
 from tidemill.capture.decode.columnar_tuples import DELETE, INSERT
-from tidemill.capture.decode.row_blocks import Block, Changes, Part, Rows, parts_of
+from tidemill.capture.decode.row_blocks import ChangePart, LazyChanges, RowBlock, SegmentRows, parts_of
 from tidemill.capture.encode.row_encoder import MINUS_ZERO, row_form
 from tidemill.capture.postgres.errors import SqlError
 
@@ -57,11 +57,11 @@ ROW_BYTES = 200
 """Size of a decoded row in addition to its message."""
 
 Key = tuple[str | None, ...]
-Ask = Callable[[Relation, Sequence[Row]], Awaitable[list[Row | None]]]
+QueryRows = Callable[[Relation, Sequence[Row]], Awaitable[list[Row | None]]]
 """ask(relation, rows): return the rows that the database has now under the primary keys of these rows."""
-Refuse = Callable[[Relation, Fragment, TidemillError], Awaitable[None]]
+RefuseRelation = Callable[[Relation, Fragment, TidemillError], Awaitable[None]]
 """refuse(relation, fragment, error): PostgreSQL does not answer for this table, so its changes cannot be carried."""
-_Piece = Change | tuple[Rows, Block, int, int]
+_RelationPiece = Change | tuple[SegmentRows, RowBlock, int, int]
 
 
 def key_of(relation: Relation, row: Row) -> Key:
@@ -71,7 +71,7 @@ def key_of(relation: Relation, row: Row) -> Key:
     )
 
 
-class _Known:
+class _ChangeFacts:
     """Facts about one change, by its ordinal."""
 
     __slots__ = ("over", "replaced", "stays")
@@ -81,24 +81,24 @@ class _Known:
         self.replaced = False
         self.over: Row | None = None
 
-    def of(self, change: Change) -> Change:
+    def apply_to(self, change: Change) -> Change:
         return replace(change, stays=self.stays, replaced=self.replaced, over=self.over)
 
 
-class _Found(dict[int, _Known]):
-    def __missing__(self, ordinal: int) -> _Known:
-        known = self[ordinal] = _Known()
+class _FactsByOrdinal(dict[int, _ChangeFacts]):
+    def __missing__(self, ordinal: int) -> _ChangeFacts:
+        known = self[ordinal] = _ChangeFacts()
         return known
 
 
-class _Holder(msgspec.Struct):
+class _KeyHolder(msgspec.Struct):
     """A row that has a key. The flag: the change that brought it already names the row that it came over."""
 
     row: Row
     told: bool = False
 
 
-class _Event(msgspec.Struct, frozen=True):
+class _KeyEvent(msgspec.Struct, frozen=True):
     """A change that took a key (`new`), left it (`left`), or did neither (both)."""
 
     ordinal: int
@@ -106,7 +106,7 @@ class _Event(msgspec.Struct, frozen=True):
     left: bool
 
 
-class _Held:
+class _KeyState:
     """State of one key. `holders`: rows known to have the key, the newest last. `all`: no other row may have it.
     `first`: ordinal of the change that took the key, possibly over an unknown row; −1: none, or it is handed on.
     `events`: changes of the key, while `holders` may be incomplete; None: some are handed on. `unsure`: the row under
@@ -116,41 +116,41 @@ class _Held:
     __slots__ = ("all", "events", "first", "holders", "unsure")
 
     def __init__(self, *, all_: bool) -> None:
-        self.holders: list[_Holder] = []
+        self.holders: list[_KeyHolder] = []
         self.all = all_
         self.first = -1
-        self.events: list[_Event] | None = []
+        self.events: list[_KeyEvent] | None = []
         self.unsure = False
 
-    def find(self, row: Row) -> int:
+    def index_of(self, row: Row) -> int:
         return next((n for n, holder in enumerate(self.holders) if holder.row == row), -1)
 
-    def note(self, ordinal: int, new: Row | None, left: bool) -> None:
+    def record_event(self, ordinal: int, new: Row | None, left: bool) -> None:
         if self.events is not None and not self.all:
-            self.events.append(_Event(ordinal, new, left))
+            self.events.append(_KeyEvent(ordinal, new, left))
 
 
-class TableRivals:
+class TableKeyTracker:
     """Keys of one table, in one transaction."""
 
     def __init__(self, remembered_bytes: int = REMEMBERED_BYTES) -> None:
         self._limit = remembered_bytes
         self._bytes = 0
-        self._pieces: list[_Piece] | None = []
+        self._pieces: list[_RelationPiece] | None = []
         """Pieces since the first row took a key, as long as no row has left one."""
         self.took = False
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[Key, _KeyState] = {}
         self._lost = False
         self._truncated = False
-        self._recent: list[_Held] = []
+        self._recent: list[_KeyState] = []
 
-    def passes(self, piece: _Piece) -> bool:
+    def can_pass_unchanged(self, piece: _RelationPiece) -> bool:
         """Return whether the piece may pass unchanged, because no row has left a key that a row may have taken.
-        Otherwise call `feed` with its changes, after `recall`.
+        Otherwise call `track_change` with its changes, after `decode_remembered`.
         """
         if self._pieces is None:
             return False
-        took, left, size = _looks(piece)
+        took, left, size = _summarize_keys(piece)
         if left and (self.took or took):
             return False
         self.took |= took
@@ -162,21 +162,21 @@ class TableRivals:
                 self._pieces.clear()
         return True
 
-    def recall(self, found: _Found) -> None:
+    def decode_remembered(self, found: _FactsByOrdinal) -> None:
         """Decode the stored pieces. From here on each change is fed."""
         pieces, self._pieces = self._pieces or [], None
         self._bytes = 0
         self.took = True
         for piece in pieces:
             for change in changes_of(piece):
-                self.feed(change, found)
+                self.track_change(change, found)
 
-    def handed_on(self) -> None:
+    def forget_emitted(self) -> None:
         for held in self._recent:
             held.first, held.events = -1, None if held.holders else held.events
         self._recent.clear()
 
-    def feed(self, change: Change, found: _Found) -> bool:
+    def track_change(self, change: Change, found: _FactsByOrdinal) -> bool:
         """Note which row stays under the key that the change leaves, and which row has the key that it takes. Returns
         True if the database must be queried for the row that stays.
         """
@@ -189,42 +189,42 @@ class TableRivals:
         left = key_of(relation, old) if old is not None else None
         taken = key_of(relation, new) if new is not None else None
         if left is not None and left == taken:
-            self._stays_put(left, change, found)
+            self._track_unchanged_key(left, change, found)
             return False
-        asks = self._leaves(left, cast(Row, old), ordinal, found) if left is not None else False
+        asks = self._track_left_key(left, cast(Row, old), ordinal, found) if left is not None else False
         if taken is not None and new is not None:
-            self._takes(taken, new, ordinal, found)
+            self._track_taken_key(taken, new, ordinal, found)
         return asks
 
-    def _takes(self, key: Key, row: Row, ordinal: int, found: _Found) -> None:
-        held = self._entry(key)
+    def _track_taken_key(self, key: Key, row: Row, ordinal: int, found: _FactsByOrdinal) -> None:
+        held = self._key_state(key)
         over = held.holders[-1].row if held.holders and not held.unsure else None
         if over is not None:
             found[ordinal].over = over
         elif not held.all:
             held.first = ordinal
-        held.holders.append(_Holder(row, over is not None))
-        held.note(ordinal, row, False)
+        held.holders.append(_KeyHolder(row, over is not None))
+        held.record_event(ordinal, row, False)
         self._recent.append(held)
 
-    def _stays_put(self, key: Key, change: Change, found: _Found) -> None:
+    def _track_unchanged_key(self, key: Key, change: Change, found: _FactsByOrdinal) -> None:
         held = self._held.get(key)
         if held is None:
             return
         old, new, ordinal = cast(Row, change.old), cast(Row, change.new), change.position.ordinal
-        at = held.find(old)
+        at = held.index_of(old)
         if at < 0:
-            self._was_there(held, old, found)
-            held.holders.insert(0, _Holder(new))
+            self._record_first_holder(held, old, found)
+            held.holders.insert(0, _KeyHolder(new))
             at = 0
         held.holders[at].row = new
-        held.note(ordinal, new, True)
+        held.record_event(ordinal, new, True)
         self._recent.append(held)
         if at < len(held.holders) - 1 and not held.unsure:
             found[ordinal].replaced, found[ordinal].over = True, new
 
     @staticmethod
-    def _was_there(held: _Held, row: Row, found: _Found) -> None:
+    def _record_first_holder(held: _KeyState, row: Row, found: _FactsByOrdinal) -> None:
         """Note that this row had the key before any other took it."""
         held.all, held.events = True, None
         if held.first >= 0:
@@ -232,18 +232,18 @@ class TableRivals:
             held.holders[0].told = True
             held.first = -1
 
-    def _leaves(self, key: Key, row: Row, ordinal: int, found: _Found) -> bool:
-        held = self._entry(key)
+    def _track_left_key(self, key: Key, row: Row, ordinal: int, found: _FactsByOrdinal) -> bool:
+        held = self._key_state(key)
         if self._lost or held.unsure:
             return True
-        at = held.find(row)
+        at = held.index_of(row)
         if at < 0:
             newest = at
-            self._was_there(held, row, found)
+            self._record_first_holder(held, row, found)
         else:
             newest = len(held.holders) - 1
             del held.holders[at]
-        held.note(ordinal, None, True)
+        held.record_event(ordinal, None, True)
         self._recent.append(held)
         if held.holders:
             found[ordinal].stays = held.holders[-1].row
@@ -261,10 +261,10 @@ class TableRivals:
         held.events, held.first = [], -1
         return True
 
-    def _entry(self, key: Key) -> _Held:
+    def _key_state(self, key: Key) -> _KeyState:
         held = self._held.get(key)
         if held is None:
-            held = _Held(all_=self._truncated)
+            held = _KeyState(all_=self._truncated)
             if not self._lost:
                 self._held[key] = held
                 self._bytes += ROW_BYTES
@@ -278,18 +278,23 @@ class DeferrableKeys:
     """Keys of all tables, in the current transaction."""
 
     def __init__(
-        self, ask: Ask, refuse: Refuse, *, remembered_bytes: int = REMEMBERED_BYTES, waiting_bytes: int = WAITING_BYTES
+        self,
+        ask: QueryRows,
+        refuse: RefuseRelation,
+        *,
+        remembered_bytes: int = REMEMBERED_BYTES,
+        waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         self._ask = ask
         self._refuse = refuse
         self._remembered_bytes = remembered_bytes
         self._waiting_bytes = waiting_bytes
-        self._tables: dict[int, TableRivals] = {}
+        self._tables: dict[int, TableKeyTracker] = {}
         self._waiting: list[Fragment] = []
         self._asked: dict[int, list[Change]] = {}
-        self._found = _Found()
+        self._found = _FactsByOrdinal()
 
-    async def settle(self, fragment: Fragment) -> list[Fragment]:
+    async def resolve_fragment(self, fragment: Fragment) -> list[Fragment]:
         """Return the fragments that may be handed on now, with the rows that stay under the keys that their changes
         leave. Raises the errors of the connection.
         """
@@ -297,24 +302,24 @@ class DeferrableKeys:
             self._tables.clear()
             self._waiting.clear()
         for part in parts_of(fragment.changes):
-            if _may_rival(part):
-                for piece in _pieces(part):
-                    for change in self._look(piece):
+            if _has_deferrable_key(part):
+                for piece in _deferrable_pieces(part):
+                    for change in self._find_unresolved_changes(piece):
                         self._asked.setdefault(change.relation.oid, []).append(change)
         self._waiting.append(fragment)
         size = sum(each.size_bytes for each in self._waiting)
         if not fragment.commits and size < self._waiting_bytes and any(each.took for each in self._tables.values()):
             return []
-        await self._answer(fragment)
+        await self._query_remaining_rows(fragment)
         for rivals in self._tables.values():
-            rivals.handed_on()
+            rivals.forget_emitted()
         waiting, found = self._waiting, self._found
-        self._waiting, self._found = [], _Found()
+        self._waiting, self._found = [], _FactsByOrdinal()
         if fragment.commits:
             self._tables.clear()
-        return [_settled(each, found) for each in waiting] if found else waiting
+        return [_apply_facts(each, found) for each in waiting] if found else waiting
 
-    async def _answer(self, fragment: Fragment) -> None:
+    async def _query_remaining_rows(self, fragment: Fragment) -> None:
         asked, self._asked = self._asked, {}
         for changes in asked.values():
             relation = changes[-1].relation
@@ -327,41 +332,41 @@ class DeferrableKeys:
                 if row is not None and key_of(relation, row) == key_of(relation, cast(Row, change.old)):
                     self._found[change.position.ordinal].stays = row
 
-    def _look(self, piece: _Piece) -> list[Change]:
+    def _find_unresolved_changes(self, piece: _RelationPiece) -> list[Change]:
         """Return the changes of the piece for which the database must be queried."""
         oid = (piece if isinstance(piece, Change) else piece[1]).relation.oid
         rivals = self._tables.get(oid)
         if rivals is None:
-            rivals = self._tables[oid] = TableRivals(self._remembered_bytes)
-        piece = piece if rivals.took else _from_first_taken(piece)
-        if rivals.passes(piece):
+            rivals = self._tables[oid] = TableKeyTracker(self._remembered_bytes)
+        piece = piece if rivals.took else _skip_before_first_insert(piece)
+        if rivals.can_pass_unchanged(piece):
             return []
-        rivals.recall(self._found)
-        return [change for change in changes_of(piece) if rivals.feed(change, self._found)]
+        rivals.decode_remembered(self._found)
+        return [change for change in changes_of(piece) if rivals.track_change(change, self._found)]
 
 
-def _may_rival(part: Part) -> bool:
+def _has_deferrable_key(part: ChangePart) -> bool:
     if isinstance(part, Change):
         return part.relation.deferrable
     return any(block.relation.deferrable for block in part.segment.blocks)
 
 
-def _pieces(part: Part) -> Sequence[_Piece]:
+def _deferrable_pieces(part: ChangePart) -> Sequence[_RelationPiece]:
     """Return the pieces that belong to tables with a deferrable key."""
     if isinstance(part, Change):
         return [part] if part.relation.deferrable else []
-    ranges = part.segment.ranges(part.start, part.end)
+    ranges = part.segment.block_ranges(part.start, part.end)
     return [(part, block, start, end) for block, start, end in ranges if block.relation.deferrable]
 
 
-def changes_of(piece: _Piece) -> Sequence[Change]:
+def changes_of(piece: _RelationPiece) -> Sequence[Change]:
     if isinstance(piece, Change):
         return [piece]
     rows, block, start, end = piece
-    return [rows.change(place) for place in block.places[start:end]]
+    return [rows.decode_change_at(place) for place in block.places[start:end]]
 
 
-def _from_first_taken(piece: _Piece) -> _Piece:
+def _skip_before_first_insert(piece: _RelationPiece) -> _RelationPiece:
     """Remove the changes before the first insert: keys that were left before one was taken do not matter, by rows or
     by columns.
     """
@@ -372,7 +377,7 @@ def _from_first_taken(piece: _Piece) -> _Piece:
     return (rows, block, start + int(inserts[0]), end) if len(inserts) else piece
 
 
-def _looks(piece: _Piece) -> tuple[bool, bool, int]:
+def _summarize_keys(piece: _RelationPiece) -> tuple[bool, bool, int]:
     """Return (may a row take a key, may one leave one, bytes of the messages). A range has no UPDATE that changes its
     key.
     """
@@ -389,23 +394,23 @@ def _looks(piece: _Piece) -> tuple[bool, bool, int]:
     return bool((kinds == INSERT).any()), bool((kinds == DELETE).any()), size
 
 
-def _settled(fragment: Fragment, found: _Found) -> Fragment:
-    parts = [each for part in parts_of(fragment.changes) for each in _with(part, found)]
-    return replace(fragment, changes=Changes(parts))
+def _apply_facts(fragment: Fragment, found: _FactsByOrdinal) -> Fragment:
+    parts = [each for part in parts_of(fragment.changes) for each in _apply_facts_to_part(part, found)]
+    return replace(fragment, changes=LazyChanges(parts))
 
 
-def _with(part: Part, found: _Found) -> Sequence[Part]:
+def _apply_facts_to_part(part: ChangePart, found: _FactsByOrdinal) -> Sequence[ChangePart]:
     """Return the part with the changes decoded for which facts are known."""
     if isinstance(part, Change):
         known = found.get(part.position.ordinal)
-        return [part] if known is None else [known.of(part)]
+        return [part] if known is None else [known.apply_to(part)]
     first, last = (part.shift + ORDINAL_STEP * place for place in (part.start, part.end))
-    out: list[Part] = []
+    out: list[ChangePart] = []
     rest = part
     for ordinal in sorted(ordinal for ordinal in found if first <= ordinal < last):
         place = (ordinal - part.shift) // ORDINAL_STEP
-        before, rest = rest.cut(place)
+        before, rest = rest.split_at(place)
         out += [before] if len(before) else []
-        out.append(found[ordinal].of(part.change(place)))
-        rest = rest.cut(place + 1)[1]
+        out.append(found[ordinal].apply_to(part.decode_change_at(place)))
+        rest = rest.split_at(place + 1)[1]
     return [*out, rest] if len(rest) else out

@@ -26,7 +26,7 @@ from collections import deque
 from tidemill.base.lsn import ChangePosition
 
 
-class FragmentConsumer:
+class FlushAlignment:
     """State of one consumer between its storage and the tracker. Methods return the position to report, or None."""
 
     def __init__(self, *, defer: bool = True) -> None:
@@ -40,11 +40,13 @@ class FragmentConsumer:
         self._mapping: deque[tuple[ChangePosition, ChangePosition]] = deque()
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if nothing is open, mapped or deferred. Only then may the consumer be suspended."""
         return self._open_lsn is None and not self._mapping and self._deferred is None
 
-    def fragment(self, written: ChangePosition | None, last: ChangePosition, *, commits: bool) -> ChangePosition | None:
+    def record_fragment(
+        self, written: ChangePosition | None, last: ChangePosition, *, commits: bool
+    ) -> ChangePosition | None:
         """Note a fragment. `written`: its last change that went to storage, if any. `last`: its own last position."""
         if written is not None:
             self._open_lsn = last.commit_lsn
@@ -62,18 +64,18 @@ class FragmentConsumer:
             notice = last
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
-            aligned = self.align(deferred)
+            aligned = self.align_to_boundary(deferred)
             notice = aligned if notice is None else max(notice, aligned)
         return notice
 
-    def flushed(self, position: ChangePosition) -> ChangePosition | None:
+    def record_flush(self, position: ChangePosition) -> ChangePosition | None:
         """Note that storage has flushed everything written up to `position`."""
         if self._defer and self._open_lsn is not None and position.commit_lsn >= self._open_lsn:
             self._deferred = position if self._deferred is None else max(self._deferred, position)
             return None
-        return self.align(position)
+        return self.align_to_boundary(position)
 
-    def align(self, position: ChangePosition) -> ChangePosition:
+    def align_to_boundary(self, position: ChangePosition) -> ChangePosition:
         """Raise a flushed position to the boundary that it completes."""
         aligned = position
         while self._mapping and self._mapping[0][0] <= position:

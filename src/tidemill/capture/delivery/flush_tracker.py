@@ -11,7 +11,7 @@ State. Positions are (commit LSN, ordinal), compared as tuples.
     P   consumer → (sent, flushed, progress time): consumers with something sent and not yet flushed.
         sent     the last commit boundary delivered to the consumer
         flushed  the position it has flushed; for a new entry (commit LSN − 1, 0): everything before this commit
-    T   the `flushed` values of P in order, for access to their minimum (here a heap with lazy deletion)
+    T   the `record_flush` values of P in order, for access to their minimum (here a heap with lazy deletion)
 
 Algorithm.
 
@@ -37,8 +37,8 @@ commit.
 
 Invariant (completion): when every consumer has flushed everything that it was sent, P is empty.
 
-Time is passed in and used for one purpose: `stalled` names consumers without progress. New transactions do not count as
-progress.
+Time is passed in and used for one purpose: `stalled_consumers` names consumers without progress. New transactions do
+not count as progress.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tidemill.base.lsn import BEFORE_ALL, ChangePosition
 from tidemill.capture.changes import Fragment
 
 
-class _Entry:
+class _PendingConsumer:
     __slots__ = ("flushed", "progress_at_ms", "sent")
 
     def __init__(self, sent: ChangePosition, flushed: ChangePosition, progress_at_ms: int) -> None:
@@ -69,7 +69,7 @@ class FlushTracker:
         """`exact_completion` plants the fault of electric #4744 (== instead of ≥), for tests that must find it."""
         self.global_flushed = BEFORE_ALL
         self.last_seen = BEFORE_ALL
-        self._pending: dict[str, _Entry] = {}
+        self._pending: dict[str, _PendingConsumer] = {}
         self._ordered: list[tuple[int, int, str]] = []
         self._exact_completion = exact_completion
 
@@ -86,12 +86,12 @@ class FlushTracker:
                 entry.sent = position
             else:
                 before = ChangePosition(position.commit_lsn - 1, 0)
-                self._pending[consumer] = _Entry(position, before, now_ms)
-                self._place(consumer, before)
+                self._pending[consumer] = _PendingConsumer(position, before, now_ms)
+                self._push_position(consumer, before)
         self.last_seen = max(self.last_seen, position)
-        return None if self._pending else self._all_flushed()
+        return None if self._pending else self._advance_to_last_seen()
 
-    def flushed(self, consumer: str, position: ChangePosition, now_ms: int) -> int | None:
+    def record_flush(self, consumer: str, position: ChangePosition, now_ms: int) -> int | None:
         entry = self._pending.get(consumer)
         if entry is None:
             return None
@@ -101,34 +101,34 @@ class FlushTracker:
         elif position > entry.flushed:
             entry.flushed = position
             entry.progress_at_ms = now_ms
-            self._place(consumer, position)
-        return self._update()
+            self._push_position(consumer, position)
+        return self._advance()
 
-    def stalled(self, now_ms: int, grace_ms: int) -> list[str]:
+    def stalled_consumers(self, now_ms: int, grace_ms: int) -> list[str]:
         """Return the consumers without progress for strictly longer than `grace_ms`, in name order."""
         return sorted(c for c, e in self._pending.items() if now_ms - e.progress_at_ms > grace_ms)
 
     @property
-    def pending(self) -> dict[str, ChangePosition]:
+    def pending_positions(self) -> dict[str, ChangePosition]:
         """Flushed position of each incomplete consumer; the lowest one holds the slot."""
         return {consumer: entry.flushed for consumer, entry in self._pending.items()}
 
-    def holder(self) -> str:
+    def blocking_consumer(self) -> str:
         """Return the consumer with the lowest flushed position, or "" if nothing is pending."""
-        self._settle()
+        self._drop_stale_positions()
         return self._ordered[0][2] if self._ordered else ""
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Assert that every member of P is incomplete and has its place in T."""
         live = {(e.flushed.commit_lsn, e.flushed.ordinal, c) for c, e in self._pending.items()}
         assert live <= set(self._ordered), "an entry is missing from the order"
         assert all(e.flushed < e.sent for e in self._pending.values()), "a complete entry is still pending"
         assert self.global_flushed <= max(self.last_seen, self.global_flushed)
 
-    def _update(self) -> int | None:
+    def _advance(self) -> int | None:
         if not self._pending:
-            return self._all_flushed()
-        self._settle()
+            return self._advance_to_last_seen()
+        self._drop_stale_positions()
         commit_lsn, ordinal, _ = self._ordered[0]
         least = ChangePosition(commit_lsn, ordinal)
         if least <= self.global_flushed:
@@ -136,19 +136,19 @@ class FlushTracker:
         self.global_flushed = least
         return least.commit_lsn - 1
 
-    def _all_flushed(self) -> int:
+    def _advance_to_last_seen(self) -> int:
         self._ordered.clear()
         self.global_flushed = max(self.global_flushed, self.last_seen)
         return self.last_seen.commit_lsn
 
-    def _place(self, consumer: str, position: ChangePosition) -> None:
+    def _push_position(self, consumer: str, position: ChangePosition) -> None:
         heapq.heappush(self._ordered, (position.commit_lsn, position.ordinal, consumer))
         # A pinned minimum prevents stale entries of others from ever reaching the top: rebuild before they pile up.
         if len(self._ordered) > 64 + 2 * len(self._pending):
             self._ordered = [(e.flushed.commit_lsn, e.flushed.ordinal, c) for c, e in self._pending.items()]
             heapq.heapify(self._ordered)
 
-    def _settle(self) -> None:
+    def _drop_stale_positions(self) -> None:
         """Drop heap entries that no longer describe a pending consumer."""
         ordered = self._ordered
         while ordered:

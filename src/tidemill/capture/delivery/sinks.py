@@ -17,7 +17,7 @@ from tidemill.capture.changes import Fragment
 
 
 class FlushNotices(Protocol):
-    def flushed(self, consumer: str, position: ChangePosition) -> None:
+    def report_flushed(self, consumer: str, position: ChangePosition) -> None:
         """Report that `consumer` has stored everything up to and including `position` durably. May be called from any
         task of the loop.
         """
@@ -26,7 +26,7 @@ class FlushNotices(Protocol):
 
 class Sink(Protocol):
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
-        """Process the fragment; return the names of consumers that will send `flushed` for it (touched ones).
+        """Process the fragment; return the names of consumers that will send `report_flushed` for it (touched ones).
 
         Called in commit order, one call at a time; must not wait for durability. A commit fragment goes to every sink
         even if it changes nothing for it. Replayed fragments (after a restart) are recognised by position and still

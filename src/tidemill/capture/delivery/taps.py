@@ -48,20 +48,20 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.runtime.tasks import sentence
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.capture.changes import Fragment
 
 log = structlog.get_logger()
 
 
-class Stream(Protocol):
+class TapSession(Protocol):
     """Methods of a session that a durable tap needs."""
 
-    def flushed(self, consumer: str, position: ChangePosition) -> None:
+    def report_flushed(self, consumer: str, position: ChangePosition) -> None:
         """Report that `consumer` has stored everything up to and including `position` durably."""
         ...
 
-    async def name_taps(self) -> None:
+    async def store_tap_names(self) -> None:
         """Write the current names of the taps into the capture's row. Raises the catalogue's errors; after an unknown
         outcome the names may have been written.
         """
@@ -74,33 +74,33 @@ class Tap(Protocol):
     consumer: str
     """Name under which it owes notices."""
 
-    def claim(self, last: Collection[str]) -> None:
+    def begin_session(self, last: Collection[str]) -> None:
         """Begin a session whose stream starts where the taps of these names have seen everything before."""
         ...
 
-    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None:
+    def begin_stream(self, stream: TapSession, confirmed_lsn: int, wal_end: int = 0) -> None:
         """Begin the stream: every later commit arrives, and confirmed ones do not arrive again. Commits below `wal_end`
         were written before the stream began, which catches up with them.
         """
         ...
 
-    def take(self, fragment: Fragment) -> Collection[str]:
+    def process_fragment(self, fragment: Fragment) -> Collection[str]:
         """Process fragments in commit order; return the consumers that owe a notice for this commit. Must be cheap,
         because neither capture nor tables wait for it.
         """
         ...
 
-    def ended(self, reason: str) -> None:
+    def mark_incomplete(self, reason: str) -> None:
         """Note that `take` raised: everything built from earlier fragments is incomplete from here on. The next call of
         `take` begins a later transaction.
         """
         ...
 
-    def carried(self, oids: Collection[int]) -> None:
+    def set_carried_relations(self, oids: Collection[int]) -> None:
         """Note that a session begins that carries these relations on."""
         ...
 
-    def went_back(self) -> None:
+    def reset_history(self) -> None:
         """Note that the captured database now has another history."""
         ...
 
@@ -111,7 +111,7 @@ class Tap(Protocol):
         ...
 
 
-class Taps:
+class TapRegistry:
     """The taps of one capture, over all its sessions."""
 
     def __init__(self, clock: Clock) -> None:
@@ -138,22 +138,22 @@ class Taps:
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(tap.name for tap in [*self._active, *self._joining] if tap.name))
 
-    def claim(self, last: Collection[str], era: int = 0) -> None:
+    def begin_session(self, last: Collection[str], era: int = 0) -> None:
         """Begin a session. `era`: number of the captured database's history."""
         self._broken = ""
         if self._era not in (None, era):
             for tap in [*self._active, *self._joining]:
-                self._call(tap, tap.went_back)
+                self._call_isolated(tap, tap.reset_history)
             self._joining, self._active = [*self._active, *self._joining], []
         self._era = era
         for tap in [*self._active, *self._joining]:
-            self._call(tap, lambda tap=tap: tap.claim(last))  # type: ignore[misc]
+            self._call_isolated(tap, lambda tap=tap: tap.begin_session(last))  # type: ignore[misc]
 
-    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None:
+    def begin_stream(self, stream: TapSession, confirmed_lsn: int, wal_end: int = 0) -> None:
         for tap in [*self._active, *self._joining]:
-            self._call(tap, lambda tap=tap: tap.begin(stream, confirmed_lsn, wal_end))  # type: ignore[misc]
+            self._call_isolated(tap, lambda tap=tap: tap.begin_stream(stream, confirmed_lsn, wal_end))  # type: ignore[misc]
 
-    def take(self, fragment: Fragment) -> set[str]:
+    def dispatch_fragment(self, fragment: Fragment) -> set[str]:
         """Pass the fragment to every tap; return the consumers that owe a notice for it. Raises no error of a tap, but
         UnavailableError if a named tap could not end.
         """
@@ -167,7 +167,7 @@ class Taps:
         for tap in list(self._active):
             if not any(tap is each for each in self._active):
                 continue  # one tap may remove another
-            took = self._call(tap, lambda tap=tap: owing.update(tap.take(fragment)))  # type: ignore[misc]
+            took = self._call_isolated(tap, lambda tap=tap: owing.update(tap.process_fragment(fragment)))  # type: ignore[misc]
             if not took and tap.name:
                 owing.add(tap.consumer)  # until its end is durable
         took_s = self._clock.monotonic_s() - started_s
@@ -177,18 +177,18 @@ class Taps:
             raise UnavailableError(f"a tap could not end, so the session restarts without it: error={self._broken}.")
         return owing
 
-    def carried(self, oids: Collection[int]) -> None:
+    def set_carried_relations(self, oids: Collection[int]) -> None:
         """Inform the taps that a session begins that carries these relations on."""
         for tap in [*self._active, *self._joining]:
-            self._call(tap, lambda tap=tap: tap.carried(oids))  # type: ignore[misc]
+            self._call_isolated(tap, lambda tap=tap: tap.set_carried_relations(oids))  # type: ignore[misc]
 
-    def lose(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
+    def lose_relation(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
         """Inform the taps that changes of this relation are left out from some transaction on, or are only for shapes
         that need only these columns. Returns whether there are any.
         """
         goes_on: list[bool] = []
         for tap in [*self._active, *self._joining]:
-            self._call(tap, lambda tap=tap: goes_on.append(tap.lost(oid, reason, columns)))  # type: ignore[misc]
+            self._call_isolated(tap, lambda tap=tap: goes_on.append(tap.lost(oid, reason, columns)))  # type: ignore[misc]
         return any(goes_on)
 
     def facts(self) -> dict[str, object]:
@@ -204,7 +204,7 @@ class Taps:
             facts |= {"tap_failures": self.failures, "tap_error": self.last_error}
         return facts
 
-    def _call(self, tap: Tap, what: Callable[[], None]) -> bool:
+    def _call_isolated(self, tap: Tap, what: Callable[[], None]) -> bool:
         """Call a tap; return False if it raised, in which case it was ended."""
         try:
             what()
@@ -213,23 +213,23 @@ class Taps:
             raise
         except BaseException as error:
             # Also CancelledError: a synchronous call cannot be cancelled, so this one leaked from a future.
-            self._end(tap, error)
+            self._end_tap(tap, error)
             return False
 
-    def _end(self, tap: Tap, error: BaseException) -> None:
+    def _end_tap(self, tap: Tap, error: BaseException) -> None:
         self.failures += 1
-        self.last_error = sentence(error)
+        self.last_error = error_sentence(error)
         log.error("a tap failed and starts afresh", tap=type(tap).__name__, error=self.last_error, exc_info=error)
         self._active = [each for each in self._active if each is not tap]
         self._joining.append(tap)
         try:
-            tap.ended(self.last_error)
+            tap.mark_incomplete(self.last_error)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as again:
             # It cannot even end, so it would continue with a gap. It is removed permanently.
             self.remove(tap)
-            self.last_error = f"{self.last_error}; it could not end: {sentence(again)}"
+            self.last_error = f"{self.last_error}; it could not end: {error_sentence(again)}"
             if tap.name:
                 self._broken = self.last_error
             log.error("a tap could not end and is left out", tap=type(tap).__name__, exc_info=again)

@@ -19,16 +19,16 @@ from typing import Any
 
 import orjson
 
-from tidemill.base.pgtypes.avro import Described, Kind, kind_of
-from tidemill.base.pgtypes.debezium import form_of
+from tidemill.base.pgtypes.avro import ColumnDescription, Kind, value_kind
+from tidemill.base.pgtypes.debezium import value_form
 
 CONNECTOR = "io.debezium.connector.postgresql"
-SNAPSHOTS = "true,first,first_in_data_collection,last_in_data_collection,last,false,incremental"
+SNAPSHOT_VALUES = "true,first,first_in_data_collection,last_in_data_collection,last,false,incremental"
 
 _SMALLINT = 21
 _WIDE_FORMS = frozenset({"millis", "micros", "clock_micros"})
 _WIDE_OIDS = frozenset({20, 26})
-_MEANT = {
+_SEMANTIC_TYPES = {
     "days": "io.debezium.time.Date",
     "millis": "io.debezium.time.Timestamp",
     "micros": "io.debezium.time.MicroTimestamp",
@@ -36,46 +36,46 @@ _MEANT = {
     "clock_micros": "io.debezium.time.MicroTime",
     "zoned": "io.debezium.time.ZonedTimestamp",
 }
-_MEANT_OIDS = {
+_SEMANTIC_TYPES_BY_OID = {
     114: "io.debezium.data.Json",
     3802: "io.debezium.data.Json",
     142: "io.debezium.data.Xml",
     2950: "io.debezium.data.Uuid",
 }
-_UNFIT = re.compile(r"[^A-Za-z0-9_]")
+_INVALID_NAME_CHARS = re.compile(r"[^A-Za-z0-9_]")
 
 
 def subjects_of(topic: str) -> tuple[str, str]:
     return f"{topic}-key", f"{topic}-value"
 
 
-def schemas_of(topic: str, columns: Sequence[Described]) -> tuple[str, str]:
+def schemas_of(topic: str, columns: Sequence[ColumnDescription]) -> tuple[str, str]:
     """Return the texts of the schemas of key and value."""
-    space = ".".join(_fit(part) for part in topic.split("."))
+    space = ".".join(_valid_name(part) for part in topic.split("."))
     names = field_names([c.name for c in columns])
-    fields = [_field(c, name) for c, name in zip(columns, names, strict=True)]
+    fields = [_build_field(c, name) for c, name in zip(columns, names, strict=True)]
     key = [field for _, field in sorted((c.key_index, n) for n, c in enumerate(columns) if c.key_index >= 0)]
-    of_key = _record("Key", space, [fields[n] for n in key])
-    row = _record("Value", space, fields)
+    of_key = _build_record("Key", space, [fields[n] for n in key])
+    row = _build_record("Value", space, fields)
     del row["namespace"]  # that of the envelope
-    envelope = _record(
+    envelope = _build_record(
         "Envelope", space,
         [
             {"name": "before", "type": ["null", row], "default": None},
             {"name": "after", "type": ["null", "Value"], "default": None},
-            {"name": "source", "type": _source()},
-            {"name": "transaction", "type": ["null", _transaction()], "default": None},
+            {"name": "source", "type": _source_schema()},
+            {"name": "transaction", "type": ["null", _transaction_schema()], "default": None},
             {"name": "op", "type": "string"},
-            _maybe("ts_ms", "long"),
+            _nullable_field("ts_ms", "long"),
         ],
     )  # fmt: skip
     return orjson.dumps(of_key).decode(), orjson.dumps(envelope).decode()
 
 
-def key_kinds(columns: Sequence[Described]) -> list[tuple[str, Kind, Any]]:
+def key_kinds(columns: Sequence[ColumnDescription]) -> list[tuple[str, Kind, Any]]:
     """Return the parts of the key's schema, which must not change."""
     key = sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index)
-    return [(c.name, kind_of(c.type_oid, c.type_mod), _type(c)) for c in key]
+    return [(c.name, value_kind(c.type_oid, c.type_mod), _build_type(c)) for c in key]
 
 
 def field_names(columns: Sequence[str]) -> list[str]:
@@ -83,7 +83,7 @@ def field_names(columns: Sequence[str]) -> list[str]:
     out: list[str] = []
     taken: set[str] = set()
     for column in columns:
-        name = fit = _fit(column)
+        name = fit = _valid_name(column)
         number = 2
         while name in taken:
             name, number = f"{fit}_{number}", number + 1
@@ -92,13 +92,13 @@ def field_names(columns: Sequence[str]) -> list[str]:
     return out
 
 
-def _fit(name: str) -> str:
-    fit = _UNFIT.sub("_", name)
+def _valid_name(name: str) -> str:
+    fit = _INVALID_NAME_CHARS.sub("_", name)
     return fit if fit and not fit[0].isdigit() else f"_{fit}"
 
 
-def _field(column: Described, name: str) -> dict[str, Any]:
-    kind = _type(column)
+def _build_field(column: ColumnDescription, name: str) -> dict[str, Any]:
+    kind = _build_type(column)
     field: dict[str, Any] = {"name": name, "type": kind}
     if column.key_index < 0:
         field |= {"type": ["null", kind], "default": None}
@@ -107,31 +107,31 @@ def _field(column: Described, name: str) -> dict[str, Any]:
     return field
 
 
-def _type(column: Described) -> Any:
-    form, kind = form_of(column.type_oid, column.type_mod), kind_of(column.type_oid, column.type_mod)
+def _build_type(column: ColumnDescription) -> Any:
+    form, kind = value_form(column.type_oid, column.type_mod), value_kind(column.type_oid, column.type_mod)
     plain: str = kind
     if kind == "varint":
         plain = "long" if form in _WIDE_FORMS or column.type_oid in _WIDE_OIDS else "int"
-    meant = _MEANT.get(form) or _MEANT_OIDS.get(column.type_oid)
+    meant = _SEMANTIC_TYPES.get(form) or _SEMANTIC_TYPES_BY_OID.get(column.type_oid)
     if meant is not None:
         return {"type": plain, "connect.version": 1, "connect.name": meant}
     return {"type": plain, "connect.type": "int16"} if column.type_oid == _SMALLINT else plain
 
 
-def _record(name: str, space: str, fields: list[dict[str, Any]]) -> dict[str, Any]:
+def _build_record(name: str, space: str, fields: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "record", "name": name, "namespace": space, "fields": fields, "connect.name": f"{space}.{name}"}
 
 
-def _maybe(name: str, kind: str) -> dict[str, Any]:
+def _nullable_field(name: str, kind: str) -> dict[str, Any]:
     return {"name": name, "type": ["null", kind], "default": None}
 
 
-def _source() -> dict[str, Any]:
+def _source_schema() -> dict[str, Any]:
     snapshot = {
-        "type": "string", "connect.version": 1, "connect.parameters": {"allowed": SNAPSHOTS},
+        "type": "string", "connect.version": 1, "connect.parameters": {"allowed": SNAPSHOT_VALUES},
         "connect.default": "false", "connect.name": "io.debezium.data.Enum",
     }  # fmt: skip
-    return _record(
+    return _build_record(
         "Source", CONNECTOR,
         [
             {"name": "version", "type": "string"},
@@ -140,18 +140,18 @@ def _source() -> dict[str, Any]:
             {"name": "ts_ms", "type": "long"},
             {"name": "snapshot", "type": [snapshot, "null"], "default": "false"},
             {"name": "db", "type": "string"},
-            _maybe("sequence", "string"),
-            _maybe("ts_us", "long"),
-            _maybe("ts_ns", "long"),
+            _nullable_field("sequence", "string"),
+            _nullable_field("ts_us", "long"),
+            _nullable_field("ts_ns", "long"),
             {"name": "schema", "type": "string"},
             {"name": "table", "type": "string"},
-            _maybe("txId", "long"),
-            _maybe("lsn", "long"),
-            _maybe("xmin", "long"),
+            _nullable_field("txId", "long"),
+            _nullable_field("lsn", "long"),
+            _nullable_field("xmin", "long"),
         ],
     )  # fmt: skip
 
 
-def _transaction() -> dict[str, Any]:
+def _transaction_schema() -> dict[str, Any]:
     numbers = [{"name": name, "type": "long"} for name in ("total_order", "data_collection_order")]
-    return _record("block", "event", [{"name": "id", "type": "string"}, *numbers])
+    return _build_record("block", "event", [{"name": "id", "type": "string"}, *numbers])

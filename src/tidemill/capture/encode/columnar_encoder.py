@@ -22,11 +22,19 @@ import pyarrow.compute as pc
 
 from tidemill.base.pgtypes.debezium import CLOCKS, MILLIS, NOT_JSON_NUMBERS, NUMBERS, escape
 from tidemill.capture.changes import Column
-from tidemill.capture.decode.columnar_tuples import DELETE, INSERT, Bytes, Int64s, Values, gather, strings
-from tidemill.capture.decode.row_blocks import Block
+from tidemill.capture.decode.columnar_tuples import (
+    DELETE,
+    INSERT,
+    Bytes,
+    Int64s,
+    ValueSlices,
+    build_string_array,
+    gather_slices,
+)
+from tidemill.capture.decode.row_blocks import RowBlock
 from tidemill.capture.encode.debezium_json import AFTER, BEFORE
 from tidemill.capture.encode.row_encoder import MINUS_ZERO, Form, event_form, row_form
-from tidemill.topics.batch.columnar_encode import join, sizes_of, varints
+from tidemill.topics.batch.columnar_encode import encode_varints, join_fields, value_sizes
 
 RECORD_OVERHEAD_BYTES = 80
 TAIL_ROOM_BYTES = 4096
@@ -43,7 +51,7 @@ _SPECIAL_FLOATS = pa.array(sorted(NOT_JSON_NUMBERS))
 _ZONED = r"^[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?\+00$"
 
 
-class LaneRows:
+class PartitionRows:
     """The records of one partition, in the order of the stream: `rows` of the block, their `places`, `middles` (key and
     value with their lengths), and `sums` of their sizes, as a partition writer counts them, before each.
 
@@ -54,7 +62,7 @@ class LaneRows:
     __slots__ = ("_keys", "_values", "heads", "kinds", "middles", "places", "rows", "sums", "version")
 
     def __init__(
-        self, block: Block, keys: Any, values: Any, middles: Any, sizes: Int64s, rows: Int64s | None,
+        self, block: RowBlock, keys: Any, values: Any, middles: Any, sizes: Int64s, rows: Int64s | None,
         kinds: Bytes | None = None,
     ) -> None:  # fmt: skip
         """`kinds`: kinds of events, if they differ from those of the block."""
@@ -67,7 +75,7 @@ class LaneRows:
         if kinds is not None:
             assert rows is not None
             self.heads = pc.if_else(pa.array(kinds == TOMBSTONE), pa.scalar(b""), values.take(taken))
-            sizes = sizes + sizes_of(self.heads)
+            sizes = sizes + value_sizes(self.heads)
             self.kinds = kinds
         else:
             self.kinds = block.kinds if rows is None else block.kinds[rows]
@@ -89,19 +97,19 @@ class LaneRows:
         return None if self.kinds[index] == gone else bytes(self._values[self.rows[index]].as_py())
 
 
-class Encoded:
+class EncodedBlock:
     """The records of a block: the rows of each partition. With several partitions, also the partition of each row and
     its index there, if every row is one record.
     """
 
     __slots__ = ("_index_of", "_lane_of", "lanes")
 
-    def __init__(self, lanes: list[LaneRows], lane_of: list[int], index_of: list[int]) -> None:
+    def __init__(self, lanes: list[PartitionRows], lane_of: list[int], index_of: list[int]) -> None:
         self.lanes = lanes
         self._lane_of = lane_of
         self._index_of = index_of
 
-    def ranges(self, start: int, end: int) -> Iterator[tuple[int, LaneRows, int, int]]:
+    def partition_ranges(self, start: int, end: int) -> Iterator[tuple[int, PartitionRows, int, int]]:
         """Yield (partition, its rows, first, last) for the rows [start, end) of the block."""
         if len(self.lanes) == 1 and isinstance(self.lanes[0].rows, range):
             yield 0, self.lanes[0], start, end
@@ -117,13 +125,13 @@ class Encoded:
                 yield lane, self.lanes[lane], index, index + 1
 
 
-ONE_BY_ONE = object()
+ENCODE_PER_ROW = object()
 """Marker of a block that cannot be encoded by columns: its rows are for the per-row functions."""
 
 
-class Events(Protocol):
+class EventFormat(Protocol):
     """Format of events: the bytes before the old row, before the new row, and in place of a missing one. If
-    `keys_and_rows` or `rows` return None or raise ArrowInvalid, the per-row functions have to encode the rows.
+    `encode_keys_and_rows` or `rows` return None or raise ArrowInvalid, the per-row functions have to encode the rows.
     """
 
     @property
@@ -133,69 +141,71 @@ class Events(Protocol):
     @property
     def null(self) -> bytes: ...
 
-    def keys_and_rows(self, block: Block) -> tuple[Any, Any] | None: ...
-    def rows(self, block: Block, rows: Values, count: int) -> Any | None: ...
+    def encode_keys_and_rows(self, block: RowBlock) -> tuple[Any, Any] | None: ...
+    def rows(self, block: RowBlock, rows: ValueSlices, count: int) -> Any | None: ...
 
 
-class JsonEvents:
+class JsonEventFormat:
     before, after, null = BEFORE, AFTER, b"null"
 
-    def keys_and_rows(self, block: Block) -> tuple[Any, Any] | None:
-        return _json(block, event_form)
+    def encode_keys_and_rows(self, block: RowBlock) -> tuple[Any, Any] | None:
+        return _encode_json(block, event_form)
 
-    def rows(self, block: Block, rows: Values, count: int) -> Any | None:
-        return _rows(block, rows, count, event_form)
+    def rows(self, block: RowBlock, rows: ValueSlices, count: int) -> Any | None:
+        return _encode_row_objects(block, rows, count, event_form)
 
 
-def encode(block: Block, lanes: int, limit_bytes: int, events: Events | None = None) -> Encoded | None:
+def encode_block(
+    block: RowBlock, lanes: int, limit_bytes: int, events: EventFormat | None = None
+) -> EncodedBlock | None:
     """Encode a block. `events` None: records are rows. Returns None if a row needs the per-row functions: it is larger
     than `limit_bytes`, or has a text that no type prints.
     """
     try:
-        made = _json(block, row_form) if events is None else events.keys_and_rows(block)
+        made = _encode_json(block, row_form) if events is None else events.encode_keys_and_rows(block)
         if made is None:
             return None
         if events is not None:
-            heads = _heads(block, events, made[1])
-            return None if heads is None else _events(block, lanes, limit_bytes, made[0], heads)
+            heads = _encode_heads(block, events, made[1])
+            return None if heads is None else _encode_events(block, lanes, limit_bytes, made[0], heads)
     except pa.ArrowInvalid:  # a date or time that only PostgreSQL can write
         return None
     keys, values = made
-    key_sizes, value_sizes = sizes_of(keys), sizes_of(values)
+    key_sizes, value_sizes = value_sizes(keys), value_sizes(values)
     deleted = block.kinds == DELETE
     if deleted.any():
         value_sizes = np.where(deleted, 0, value_sizes)
         values_written = pc.if_else(pa.array(deleted), pa.scalar(b""), values)
-        value_lengths = varints(np.where(deleted, -1, value_sizes))
+        value_lengths = encode_varints(np.where(deleted, -1, value_sizes))
     else:
-        values_written, value_lengths = values, varints(value_sizes)
+        values_written, value_lengths = values, encode_varints(value_sizes)
     if int((key_sizes + value_sizes).max()) > limit_bytes:
         return None
-    middles = join(varints(key_sizes), keys, value_lengths, values_written)
+    middles = join_fields(encode_varints(key_sizes), keys, value_lengths, values_written)
     sizes = key_sizes + value_sizes + RECORD_OVERHEAD_BYTES
     if lanes == 1:
-        return Encoded([LaneRows(block, keys, values, middles, sizes, None)], [], [])
-    lane_of = _lanes_of(keys, lanes)
+        return EncodedBlock([PartitionRows(block, keys, values, middles, sizes, None)], [], [])
+    lane_of = _partitions_of(keys, lanes)
     index_of = np.empty(len(lane_of), np.int64)
     found = []
     for lane in range(lanes):
         (rows,) = np.nonzero(lane_of == lane)
         index_of[rows] = np.arange(len(rows))
-        found.append(LaneRows(block, keys, values, middles, sizes, rows))
-    return Encoded(found, lane_of.tolist(), index_of.tolist())
+        found.append(PartitionRows(block, keys, values, middles, sizes, rows))
+    return EncodedBlock(found, lane_of.tolist(), index_of.tolist())
 
 
-def _lanes_of(keys: Any, lanes: int) -> Int64s:
+def _partitions_of(keys: Any, lanes: int) -> Int64s:
     return np.array([zlib.crc32(key) % lanes for key in keys.to_pylist()], np.int64)
 
 
-def _events(block: Block, lanes: int, limit_bytes: int, keys: Any, heads: Any) -> Encoded | None:
-    key_sizes, head_sizes = sizes_of(keys), sizes_of(heads)
+def _encode_events(block: RowBlock, lanes: int, limit_bytes: int, keys: Any, heads: Any) -> EncodedBlock | None:
+    key_sizes, head_sizes = value_sizes(keys), value_sizes(heads)
     names = len(block.relation.schema) + len(block.relation.table)
     if int((key_sizes + head_sizes).max()) + TAIL_ROOM_BYTES + 6 * names > limit_bytes:
         return None
-    middles = join(varints(key_sizes), keys)
-    lane_of = _lanes_of(keys, lanes) if lanes > 1 else np.zeros(len(block), np.int64)
+    middles = join_fields(encode_varints(key_sizes), keys)
+    lane_of = _partitions_of(keys, lanes) if lanes > 1 else np.zeros(len(block), np.int64)
     times = np.where(block.kinds == DELETE, 2, 1)
     found = []
     for lane in range(lanes):
@@ -203,11 +213,11 @@ def _events(block: Block, lanes: int, limit_bytes: int, keys: Any, heads: Any) -
         rows = np.repeat(rows, times[rows])
         kinds = block.kinds[rows]
         kinds[1:][rows[1:] == rows[:-1]] = TOMBSTONE
-        found.append(LaneRows(block, keys, heads, middles, key_sizes + RECORD_OVERHEAD_BYTES, rows, kinds))
-    return Encoded(found, [], [])
+        found.append(PartitionRows(block, keys, heads, middles, key_sizes + RECORD_OVERHEAD_BYTES, rows, kinds))
+    return EncodedBlock(found, [], [])
 
 
-def _heads(block: Block, events: Events, values: Any) -> Any:
+def _encode_heads(block: RowBlock, events: EventFormat, values: Any) -> Any:
     """Return the heads of the events' values: the row before and after (EventEncoder.head). None: the per-row functions
     have to encode them.
     """
@@ -234,46 +244,48 @@ def _heads(block: Block, events: Events, values: Any) -> Any:
     )
 
 
-def _json(block: Block, form: Form) -> tuple[Any, Any] | None:
+def _encode_json(block: RowBlock, form: Form) -> tuple[Any, Any] | None:
     """Return keys and values, binary columns."""
     texts: dict[str, tuple[str, Any]] = {}
-    values = _rows(block, block.values, len(block), form, texts)
+    values = _encode_row_objects(block, block.values, len(block), form, texts)
     if values is None:
         return None
     for column in block.relation.key_columns:
         if form(column) == "float":
             quote, text = texts[column.name]
             texts[column.name] = quote, pc.if_else(pc.equal(text, MINUS_ZERO), "0", text)
-    keys = _object([(column.name, *texts[column.name]) for column in block.relation.key_columns], len(block))
+    keys = _join_objects([(column.name, *texts[column.name]) for column in block.relation.key_columns], len(block))
     return keys, values
 
 
-def _rows(block: Block, rows: Values, count: int, form: Form, texts: dict[str, tuple[str, Any]] | None = None) -> Any:
+def _encode_row_objects(
+    block: RowBlock, rows: ValueSlices, count: int, form: Form, texts: dict[str, tuple[str, Any]] | None = None
+) -> Any:
     """Return the objects of all columns; `texts` receives the parts of each column. None: the per-row functions have to
     encode them.
     """
     texts = {} if texts is None else texts
-    for column, text, sizes, data in text_columns(block, rows, count):
-        made = _texts(form(column), text, data, sizes)
+    for column, text, sizes, data in iter_text_columns(block, rows, count):
+        made = _json_texts(form(column), text, data, sizes)
         if made is None:
             return None
         texts[column.name] = made
-    return _object([(column.name, *texts[column.name]) for column in block.relation.columns], count)
+    return _join_objects([(column.name, *texts[column.name]) for column in block.relation.columns], count)
 
 
-def text_columns(block: Block, rows: Values, count: int) -> Iterator[tuple[Column, Any, Int64s, Any]]:
+def iter_text_columns(block: RowBlock, rows: ValueSlices, count: int) -> Iterator[tuple[Column, Any, Int64s, Any]]:
     """Yield (column, its texts, their sizes, −1 where it is null, their bytes back to back)."""
     starts, sizes = rows
-    data, offsets = gather(block.walker.body, block.walker.bytes, starts.ravel(), np.maximum(sizes, 0).ravel())
+    data, offsets = gather_slices(block.walker.body, block.walker.bytes, starts.ravel(), np.maximum(sizes, 0).ravel())
     whole = pa.py_buffer(data)
     for at, column in enumerate(block.relation.columns):
         mine = offsets[at * count : (at + 1) * count + 1]
         nulls = sizes[at] < 0
-        text = strings(whole, mine, ~nulls if nulls.any() else None)
+        text = build_string_array(whole, mine, ~nulls if nulls.any() else None)
         yield column, text, sizes[at], np.frombuffer(data, np.uint8)[mine[0] : mine[-1]]
 
 
-def _object(columns: list[tuple[str, str, Any]], count: int) -> Any:
+def _join_objects(columns: list[tuple[str, str, Any]], count: int) -> Any:
     pieces: list[Any] = []
     literal = "{"
     for number, (name, quote, text) in enumerate(columns):
@@ -285,14 +297,14 @@ def _object(columns: list[tuple[str, str, Any]], count: int) -> Any:
     return made.view(pa.binary())
 
 
-def _texts(form: str, text: Any, data: Any, sizes: Int64s) -> tuple[str, Any] | None:
+def _json_texts(form: str, text: Any, data: Any, sizes: Int64s) -> tuple[str, Any] | None:
     """Return (the quote around every value, the JSON of each without it); nulls stay null. None, or ArrowInvalid: the
     per-row functions have to encode them.
     """
     if form == "number":
         return "", text
     if form in NUMBERS:
-        return "", numbers_of(form, text).cast(pa.string())
+        return "", convert_to_numbers(form, text).cast(pa.string())
     if form == "float":
         special = pc.is_in(text, value_set=_SPECIAL_FLOATS)
         return "", pc.if_else(special, join_text('"', text, '"'), text) if pc.any(special).as_py() else text
@@ -300,26 +312,26 @@ def _texts(form: str, text: Any, data: Any, sizes: Int64s) -> tuple[str, Any] | 
         if (sizes == 0).any():
             return None
         return "", pc.if_else(pc.starts_with(text, "t"), "true", "false")
-    text = text_of(form, text)
+    text = convert_text(form, text)
     if text is None:
         return None
-    text = _escaped(text, data)
+    text = _escape_json(text, data)
     return ("", join_text('"', text, '"')) if text.null_count else ('"', text)
 
 
-def text_of(form: str, text: Any) -> Any | None:
+def convert_text(form: str, text: Any) -> Any | None:
     """Convert texts like base/pgtypes/debezium.plain. None: the per-row functions have to encode them."""
     if form == "hex":
-        return pc.utf8_slice_codeunits(text, 2) if _all(pc.starts_with(text, "\\x")) else None
+        return pc.utf8_slice_codeunits(text, 2) if _all_true(pc.starts_with(text, "\\x")) else None
     if form == "zoned":
-        if not _all(pc.match_substring_regex(text, _ZONED)):
+        if not _all_true(pc.match_substring_regex(text, _ZONED)):
             return None
         day, clock = pc.utf8_slice_codeunits(text, 0, 10), pc.utf8_slice_codeunits(text, 11, -3)
         return join_text(day, "T", clock, "Z")
     return text
 
 
-def numbers_of(form: str, text: Any) -> Any:
+def convert_to_numbers(form: str, text: Any) -> Any:
     """Convert dates and times to numbers. Raises ArrowInvalid for those that Arrow cannot read."""
     if form == "days":
         return text.cast(pa.date32()).cast(pa.int32())
@@ -331,7 +343,7 @@ def numbers_of(form: str, text: Any) -> Any:
     return pa.array(np.asarray(micros.fill_null(0)) // 1000, mask=~valid)
 
 
-def _all(found: Any) -> bool:
+def _all_true(found: Any) -> bool:
     """Return whether all values are true; nulls count as true."""
     return pc.all(found, min_count=0).as_py() is not False
 
@@ -340,7 +352,7 @@ def join_text(*pieces: Any) -> Any:
     return pc.binary_join_element_wise(*pieces, _EMPTY)
 
 
-def _escaped(text: Any, data: Any) -> Any:
+def _escape_json(text: Any, data: Any) -> Any:
     """Escape like json.encoder.encode_basestring, without its quotes."""
     raw = data.tobytes()
     for plain, escaped in _ESCAPED:

@@ -17,24 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from tidemill.base.pgtypes.debezium import escape, form_of, written
+from tidemill.base.pgtypes.debezium import escape, json_writer, value_form
 from tidemill.capture.changes import Column, Relation, Row
 
 Form = Callable[[Column], str]
-_AS_SUCH = {16: "bool", 20: "number", 21: "number", 23: "number", 700: "float", 701: "float"}
+_JSON_FORMS = {16: "bool", 20: "number", 21: "number", 23: "number", 700: "float", 701: "float"}
 MINUS_ZERO = "-0"
 
 
 def row_form(column: Column) -> str:
-    return _AS_SUCH.get(column.type_oid, "text")
+    return _JSON_FORMS.get(column.type_oid, "text")
 
 
 def event_form(column: Column) -> str:
-    return form_of(column.type_oid, column.type_mod)
+    return value_form(column.type_oid, column.type_mod)
 
 
-def _key_float(text: str) -> str:
-    return "0" if text == MINUS_ZERO else written("float")(text)
+def _format_key_float(text: str) -> str:
+    return "0" if text == MINUS_ZERO else json_writer("float")(text)
 
 
 class RowEncoder:
@@ -44,30 +44,30 @@ class RowEncoder:
 
     def __init__(self, relation: Relation, form: Form = row_form) -> None:
         self.relation = relation
-        self._value = _plan(relation.columns, form)
-        self._key = _plan(relation.key_columns, form, of_key=True)
+        self._value = _plan_columns(relation.columns, form)
+        self._key = _plan_columns(relation.key_columns, form, of_key=True)
 
     def key(self, row: Row) -> bytes:
-        return _encode(self._key, row)
+        return _encode_object(self._key, row)
 
     def value(self, row: Row, without: Collection[str] = ()) -> bytes:
         """Encode a row. `without`: columns that have no value (Change.unchanged)."""
         plan = [each for each in self._value if each[0] not in without] if without else self._value
-        return _encode(plan, row)
+        return _encode_object(plan, row)
 
 
 _Plan = list[tuple[str, str, Callable[[str], str]]]
 
 
-def _plan(columns: Sequence[Column], form: Form, *, of_key: bool = False) -> _Plan:
-    def encode(column: Column) -> Callable[[str], str]:
+def _plan_columns(columns: Sequence[Column], form: Form, *, of_key: bool = False) -> _Plan:
+    def value_formatter(column: Column) -> Callable[[str], str]:
         found = form(column)
-        return _key_float if of_key and found == "float" else written(found)
+        return _format_key_float if of_key and found == "float" else json_writer(found)
 
-    return [(c.name, f"{escape(c.name)}:", encode(c)) for c in columns]
+    return [(c.name, f"{escape(c.name)}:", value_formatter(c)) for c in columns]
 
 
-def _encode(plan: _Plan, row: Row) -> bytes:
+def _encode_object(plan: _Plan, row: Row) -> bytes:
     parts = []
     for name, prefix, encode in plan:
         text = row[name]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tidemill.base.errors import InvalidError
-from tidemill.base.pgtypes.avro import Described
+from tidemill.base.pgtypes.avro import ColumnDescription
 from tidemill.capture.encode.avro_schemas import schemas_of, subjects_of
 
 
-class Schemas(Protocol):
+class SchemaRegistrar(Protocol):
     async def register(self, subject: str, schema: str) -> int:
         """Register an Avro schema for the subject and return its id. A repeated registration returns the same id.
 
@@ -19,7 +19,7 @@ class Schemas(Protocol):
         ...
 
 
-class NoSchemas:
+class NoSchemaRegistrar:
     """Implementation for a cluster without a registry."""
 
     async def register(self, subject: str, schema: str) -> int:
@@ -29,9 +29,11 @@ class NoSchemas:
         )
 
 
-async def registered(schemas: Schemas, topic: str, columns: Sequence[Described]) -> tuple[int, int]:
+async def register_schemas(
+    schemas: SchemaRegistrar, topic: str, columns: Sequence[ColumnDescription]
+) -> tuple[int, int]:
     """Register the schemas of the key and the value of a table's topic, and return their ids. Raises the errors of
-    `Schemas.register`.
+    `SchemaRegistrar.register`.
     """
     ids = []
     for subject, schema in zip(subjects_of(topic), schemas_of(topic, columns), strict=True):

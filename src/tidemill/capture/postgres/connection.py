@@ -3,7 +3,7 @@
 Everything is text and the simple query protocol, because a replication connection supports nothing else and because
 rows must read exactly as the stream prints them: snapshot and stream share `DISPLAY_SETTINGS`.
 
-One task uses a `Wire` at a time, with one exception: while one task receives the stream, another may `send`.
+One task uses a `PgConnection` at a time, with one exception: while one task receives the stream, another may `send`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from tidemill.base.errors import ClosedError, InvalidError, UnavailableError
-from tidemill.capture.postgres.errors import connect_error, statement_error
+from tidemill.capture.postgres.errors import translate_connect_error, translate_statement_error
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
@@ -33,7 +33,7 @@ DISPLAY_SETTINGS: Mapping[str, str] = {
 their text.
 """
 
-UNCHECKED = "SQL_ASCII"
+UNCHECKED_ENCODING = "SQL_ASCII"
 """Encoding of a database that can contain any bytes. PostgreSQL rejects such values for a client of any other encoding,
 so a single value would end the stream of all tables. Unconverted, each value can be checked separately.
 """
@@ -84,15 +84,15 @@ def identifier(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def qualified(schema: str, table: str) -> str:
+def qualified_identifier(schema: str, table: str) -> str:
     return f"{identifier(schema)}.{identifier(table)}"
 
 
-def scope(schema: str, table: str, *, partitioned: bool) -> str:
+def from_clause_name(schema: str, table: str, *, partitioned: bool) -> str:
     """Return the table for FROM and LOCK, with the rows that the stream carries under it. Rows of inheriting tables
     arrive under their own tables.
     """
-    return f"{'' if partitioned else 'ONLY '}{qualified(schema, table)}"
+    return f"{'' if partitioned else 'ONLY '}{qualified_identifier(schema, table)}"
 
 
 def literal(text: str) -> str:
@@ -100,20 +100,20 @@ def literal(text: str) -> str:
     return f" E{quoted}".replace("\\", "\\\\") if "\\" in text else quoted
 
 
-def where(dsn: str) -> str:
+def describe_dsn(dsn: str) -> str:
     """Return server, database and user of a DSN for messages, never the password. Raises InvalidError if it cannot be
     parsed.
     """
-    parts = _parts(dsn)
+    parts = _parse_dsn(dsn)
     names = ("dbname", "user")
-    return " ".join([f"server={server(dsn)}", *(f"{name}={parts[name]}" for name in names if parts.get(name))])
+    return " ".join([f"server={server_address(dsn)}", *(f"{name}={parts[name]}" for name in names if parts.get(name))])
 
 
-def server(dsn: str) -> str:
+def server_address(dsn: str) -> str:
     """Return `host:port` (or the directory of the socket), as libpq will use it. Raises InvalidError if it cannot be
     parsed.
     """
-    parts = _parts(dsn)
+    parts = _parse_dsn(dsn)
     host = parts.get("host") or parts.get("hostaddr")
     if host is None and parts.get("service"):
         return f"service {parts['service']}"
@@ -121,7 +121,7 @@ def server(dsn: str) -> str:
     return f"{host}:{parts.get('port') or os.environ.get('PGPORT') or 5432}"
 
 
-def _parts(dsn: str) -> dict[str, Any]:
+def _parse_dsn(dsn: str) -> dict[str, Any]:
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
@@ -160,7 +160,7 @@ def settings_statement(settings: Mapping[str, str]) -> str:
     return f"SELECT {', '.join(f'set_config({literal(n)}, {literal(v)}, false)' for n, v in settings.items())}"
 
 
-class Wire:
+class PgConnection:
     def __init__(self, connection: Any, target: str) -> None:
         self._connection = connection
         self._pgconn: PGconn = connection.pgconn
@@ -176,7 +176,7 @@ class Wire:
         """
         import psycopg
 
-        target, given = where(dsn), _parts(dsn)
+        target, given = describe_dsn(dsn), _parse_dsn(dsn)
         extra: dict[str, Any] = {name: value for name, value in TCP.items() if name not in given}
         if replication:
             extra["replication"] = "database"
@@ -185,10 +185,10 @@ class Wire:
                 dsn, autocommit=True, application_name=application_name(purpose, capture), **extra
             )
         except psycopg.Error as error:
-            raise connect_error(str(error), target) from error
+            raise translate_connect_error(str(error), target) from error
         wire = cls(connection, target)
         try:
-            encoding = {"client_encoding": UNCHECKED} if wire.unchecked else {}
+            encoding = {"client_encoding": UNCHECKED_ENCODING} if wire.is_encoding_unchecked else {}
             await wire.query(settings_statement({**session_settings(wire.server_version), **encoding}))
         except BaseException:
             await wire.aclose()
@@ -210,9 +210,9 @@ class Wire:
         return self._pgconn.db.decode()
 
     @property
-    def unchecked(self) -> bool:
+    def is_encoding_unchecked(self) -> bool:
         """True if the database can contain any bytes (SQL_ASCII)."""
-        return self._pgconn.parameter_status(b"server_encoding") == UNCHECKED.encode()
+        return self._pgconn.parameter_status(b"server_encoding") == UNCHECKED_ENCODING.encode()
 
     @property
     def server_version(self) -> int:
@@ -230,11 +230,11 @@ class Wire:
         self._send_query(sql)
         rows: list[SqlRow] = []
         failure: Exception | None = None
-        while (result := await self._result()) is not None:
+        while (result := await self._next_result()) is not None:
             if result.status == ExecStatus.TUPLES_OK:
-                rows = _text_rows(result)
+                rows = _decode_rows(result)
             elif result.status not in (ExecStatus.COMMAND_OK, ExecStatus.EMPTY_QUERY):
-                failure = failure or self._failure(result, sql)
+                failure = failure or self._translate_failure(result, sql)
             result.clear()
         if failure is not None:
             raise failure
@@ -249,15 +249,15 @@ class Wire:
         from psycopg.pq import ExecStatus
 
         self._send_query(sql)
-        result = await self._result()
+        result = await self._next_result()
         if result is None or result.status != ExecStatus.COPY_OUT:
-            error = self._failure(result, sql)
-            await self._drain()
+            error = self._translate_failure(result, sql)
+            await self._drain_results()
             raise error
         result.clear()
-        while burst := await self._burst():
+        while burst := await self._next_burst():
             yield burst
-        failure = await self._drain()
+        failure = await self._drain_results()
         if failure is not None:
             raise failure
 
@@ -266,31 +266,31 @@ class Wire:
         from psycopg.pq import ExecStatus
 
         self._send_query(command)
-        result = await self._result()
+        result = await self._next_result()
         if result is None or result.status != ExecStatus.COPY_BOTH:
-            error = self._failure(result, command)
-            await self._drain()
+            error = self._translate_failure(result, command)
+            await self._drain_results()
             raise error
         result.clear()
 
     async def receive(self) -> list[bytes]:
         """Return the available messages, at least one. Raises when the server ends the stream."""
-        burst = await self._burst()
+        burst = await self._next_burst()
         if burst:
             return burst
-        raise await self._drain() or UnavailableError(f"the server ended the stream: {self._target}.")
+        raise await self._drain_results() or UnavailableError(f"the server ended the stream: {self._target}.")
 
     async def send(self, data: bytes) -> None:
         import psycopg
 
         try:
             while self._pgconn.put_copy_data(data) == 0:
-                await self._ready(write=True)
+                await self._wait_ready(write=True)
             while self._pgconn.flush() == 1:
-                await self._ready(write=True)
+                await self._wait_ready(write=True)
         except psycopg.Error as error:
             # "No COPY in progress" is only a consequence of the error by which the server ended it.
-            raise self._why_ended() or self._broken(error) from error
+            raise self._pending_error() or self._connection_error(error) from error
 
     async def aclose(self) -> None:
         """Close the connection, which ends the session and releases its locks and the slot. Idempotent."""
@@ -303,22 +303,22 @@ class Wire:
         try:
             self._pgconn.send_query(sql.encode(errors="surrogateescape"))
         except psycopg.Error as error:
-            raise self._broken(error) from error
+            raise self._connection_error(error) from error
 
-    async def _result(self) -> PGresult | None:
+    async def _next_result(self) -> PGresult | None:
         import psycopg
 
         try:
             while self._pgconn.flush() == 1:
-                await self._ready(write=True)
+                await self._wait_ready(write=True)
             while self._pgconn.is_busy():
-                await self._ready()
+                await self._wait_ready()
                 self._pgconn.consume_input()
             return self._pgconn.get_result()
         except psycopg.Error as error:
-            raise self._broken(error) from error
+            raise self._connection_error(error) from error
 
-    async def _burst(self) -> list[bytes]:
+    async def _next_burst(self) -> list[bytes]:
         """Return the available COPY data, at least one message; empty at the end of the COPY."""
         import psycopg
 
@@ -347,55 +347,55 @@ class Wire:
                 elif burst:
                     break
                 else:
-                    await self._ready()
+                    await self._wait_ready()
                     self._pgconn.consume_input()
         except psycopg.Error as error:
             if not burst:
-                raise self._broken(error) from error
+                raise self._connection_error(error) from error
             # The messages from before the connection broke are complete; the next call raises the error.
-            self._broke = self._broken(error)
+            self._broke = self._connection_error(error)
         return burst
 
-    async def _drain(self) -> Exception | None:
+    async def _drain_results(self) -> Exception | None:
         """Read the rest of a statement; return its error, if it had one."""
         from psycopg.pq import ExecStatus
 
         failure: Exception | None = None
-        while (result := await self._result()) is not None:
+        while (result := await self._next_result()) is not None:
             if result.status in (ExecStatus.FATAL_ERROR, ExecStatus.BAD_RESPONSE):
-                failure = failure or self._failure(result, "")
+                failure = failure or self._translate_failure(result, "")
             elif result.status in (ExecStatus.COPY_BOTH, ExecStatus.COPY_OUT, ExecStatus.COPY_IN):
                 break
             result.clear()
         return failure
 
-    def _why_ended(self) -> Exception | None:
+    def _pending_error(self) -> Exception | None:
         """Return the error with which the server ended a COPY, if it is available without waiting."""
         from psycopg.pq import ExecStatus
 
         result = None if self._pgconn.is_busy() else self._pgconn.get_result()
         ended = result is not None and result.status == ExecStatus.FATAL_ERROR
-        return self._failure(result, "") if ended else None
+        return self._translate_failure(result, "") if ended else None
 
-    def _failure(self, result: PGresult | None, sql: str) -> Exception:
+    def _translate_failure(self, result: PGresult | None, sql: str) -> Exception:
         from psycopg.pq import DiagnosticField
 
         if result is None:
-            return self._broken(self._pgconn.error_message)
+            return self._connection_error(self._pgconn.error_message)
         sqlstate = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
         text = (result.error_message or self._pgconn.error_message).decode(errors="replace")
         if not sqlstate:
-            return self._broken(text)
-        return statement_error(sqlstate, text, sql)
+            return self._connection_error(text)
+        return translate_statement_error(sqlstate, text, sql)
 
-    def _broken(self, error: object) -> Exception:
+    def _connection_error(self, error: object) -> Exception:
         text = error.decode(errors="replace") if isinstance(error, bytes) else str(error)
         message = " ".join(text.split())
         if "closed" in message and self._connection.closed:
             return ClosedError(f"the connection is closed: {self._target}.")
         return UnavailableError(f"the connection to PostgreSQL broke: {self._target} error={message!r}.")
 
-    async def _ready(self, *, write: bool = False) -> None:
+    async def _wait_ready(self, *, write: bool = False) -> None:
         """Wait until the socket is readable (or writable)."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
@@ -413,7 +413,7 @@ class Wire:
             remove(descriptor)
 
 
-def _text_rows(result: PGresult) -> list[SqlRow]:
+def _decode_rows(result: PGresult) -> list[SqlRow]:
     columns = range(result.nfields)
     rows: list[SqlRow] = []
     for row in range(result.ntuples):

@@ -1,6 +1,6 @@
 """The control connection of a session: one query at a time, and a record of the queries without an answer.
 
-Every query is recorded while it is open (`Answers`). A query without an answer is reported, with its server, long
+Every query is recorded while it is open (`OpenQueries`). A query without an answer is reported, with its server, long
 before its deadline. A query that exceeds ANSWER_DEADLINE_S fails, and the session ends.
 
 The control connection also holds the advisory lock of the capture. If it breaks, the session must end.
@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError
-from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.postgres.timeline import Timeline, identify
+from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.postgres.timeline import Timeline, identify_timeline
 
 ANSWER_DEADLINE_S = 10.0
 """Queries on this connection take milliseconds, or a second on a busy server."""
-TELL_AFTER_MS = 2_000
+OVERDUE_AFTER_MS = 2_000
 """An open query of this age is reported as the blocker of the capture."""
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class NoAnswerError(UnavailableError):
     """A query exceeded its deadline. The session ends."""
 
 
-class Answers:
+class OpenQueries:
     """Open queries, each with the time when it was sent."""
 
     def __init__(self, clock: Clock) -> None:
@@ -38,7 +38,7 @@ class Answers:
         self._open: dict[str, float] = {}
 
     @contextmanager
-    def expected(self, what: str) -> Iterator[None]:
+    def track(self, what: str) -> Iterator[None]:
         """Record a query while it is open. A query that exceeded its deadline stays open until its session ends.
         Otherwise its status would recover for a moment, and its age would start again at zero.
         """
@@ -52,14 +52,14 @@ class Answers:
             raise
         self._open.pop(what, None)
 
-    def note(self, what: str, asked: bool) -> None:
+    def set_open(self, what: str, asked: bool) -> None:
         """Record `what` as open from the first call with `asked` until the first call without."""
         if asked:
             self._open.setdefault(what, self._clock.monotonic_s())
         else:
             self._open.pop(what, None)
 
-    def overdue(self) -> tuple[str, int] | None:
+    def oldest_overdue(self) -> tuple[str, int] | None:
         """Return the oldest open query above TELL_AFTER_MS: (query, ms since the epoch when it was sent). Jumps of the
         wall clock do not change its age.
         """
@@ -67,55 +67,57 @@ class Answers:
             return None
         what = min(self._open, key=lambda each: self._open[each])
         age_ms = int((self._clock.monotonic_s() - self._open[what]) * 1000)
-        return (what, self._clock.now_ms() - age_ms) if age_ms > TELL_AFTER_MS else None
+        return (what, self._clock.now_ms() - age_ms) if age_ms > OVERDUE_AFTER_MS else None
 
 
-class Control:
+class ControlConnection:
     """Connection that runs one query at a time."""
 
-    def __init__(self, wire: Wire, answers: Answers) -> None:
+    def __init__(self, wire: PgConnection, answers: OpenQueries) -> None:
         self._wire = wire
         self._answers = answers
         self._lock = asyncio.Lock()
 
-    async def ask(self, question: Callable[[Wire], Awaitable[T]]) -> T:
+    async def run(self, question: Callable[[PgConnection], Awaitable[T]]) -> T:
         """Run one query. Raises NoAnswerError after the deadline. The connection is unusable then."""
         async with self._lock:
-            return await answered(self._wire, self._answers, "a query", question)
+            return await run_tracked(self._wire, self._answers, "a query", question)
 
     async def aclose(self) -> None:
         await self._wire.aclose()
 
 
-async def answered(wire: Wire, answers: Answers, what: str, question: Callable[[Wire], Awaitable[T]]) -> T:
+async def run_tracked(
+    wire: PgConnection, answers: OpenQueries, what: str, question: Callable[[PgConnection], Awaitable[T]]
+) -> T:
     """Run `question`, recorded as `what`. Raises NoAnswerError after ANSWER_DEADLINE_S."""
-    with answers.expected(what):
+    with answers.track(what):
         try:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
                 return await question(wire)
         except TimeoutError as error:
-            raise no_answer(wire.target, what, ANSWER_DEADLINE_S) from error
+            raise no_answer_error(wire.target, what, ANSWER_DEADLINE_S) from error
 
 
-def no_answer(target: str, what: str, waited_s: float) -> NoAnswerError:
+def no_answer_error(target: str, what: str, waited_s: float) -> NoAnswerError:
     return NoAnswerError(
         f"PostgreSQL does not answer: {target} waits_for={what!r} waited_s={waited_s:.0f}.",
         fix="Check whether the server is stopped or overloaded, or the network drops packets.",
     )
 
 
-async def identified(connect: Callable[[], Awaitable[Wire]], answers: Answers) -> Timeline:
+async def identify_server(connect: Callable[[], Awaitable[PgConnection]], answers: OpenQueries) -> Timeline:
     """Return the timeline of the server behind a replication connection. Raises NoAnswerError."""
     wire = await connect()
     try:
-        return await answered(wire, answers, "its timeline", identify)
+        return await run_tracked(wire, answers, "its timeline", identify_timeline)
     finally:
         await wire.aclose()
 
 
-async def check_same(wire: Wire, answers: Answers, line: Timeline) -> None:
+async def check_same_server(wire: PgConnection, answers: OpenQueries, line: Timeline) -> None:
     """Check that a connection leads to the server whose history was compared. Raises UnavailableError if it does
     not."""
-    now = await answered(wire, answers, "its timeline", identify)
+    now = await run_tracked(wire, answers, "its timeline", identify_timeline)
     if (now.system_id, now.history) != (line.system_id, line.history):
         raise UnavailableError(f"the DSN now leads to another server: {wire.target} timeline={now.number}.")

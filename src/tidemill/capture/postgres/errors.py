@@ -64,7 +64,7 @@ class LockHeldError(UnavailableError):
 
 
 class SqlError(UnavailableError):
-    """A statement failed and changed nothing, mostly for a temporary reason (`may_pass`). `sqlstate`: as PostgreSQL
+    """A statement failed and changed nothing, mostly for a temporary reason (`is_transient`). `sqlstate`: as PostgreSQL
     reported it.
     """
 
@@ -73,23 +73,23 @@ class SqlError(UnavailableError):
         self.sqlstate = sqlstate
 
 
-_PASSING = ("", "08", "25", "40", "53", "55", "57", "72")
+_TRANSIENT_SQLSTATES = ("", "08", "25", "40", "53", "55", "57", "72")
 """Classes of SQLSTATE: connection, transaction state, rollback, resources, object not ready, intervention, an old
 snapshot.
 """
 
 
-def may_pass(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return whether the same call may succeed later without any correction, because the call itself is not at fault.
     For a statement, PostgreSQL's error class decides: damaged data (XX001), a value beyond its limits (54000, XX000),
     or an error raised by a function (P0001) recur at every retry.
     """
     if isinstance(error, SqlError):
-        return error.sqlstate[:2] in _PASSING
+        return error.sqlstate[:2] in _TRANSIENT_SQLSTATES
     return isinstance(error, (UnavailableError, UnknownOutcomeError, ClosedError))
 
 
-def connect_error(text: str, where: str) -> TidemillError:
+def translate_connect_error(text: str, where: str) -> TidemillError:
     """Return InvalidError for an error that only the operator can correct, UnavailableError for one that may pass."""
     message = " ".join(text.split())
     if any(word in message for word in _TRANSIENT_CONNECT):
@@ -103,16 +103,16 @@ def connect_error(text: str, where: str) -> TidemillError:
     return UnavailableError(f"cannot connect to PostgreSQL: {where} error={message!r}.", fix="Check the DSN.")
 
 
-def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
+def translate_statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
     """Classify an error by SQLSTATE (https://www.postgresql.org/docs/current/errcodes-appendix.html)."""
     message = " ".join(text.split())
     facts = f"sqlstate={sqlstate or '?'} error={message!r} statement={statement[:120]!r}"
-    if _says_slot_lost(sqlstate, message):
+    if _is_slot_lost(sqlstate, message):
         return SlotLostError(
             f"the replication slot lost its WAL: {facts}.",
             fix="Raise max_slot_wal_keep_size and drop the capture's publication: all its tables are copied again.",
         )
-    if sqlstate == "XX000" and _NOT_IN_CATALOGUE in message:
+    if sqlstate == "XX000" and _UNDECODABLE_MESSAGE in message:
         return UndecodableSlotError(
             f"PostgreSQL cannot decode the replication slot: {facts}.",
             fix="Drop the capture's publication: all its tables are then copied again.",
@@ -128,13 +128,13 @@ def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
     return SqlError(f"a statement failed: {facts}.", sqlstate=sqlstate)
 
 
-_NOT_IN_CATALOGUE = "could not map filen"
+_UNDECODABLE_MESSAGE = "could not map filen"
 """Start of "could not map filenumber …" (16 and newer) or "filenode "base/5/16404" to relation OID": reorderbuffer.c,
 an internal error that is not translated to other languages.
 """
 
 
-def _says_slot_lost(sqlstate: str, message: str) -> bool:
+def _is_slot_lost(sqlstate: str, message: str) -> bool:
     words = ("exceeded the maximum reserved size", "invalidated", "can no longer get changes", "can no longer access")
     if sqlstate in ("55000", "58P01") and (any(w in message for w in words) or "requested WAL segment" in message):
         return True

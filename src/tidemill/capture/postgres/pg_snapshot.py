@@ -22,14 +22,14 @@ _HALF = 1 << 31
 _FULL = 1 << 32
 
 
-def widen(xid: int, reference: int) -> int:
+def widen_xid(xid: int, reference: int) -> int:
     """Return the 64-bit xid that is equal to `xid` modulo 2³² and nearest to `reference`."""
     return reference + ((xid - reference + _HALF) % _FULL) - _HALF
 
 
-def sees(xid: int, xmin: int, xmax: int, in_progress: Collection[int]) -> bool:
+def is_xid_visible(xid: int, xmin: int, xmax: int, in_progress: Collection[int]) -> bool:
     """Return whether the effects of the stream's transaction `xid` are in the snapshot."""
-    wide = widen(xid, xmax)
+    wide = widen_xid(xid, xmax)
     return wide < xmin or (wide < xmax and wide not in in_progress)
 
 
@@ -58,11 +58,11 @@ class PgSnapshot(msgspec.Struct, frozen=True):
         text = f"{self.xmin}:{self.xmax}:{','.join(map(str, sorted(self.in_progress)))}"
         return f"{text}@{self.lsn}" if self.lsn else text
 
-    def sees(self, xid: int) -> bool:
-        return sees(xid, self.xmin, self.xmax, self.in_progress)
+    def is_visible(self, xid: int) -> bool:
+        return is_xid_visible(xid, self.xmin, self.xmax, self.in_progress)
 
 
-def since(column: str, xid: str) -> str:
+def xid_condition(column: str, xid: str) -> str:
     """Return the SQL condition that the transaction id in a column is not older than `xid`. A frozen row keeps the id
     with which it was written, and an id of more than 2^31 transactions ago has a negative age.
     """

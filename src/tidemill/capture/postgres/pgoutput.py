@@ -135,7 +135,7 @@ _MESSAGE_HEAD = struct.Struct(">Bq")
 _TEXT, _NULL, _UNCHANGED = b"tnu"
 
 
-def decode(data: bytes) -> Message:
+def decode_message(data: bytes) -> Message:
     """Decode one message. Raises CorruptError for anything that is not exactly one well-formed message, InvalidError
     for a value that is not UTF-8.
     """
@@ -143,49 +143,49 @@ def decode(data: bytes) -> Message:
         kind = data[:1]
         match kind:
             case b"I":
-                new, end = _tuple(data, 6)
-                _expect(data[5:6] == b"N" and end == len(data), data)
+                new, end = _decode_tuple(data, 6)
+                _require_layout(data[5:6] == b"N" and end == len(data), data)
                 return Insert(_U32.unpack_from(data, 1)[0], new)
             case b"U":
-                return _update(data)
+                return _decode_update(data)
             case b"D":
-                old, end = _tuple(data, 6)
-                _expect(data[5:6] in (b"K", b"O") and end == len(data), data)
+                old, end = _decode_tuple(data, 6)
+                _require_layout(data[5:6] in (b"K", b"O") and end == len(data), data)
                 return Delete(_U32.unpack_from(data, 1)[0], "O" if data[5:6] == b"O" else "K", old)
             case b"B":
-                _expect(len(data) == 1 + _BEGIN.size, data)
+                _require_layout(len(data) == 1 + _BEGIN.size, data)
                 final_lsn, time_us, xid = _BEGIN.unpack_from(data, 1)
                 return Begin(final_lsn, _time_ms(time_us), xid)
             case b"C":
-                _expect(len(data) == 1 + _COMMIT.size, data)
+                _require_layout(len(data) == 1 + _COMMIT.size, data)
                 _, commit_lsn, end_lsn, time_us = _COMMIT.unpack_from(data, 1)
                 return Commit(commit_lsn, end_lsn, _time_ms(time_us))
             case b"R":
-                return _relation(data)
+                return _decode_relation(data)
             case b"T":
                 count, flags = _TRUNCATE_HEAD.unpack_from(data, 1)
-                _expect(len(data) == 6 + 4 * count, data)
+                _require_layout(len(data) == 6 + 4 * count, data)
                 oids = [_U32.unpack_from(data, at)[0] for at in range(6, len(data), 4)]
                 return Truncate(tuple(oids), bool(flags & 1), bool(flags & 2))
             case b"M":
-                return _logical_message(data)
+                return _decode_logical_message(data)
             case b"Y":
-                schema, at = _cstring(data, 5)
-                name, end = _cstring(data, at)
-                _expect(end == len(data), data)
+                schema, at = _decode_cstring(data, 5)
+                name, end = _decode_cstring(data, at)
+                _require_layout(end == len(data), data)
                 return TypeMessage(_U32.unpack_from(data, 1)[0], schema or "pg_catalog", name)
             case b"O":
-                name, end = _cstring(data, 9)
-                _expect(end == len(data), data)
+                name, end = _decode_cstring(data, 9)
+                _require_layout(end == len(data), data)
                 return Origin(_I64.unpack_from(data, 1)[0], name)
     except UnicodeDecodeError as error:
-        raise not_utf8(error) from error
+        raise not_utf8_error(error) from error
     except (struct.error, IndexError, ValueError) as error:
         raise CorruptError(f"malformed pgoutput message: head={data[:24].hex()} size={len(data)}.") from error
     raise CorruptError(f"unknown pgoutput message: kind={kind!r} size={len(data)}.")
 
 
-def not_utf8(error: UnicodeDecodeError) -> InvalidError:
+def not_utf8_error(error: UnicodeDecodeError) -> InvalidError:
     odd = error.object[error.start : error.start + 8].hex()
     return InvalidError(f"a value is not UTF-8: bytes={odd}.", fix="Write it as UTF-8.")
 
@@ -194,7 +194,7 @@ _KINDS = {
     b"B": "begin", b"C": "commit", b"R": "relation", b"I": "insert", b"U": "update", b"D": "delete",
     b"T": "truncate", b"M": "message", b"Y": "type", b"O": "origin",
 }  # fmt: skip
-_OF_ONE_TABLE = (b"R", b"I", b"U", b"D")
+_SINGLE_TABLE_KINDS = (b"R", b"I", b"U", b"D")
 LOGICAL_MESSAGE = b"M"
 PREFIX_AT = 10
 """Offset of the prefix in a logical message."""
@@ -209,23 +209,23 @@ def oid_of(data: bytes) -> int | None:
     """Return the oid of the one relation that a message is about, also for one that cannot be decoded; None if it names
     none or several.
     """
-    return _U32.unpack_from(data, 1)[0] if data[:1] in _OF_ONE_TABLE and len(data) >= 5 else None
+    return _U32.unpack_from(data, 1)[0] if data[:1] in _SINGLE_TABLE_KINDS and len(data) >= 5 else None
 
 
-def _update(data: bytes) -> Update:
+def _decode_update(data: bytes) -> Update:
     old: Tuple | None = None
     old_kind: Literal["", "K", "O"] = ""
     at = 5
     if data[5:6] in (b"K", b"O"):
         old_kind = "O" if data[5:6] == b"O" else "K"
-        old, at = _tuple(data, 6)
-    _expect(data[at : at + 1] == b"N", data)
-    new, end = _tuple(data, at + 1)
-    _expect(end == len(data), data)
+        old, at = _decode_tuple(data, 6)
+    _require_layout(data[at : at + 1] == b"N", data)
+    new, end = _decode_tuple(data, at + 1)
+    _require_layout(end == len(data), data)
     return Update(_U32.unpack_from(data, 1)[0], old_kind, old, new)
 
 
-def _tuple(data: bytes, at: int) -> tuple[Tuple, int]:
+def _decode_tuple(data: bytes, at: int) -> tuple[Tuple, int]:
     """Return the values of one tuple and its end. The hot loop of capture: bare ints and slices."""
     count = (data[at] << 8) | data[at + 1]
     at += 2
@@ -248,33 +248,33 @@ def _tuple(data: bytes, at: int) -> tuple[Tuple, int]:
     return values, at
 
 
-def _relation(data: bytes) -> RelationMessage:
-    schema, at = _cstring(data, 5)
-    table, at = _cstring(data, at)
+def _decode_relation(data: bytes) -> RelationMessage:
+    schema, at = _decode_cstring(data, 5)
+    table, at = _decode_cstring(data, at)
     identity = chr(data[at])
     (count,) = _U16.unpack_from(data, at + 1)
     at += 3
     columns = []
     for _ in range(count):
         flags = data[at]
-        name, at = _cstring(data, at + 1)
+        name, at = _decode_cstring(data, at + 1)
         type_oid, type_mod = _COLUMN_TAIL.unpack_from(data, at)
         at += _COLUMN_TAIL.size
         columns.append(WireColumn(name, type_oid, type_mod, bool(flags & 1)))
-    _expect(at == len(data), data)
+    _require_layout(at == len(data), data)
     # An empty schema name stands for pg_catalog.
     return RelationMessage(_U32.unpack_from(data, 1)[0], schema or "pg_catalog", table, identity, tuple(columns))
 
 
-def _logical_message(data: bytes) -> LogicalMessage:
+def _decode_logical_message(data: bytes) -> LogicalMessage:
     flags, lsn = _MESSAGE_HEAD.unpack_from(data, 1)
-    prefix, at = _cstring(data, PREFIX_AT)
+    prefix, at = _decode_cstring(data, PREFIX_AT)
     (size,) = _U32.unpack_from(data, at)
-    _expect(at + 4 + size == len(data), data)
+    _require_layout(at + 4 + size == len(data), data)
     return LogicalMessage(bool(flags & 1), lsn, prefix, data[at + 4 :])
 
 
-def _cstring(data: bytes, at: int) -> tuple[str, int]:
+def _decode_cstring(data: bytes, at: int) -> tuple[str, int]:
     end = data.index(0, at)
     return data[at:end].decode(errors="surrogateescape"), end + 1
 
@@ -283,6 +283,6 @@ def _time_ms(postgres_us: int) -> int:
     return POSTGRES_EPOCH_MS + postgres_us // 1000
 
 
-def _expect(holds: bool, data: bytes) -> None:
+def _require_layout(holds: bool, data: bytes) -> None:
     if not holds:
         raise ValueError("unexpected layout")

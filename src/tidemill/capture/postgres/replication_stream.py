@@ -6,8 +6,8 @@ import msgspec
 
 from tidemill.base.errors import CorruptError
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
-from tidemill.capture.postgres.connection import Wire, identifier, literal
-from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive, decode_keepalive, wal_start
+from tidemill.capture.postgres.connection import PgConnection, identifier, literal
+from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive, decode_keepalive, wal_start_of
 
 MESSAGE_BYTES = 2 * KAFKA_REQUEST_BYTES
 """Maximum size of a message: an UPDATE carries the old row and the new one, each no larger than a record may be.
@@ -17,7 +17,7 @@ only the head is stored.
 HEAD_BYTES = 64
 
 
-class Framed(msgspec.Struct, frozen=True):
+class FramedMessage(msgspec.Struct, frozen=True):
     """Bytes of one pgoutput message, and its place in the WAL. `left_out`: number of bytes that were removed."""
 
     lsn: int
@@ -29,19 +29,19 @@ class Framed(msgspec.Struct, frozen=True):
         return len(self.payload) + self.left_out
 
 
-def framed(frame: bytes) -> Framed | Keepalive:
+def parse_frame(frame: bytes) -> FramedMessage | Keepalive:
     """Parse a frame. Raises CorruptError for an unknown one."""
     kind = frame[:1]
     if kind == b"w" and len(frame) >= PAYLOAD_START:
         left_out = len(frame) - PAYLOAD_START - HEAD_BYTES if len(frame) > MESSAGE_BYTES else 0
-        return Framed(wal_start(frame), frame[PAYLOAD_START : len(frame) - left_out], left_out)
+        return FramedMessage(wal_start_of(frame), frame[PAYLOAD_START : len(frame) - left_out], left_out)
     if kind == b"k":
         return decode_keepalive(frame)
     raise CorruptError(f"unknown frame in the replication stream: kind={kind!r} size={len(frame)}.")
 
 
 class ReplicationStream:
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: PgConnection) -> None:
         self._wire = wire
 
     async def start(self, slot: str, publication: str) -> None:
@@ -55,7 +55,7 @@ class ReplicationStream:
         )
 
     async def receive(self) -> list[bytes]:
-        """Return every frame that is available, in order, at least one; `framed` parses one."""
+        """Return every frame that is available, in order, at least one; `parse_frame` parses one."""
         return await self._wire.receive()
 
     async def send_status(self, update: bytes) -> None:

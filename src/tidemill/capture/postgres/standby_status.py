@@ -48,7 +48,7 @@ def decode_keepalive(data: bytes) -> Keepalive:
     return Keepalive(wal_end, bool(reply))
 
 
-def wal_start(frame: bytes) -> int:
+def wal_start_of(frame: bytes) -> int:
     """Return the WAL start of an XLogData frame."""
     return int.from_bytes(frame[1:9], "big")
 
@@ -61,7 +61,7 @@ def encode_status(received: int, flushed: int, now_ms: int, *, ask: bool = False
     return _STATUS.pack(b"r", received + 1, flushed + 1, flushed + 1, clock_us, int(ask))
 
 
-class Status:
+class ReplicationStatus:
     """The table of the module docstring as an object. `start` is the slot's confirmed position, inclusive."""
 
     def __init__(self, start: int, *, recompute_at_commit: bool = True) -> None:
@@ -80,36 +80,36 @@ class Status:
         self._recompute_at_commit = recompute_at_commit
 
     @property
-    def told(self) -> int:
+    def reported_flush(self) -> int:
         """Position that is reported to the server as flushed."""
         return min(limit for limit in (self.flushed, self.hold, self.bound) if limit is not None)
 
-    def commit_handled(self, commit_lsn: int) -> None:
+    def record_commit(self, commit_lsn: int) -> None:
         """Note that every sink has received the transaction (not: has flushed it)."""
         self.received = max(self.received, commit_lsn)
         self.last_seen_txn = max(self.last_seen_txn, commit_lsn)
         if self._recompute_at_commit:
-            self._recompute()
+            self._recompute_up_to_date()
 
-    def keepalive(self, wal_end: int, *, inside_txn: bool) -> None:
+    def record_keepalive(self, wal_end: int, *, inside_txn: bool) -> None:
         if inside_txn:
             return
         self.received = max(self.received, wal_end - 1)
         if self.up_to_date:
             self.flushed = max(self.flushed, wal_end - 1)
 
-    def flush_notice(self, lsn: int) -> None:
+    def record_flush_notice(self, lsn: int) -> None:
         """Note that, according to the flush tracker, every transaction at or below `lsn` is durable in every sink."""
         self.confirmed = max(self.confirmed, lsn)
-        self._recompute()
+        self._recompute_up_to_date()
         self.received = max(self.received, lsn)
         self.flushed = self.received if self.up_to_date else max(self.flushed, lsn)
 
-    def _recompute(self) -> None:
+    def _recompute_up_to_date(self) -> None:
         self.up_to_date = self.confirmed >= self.last_seen_txn
 
     def encode(self, now_ms: int, *, ask: bool = False) -> bytes:
-        self.sent = self.told
+        self.sent = self.reported_flush
         return encode_status(self.received, self.sent, now_ms, ask=ask)
 
 

@@ -14,9 +14,9 @@ import msgspec
 
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import Lsn
-from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.connection import PgConnection
 
-History = tuple[tuple[int, int], ...]
+TimelineHistory = tuple[tuple[int, int], ...]
 """(timeline, LSN at which it was left), the current one last and with 0."""
 
 
@@ -24,7 +24,7 @@ class Timeline(msgspec.Struct, frozen=True):
     """Identity and history of a server. `wal_end`: everything below is flushed."""
 
     system_id: str
-    history: History
+    history: TimelineHistory
     wal_end: int
 
     @property
@@ -32,17 +32,17 @@ class Timeline(msgspec.Struct, frozen=True):
         return self.history[-1][0]
 
 
-async def identify(wire: Wire) -> Timeline:
+async def identify_timeline(wire: PgConnection) -> Timeline:
     """Return the timeline of the server behind a replication connection. Raises CorruptError, UnavailableError."""
     ((system_id, number, wal_end, *_),) = await wire.query("IDENTIFY_SYSTEM")
-    earlier: History = ()
+    earlier: TimelineHistory = ()
     if int(number or 0) > 1:
         ((_, content),) = await wire.query(f"TIMELINE_HISTORY {number}")
         earlier = parse_history(content or "")
     return Timeline(system_id or "", (*earlier, (int(number or 0), 0)), Lsn.parse(wal_end or "0/0").value)
 
 
-def parse_history(text: str) -> History:
+def parse_history(text: str) -> TimelineHistory:
     """Parse a timeline history file: `timeline TAB LSN TAB reason`, oldest first. Raises CorruptError."""
     found = []
     for line in text.splitlines():
@@ -56,7 +56,7 @@ def parse_history(text: str) -> History:
     return tuple(found)
 
 
-def fork(known: History, now: History) -> int | None:
+def find_fork(known: TimelineHistory, now: TimelineHistory) -> int | None:
     """Return the LSN up to which both histories are the same, exclusive; None = they are equal. Pure."""
     shared = 0
     for (old, old_end), (new, new_end) in zip(known, now, strict=False):

@@ -31,57 +31,63 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.capture_row import FencedCaptureRow
-from tidemill.capture.catalog.columns import Attributes, attributes_of
-from tidemill.capture.catalog.foreign_publications import objections
-from tidemill.capture.catalog.schema_diff import against_catalogue
-from tidemill.capture.catalog.schema_versions import next_version, targets_of
+from tidemill.capture.catalog.columns import TableAttributes, read_attributes
+from tidemill.capture.catalog.foreign_publications import find_objections
+from tidemill.capture.catalog.schema_diff import diff_against_catalogue
+from tidemill.capture.catalog.schema_versions import plan_next_version, targets_of_attributes
 from tidemill.capture.catalog.table_discovery import (
-    Choice,
     NoTablesError,
     Refusal,
+    TableChoice,
     TableInfo,
-    describe,
+    choose_tables,
+    describe_tables,
     list_tables,
-    resolve,
 )
-from tidemill.capture.changes import NEVER, Relation
+from tidemill.capture.changes import LSN_NEVER, Relation
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire, identifier
+from tidemill.capture.postgres.connection import PgConnection, identifier
 from tidemill.capture.postgres.timeline import Timeline
-from tidemill.capture.session.continuity_check import Moved, begin_era, bind_confirmed, compare, let_go
+from tidemill.capture.session.continuity_check import (
+    ContinuityResult,
+    begin_era,
+    bind_confirmed,
+    check_continuity,
+    is_confirmed,
+)
 from tidemill.capture.setup.publication import (
-    Entry,
+    PublishedTable,
     create_publication,
-    not_published,
-    publish,
-    published_tables,
-    unpublished,
+    find_unpublished,
+    not_published_error,
+    publish_tables,
+    read_published_tables,
 )
 from tidemill.capture.setup.server_checks import (
     ServerFacts,
     SlotState,
     check_slot,
     create_slot,
-    is_good,
-    slot_state,
-    start_over,
+    is_slot_usable,
+    read_slot_state,
+    start_over_instruction,
 )
-from tidemill.capture.snapshot.side_topic import carried_aside, join_ended, sweep
-from tidemill.capture.tables.auto_recopy import heals
-from tidemill.capture.tables.copy_progress import Steps
-from tidemill.capture.tables.identity_withdrawal import withdraw, withheld
+from tidemill.capture.snapshot.side_topic import delete_unused_side_topics, join_completed_copies, prepare_side_topic
+from tidemill.capture.tables.auto_recopy import can_copy_resolve
+from tidemill.capture.tables.copy_progress import SetUpSteps
+from tidemill.capture.tables.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
 from tidemill.capture.tables.table_setup import (
-    as_described,
-    gone,
-    kept_so,
-    producer_id,
-    refusal_of,
-    source_of,
+    event_source_of,
+    explain_missing_table,
+    refusal_for,
+    refuse_taken_topics,
+    relation_of_row,
     start_table,
-    without_taken,
+    stream_producer_id,
+    update_topic_config,
 )
-from tidemill.capture.tables.table_states import TableStates, accept
-from tidemill.capture.topics.topic_writer import CapturedTable
+from tidemill.capture.tables.table_states import TableStates, accept_instruction
+from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.metastore.catalogue import (
     CaptureRow,
     CaptureTableRow,
@@ -93,14 +99,14 @@ from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 
-FREE_POLL_S = 0.2
-FREE_ATTEMPTS = 400
+SLOT_FREE_POLL_S = 0.2
+SLOT_FREE_ATTEMPTS = 400
 """The same wait as that of a session that starts to stream (session_lock.SLOT_ATTEMPTS)."""
-FIRST_ATTEMPTS = 3
+FIRST_LOCK_ATTEMPTS = 3
 """Attempts to lock one table while the whole capture waits. The lock is retried concurrently with the stream."""
 
 
-class Prepared(msgspec.Struct, frozen=True):
+class PreparedSession(msgspec.Struct, frozen=True):
     """Result of the set-up.
 
     `captured`: tables that the stream carries, at least up to the position at which they are paused. `fresh`: those of
@@ -115,11 +121,11 @@ class Prepared(msgspec.Struct, frozen=True):
     fresh: tuple[str, ...]
     relations: dict[int, Relation]
     aside: dict[str, CapturedTable] = {}
-    attributes: dict[int, Attributes] = {}
+    attributes: dict[int, TableAttributes] = {}
 
 
-async def prepare(
-    wire: Wire,
+async def prepare_session(
+    wire: PgConnection,
     config: CaptureConfig,
     facts: ServerFacts,
     catalogue: Catalogue,
@@ -129,8 +135,8 @@ async def prepare(
     desk: TableStates,
     topics: TopicLog,
     clock: Clock,
-    steps: Steps,
-) -> Prepared:
+    steps: SetUpSteps,
+) -> PreparedSession:
     """Prepare a session: decide which tables continue, which start over, and which are new.
 
     `wire` holds the capture's lock. `own` is the capture's row, which is claimed here. `line` is the server's timeline.
@@ -145,40 +151,42 @@ async def prepare(
             f" recorded={row.system_id} found={facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
         )
-    steps.phase("reading publications")
-    objected = await objections(wire, config)
+    steps.begin_phase("reading publications")
+    objected = await find_objections(wire, config)
     if row is not None:
         # Before taking any lock that would block the withdrawal (identity_withdrawal.py).
-        for one in await withheld(wire, config, await catalogue.tables(config.name), objected):
-            await withdraw(wire, config, one)
-    steps.phase("listing tables")
+        for one in await find_unwanted_full_identities(wire, config, await catalogue.tables(config.name), objected):
+            await withdraw_identity(wire, config, one)
+    steps.begin_phase("listing tables")
     found = await list_tables(wire)
     try:
-        choice = resolve(config.tables, found, facts.version, whole=config.whole, objections=objected)
+        choice = choose_tables(
+            config.tables, found, facts.version, whole=config.requires_full_identity, objections=objected
+        )
     except InvalidError:
         # An existing slot retains WAL that has to be released, and tables may appear later.
         if row is None:
             raise
-        choice = Choice((), {})
+        choice = TableChoice((), {})
     if row is not None:  # `wire` answered after the row was read, so this session still had the lock (capture_row.py)
         row = await own.claim()
-    steps.phase("reading the catalogue's tables")
-    row = await _split(catalogue, own)
+    steps.begin_phase("reading the catalogue's tables")
+    row = await _split_legacy_row(catalogue, own)
     rows = {table.table: table for table in await catalogue.tables(config.name)}
-    steps.phase("reading the slot")
-    published = await published_tables(wire, config.publication, manual=config.manual)
-    state = await slot_state(wire, config.slot)
+    steps.begin_phase("reading the slot")
+    published = await read_published_tables(wire, config.publication, manual=config.manual)
+    state = await read_slot_state(wire, config.slot)
     if row is not None and not row.history and state is not None and state.active_pid is not None:
-        state = await _once_free(wire, config)  # its last status may be in flight
+        state = await _wait_for_free_slot(wire, config)  # its last status may be in flight
     latest = await remap.latest()
     continues = False
     if row is not None:
-        steps.phase("comparing positions")
-        moved = await compare(config, row, rows, line, state, latest, catalogue, topics)
-        rows, reason = await _still_good(wire, config, catalogue, rows, choice, published, state, latest, moved)
+        steps.begin_phase("comparing positions")
+        moved = await check_continuity(config, row, rows, line, state, latest, catalogue, topics)
+        rows, reason = await _validate_rows(wire, config, catalogue, rows, choice, published, state, latest, moved)
         # Even with no table copied: shapes may follow a table whose copy was abandoned, and a new slot would end them.
-        continues = bool(rows) and row.snapshot_done and not reason and published is not None and is_good(state)
-        row, latest = await _recorded(own, remap, clock, line, state, latest, moved, reason)
+        continues = bool(rows) and row.snapshot_done and not reason and published is not None and is_slot_usable(state)
+        row, latest = await _record_history(own, remap, clock, line, state, latest, moved, reason)
         if reason or moved.fork_lsn is not None:
             lost_nothing = f"nothing that was captured is lost: timeline={line.number} fork={Lsn(moved.fork_lsn or 0)}."
             desk.history = (
@@ -186,24 +194,24 @@ async def prepare(
                 clock.now_ms(),
             )
         if moved.fork_lsn is not None:
-            desk.heal_capture()
-    steps.phase("deleting topics of dropped tables")
-    desk.know(rows)
-    await sweep(catalogue, desk)
+            desk.clear_capture_failures()
+    steps.begin_phase("deleting topics of dropped tables")
+    desk.replace_rows(rows)
+    await delete_unused_side_topics(catalogue, desk)
     if continues or any(table.snapshot is not None or table.copy is not None for table in rows.values()):
         assert row is not None
-        slot = check_slot(config, await slot_state(wire, config.slot))
+        slot = check_slot(config, await read_slot_state(wire, config.slot))
         if slot.active_pid is not None and any(row.aside is not None and row.aside.ends for row in rows.values()):
             # The predecessor's last status may still be in flight, and the position at which a table joins depends on
             # it.
-            slot = await _once_free(wire, config)
-        steps.phase("joining completed copies")
-        await join_ended(config, catalogue, desk, topics, latest, slot, clock)
-        return await _go_on(wire, config, catalogue, desk, own, choice, found, slot, steps)
-    return await _begin(wire, config, facts, line, catalogue, desk, own, choice, published, steps)
+            slot = await _wait_for_free_slot(wire, config)
+        steps.begin_phase("joining completed copies")
+        await join_completed_copies(config, catalogue, desk, topics, latest, slot, clock)
+        return await _prepare_next_session(wire, config, catalogue, desk, own, choice, found, slot, steps)
+    return await _prepare_first_session(wire, config, facts, line, catalogue, desk, own, choice, published, steps)
 
 
-async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
+async def start_over_undecodable(wire: PgConnection, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
     """Start over with a slot that PostgreSQL cannot decode. If nothing was confirmed since the first copy, the copies
     are the only content: the publication is dropped, so that the next session re-creates it and the slot and copies all
     tables again. Otherwise an operator has to decide, because a table that was copied recently, concurrently with the
@@ -212,13 +220,13 @@ async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTa
     Raises UnavailableError if everything starts over, InvalidError if the capture is manual and an operator has to drop
     the slot.
     """
-    slot = await slot_state(wire, config.slot)
+    slot = await read_slot_state(wire, config.slot)
     copied = [row.snapshot.lsn for row in rows if row.snapshot is not None]
     if slot is not None and copied and slot.confirmed_lsn > min(copied):
         return
     if config.manual:
         raise InvalidError(
-            f"PostgreSQL cannot decode the replication slot: slot={config.slot}.", fix=start_over(config)
+            f"PostgreSQL cannot decode the replication slot: slot={config.slot}.", fix=start_over_instruction(config)
         )
     log.warning("the slot cannot be decoded, so all tables start over", capture=config.name)
     await wire.query(f"DROP PUBLICATION IF EXISTS {identifier(config.publication)}")
@@ -228,30 +236,31 @@ async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTa
     )
 
 
-async def _begin(
-    wire: Wire,
+async def _prepare_first_session(
+    wire: PgConnection,
     config: CaptureConfig,
     facts: ServerFacts,
     line: Timeline,
     catalogue: Catalogue,
     desk: TableStates,
     own: FencedCaptureRow,
-    choice: Choice,
-    published: dict[int, Entry] | None,
-    steps: Steps,
-) -> Prepared:
+    choice: TableChoice,
+    published: dict[int, PublishedTable] | None,
+    steps: SetUpSteps,
+) -> PreparedSession:
     """Start from nothing: publish the tables, create the slot, and have every table copied before the stream begins."""
     row = own.row
-    choice = await without_taken(config, catalogue, choice)
+    choice = await refuse_taken_topics(config, catalogue, choice)
     if row is None and not choice.tables:
-        _refuse_all(choice.refused.values())
+        _raise_no_tables(choice.refused.values())
     if published is None and config.manual:
-        raise not_published(config.publication, facts.version)
+        raise not_published_error(config.publication, facts.version)
     if published is None:
         await create_publication(wire, config.publication)
-    done = await publish(
-        wire, config, choice.tables, published or {}, attempts=1, note=desk.note, settle=published or {},
-        asked=desk.asked, done=lambda number: steps.step("publishing tables", number, len(choice.tables)),
+    done = await publish_tables(
+        wire, config, choice.tables, published or {}, attempts=1, note=desk.store_identities, settle=published or {},
+        asked=desk.store_asked_identities, done=lambda number: steps.begin_table_step("publishing tables", number,
+        len(choice.tables)),
     )  # fmt: skip
     steps.end()
     refused = {n: e for n, e in done.failed.items() if isinstance(e, InvalidError)}
@@ -260,21 +269,22 @@ async def _begin(
             # A refusal leaves nothing half-created behind.
             await wire.query(f"DROP PUBLICATION {identifier(config.publication)}")
         raise next(iter(refused.values()))
-    steps.phase("creating the slot")
+    steps.begin_phase("creating the slot")
     slot = await create_slot(wire, config)
     # Creating the slot waited for the open transactions, so the locks that they held may be free now.
     waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), UnavailableError)]
-    again = await publish(
-        wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS, note=desk.note, settle=published or {},
-        asked=desk.asked, done=lambda number: steps.step("publishing tables", number, len(waiting)),
+    again = await publish_tables(
+        wire, config, waiting, published or {}, attempts=FIRST_LOCK_ATTEMPTS, note=desk.store_identities,
+        settle=published or {}, asked=desk.store_asked_identities, done=lambda number:
+        steps.begin_table_step("publishing tables", number, len(waiting)),
     )  # fmt: skip
     failed = {**refused, **again.failed}
-    steps.phase("describing tables")
-    relations = await describe(wire, [table.oid for table in choice.tables])
+    steps.begin_phase("describing tables")
+    relations = await describe_tables(wire, [table.oid for table in choice.tables])
     taken = []
     for table in choice.tables:
         if table.name in failed:
-            await desk.refuse(table.name, refusal_of(failed[table.name]), table.oid)
+            await desk.refuse_table(table.name, refusal_for(failed[table.name]), table.oid)
         elif table.oid in relations:  # otherwise it was dropped in the meantime
             taken.append(table)
     await desk.refuse_all(choice.refused)
@@ -287,99 +297,103 @@ async def _begin(
     )  # fmt: skip
     if row is not None:
         begun = replace(begun, era=row.era, recopied=row.recopied, recopied_ms=row.recopied_ms)
-    await own.begin(begun)
-    entries = await published_tables(wire, config.publication, manual=config.manual) or {}
+    await own.replace_row(begun)
+    entries = await read_published_tables(wire, config.publication, manual=config.manual) or {}
     captured = []
     for number, table in enumerate(taken, 1):
-        steps.step("creating topics", number, len(taken))
+        steps.begin_table_step("creating topics", number, len(taken))
         if table.oid not in entries:
             unpublished = f"the table was unpublished during the set-up: table={table.name}."
-            await desk.refuse(table.name, refusal_of(UnavailableError(unpublished)), table.oid)
+            await desk.refuse_table(table.name, refusal_for(UnavailableError(unpublished)), table.oid)
             continue
         topic = await start_table(config, catalogue, desk, table, relations[table.oid], entries[table.oid])
         if topic is not None:
-            source = source_of(config, desk.rows[table.name], wire.database)
-            captured.append(CapturedTable(table.name, topic, producer_id(config), oid=table.oid, source=source))
+            source = event_source_of(config, desk.rows[table.name], wire.database)
+            captured.append(CapturedTable(table.name, topic, stream_producer_id(config), oid=table.oid, source=source))
     fresh = tuple(table.name for table in captured)
-    return Prepared(slot, choice.tables, tuple(captured), fresh, relations)
+    return PreparedSession(slot, choice.tables, tuple(captured), fresh, relations)
 
 
-async def _go_on(
-    wire: Wire,
+async def _prepare_next_session(
+    wire: PgConnection,
     config: CaptureConfig,
     catalogue: Catalogue,
     desk: TableStates,
     own: FencedCaptureRow,
-    choice: Choice,
+    choice: TableChoice,
     found: list[TableInfo],
     slot: SlotState,
-    steps: Steps,
-) -> Prepared:
+    steps: SetUpSteps,
+) -> PreparedSession:
     """Continue: stream the tables that are already captured. The others are added concurrently with the stream."""
-    if not own.now.snapshot_done:
-        await own.change(lambda found: replace(found, snapshot_done=True))
-    steps.phase("describing tables")
+    if not own.current.snapshot_done:
+        await own.update(lambda found: replace(found, snapshot_done=True))
+    steps.begin_phase("describing tables")
     wanted = {table.name: table for table in choice.tables}
     wal_end = Lsn.parse(await wire.value("SELECT pg_current_wal_insert_lsn()") or "0/0").value
-    now = await describe(wire, [t.oid for t in found if t.name in desk.rows])
-    attributes = await attributes_of(wire, [t.oid for t in found if t.name in desk.rows])
-    for table in [t for t in desk.rows.values() if t.flows]:
+    now = await describe_tables(wire, [t.oid for t in found if t.name in desk.rows])
+    attributes = await read_attributes(wire, [t.oid for t in found if t.name in desk.rows])
+    for table in [t for t in desk.rows.values() if t.is_streaming]:
         if table.table not in wanted:
             why = choice.refused.get(table.table)
             if why is not None and any((t.name, t.oid) == (table.table, table.oid) for t in found):
                 first = why.fix if why.again else ""
-                await desk.park(table.table, wal_end, why.reason, again=why.again, first=first)
+                await desk.pause_table(table.table, wal_end, why.reason, again=why.again, first=first)
             else:
-                await desk.park(table.table, wal_end, *gone(table, found), state="dropped")
+                await desk.pause_table(table.table, wal_end, *explain_missing_table(table, found), state="dropped")
         elif table.columns and table.oid in now:
-            difference = against_catalogue(table.columns, now[table.oid])
+            difference = diff_against_catalogue(table.columns, now[table.oid])
             found_as = attributes.get(table.oid)
-            step = next_version(table, targets_of(found_as), found_as) if difference and found_as is not None else ""
+            step = (
+                plan_next_version(table, targets_of_attributes(found_as), found_as)
+                if difference and found_as is not None
+                else ""
+            )
             if difference and isinstance(step, str):  # else the stream or the watcher handles it
                 said = f"{difference}; {step}" if step else difference
-                again = heals(table, found_as)
+                again = can_copy_resolve(table, found_as)
                 described = f"its description changed: {said}"
-                way = accept(table.table)
-                await desk.park(table.table, wal_end, described, way, again=again, found=found_as)
+                way = accept_instruction(table.table)
+                await desk.pause_table(table.table, wal_end, described, way, again=again, found=found_as)
     await desk.refuse_all(choice.refused)
     captured, relations = [], {}
     for number, table in enumerate(desk.rows.values(), 1):
-        steps.step("looking up topics", number, len(desk.rows))
+        steps.begin_table_step("looking up topics", number, len(desk.rows))
         beyond = table.parked_lsn and table.parked_lsn <= slot.confirmed_lsn
         if table.snapshot is None or beyond or table.state not in ("captured", "parked", "dropped"):
             continue
         topic = await catalogue.get(TopicRow, table.topic)
         if topic is None:
-            await desk.park(table.table, slot.confirmed_lsn, f"its topic is missing: topic={table.topic}")
+            await desk.pause_table(table.table, slot.confirmed_lsn, f"its topic is missing: topic={table.topic}")
             continue
-        topic = await kept_so(config, catalogue, topic)
+        topic = await update_topic_config(config, catalogue, topic)
         if table.envelope != config.envelope:
             log.info("a table retains its envelope until it is re-snapshotted", table=table.table, has=table.envelope)
         item = CapturedTable(
-            table.table, topic, producer_id(config), oid=table.oid, parked_lsn=table.parked_lsn or NEVER,
-            source=source_of(config, table, wire.database),
+            table.table, topic, stream_producer_id(config), oid=table.oid, parked_lsn=table.parked_lsn or LSN_NEVER,
+            source=event_source_of(config, table, wire.database),
         )  # fmt: skip
         item.snapshot = table.snapshot
         captured.append(item)
-        relations[table.oid] = as_described(table, now.get(table.oid))
+        relations[table.oid] = relation_of_row(table, now.get(table.oid))
     aside = {}
     for table in [table for table in desk.rows.values() if table.table in wanted]:
-        carried = await carried_aside(config, catalogue, desk, table, now.get(table.oid), wire.database)
+        carried = await prepare_side_topic(config, catalogue, desk, table, now.get(table.oid), wire.database)
         if carried is not None:
             aside[table.table], relations[table.oid] = carried
-    return Prepared(slot, choice.tables, (*captured, *aside.values()), (), relations, aside, attributes)
+    return PreparedSession(slot, choice.tables, (*captured, *aside.values()), (), relations, aside, attributes)
 
 
-async def _still_good(
-    wire: Wire,
+async def _validate_rows(
+    wire: PgConnection,
     config: CaptureConfig,
     catalogue: Catalogue,
     rows: dict[str, CaptureTableRow],
-    choice: Choice,
-    published: dict[int, Entry] | None,
+    choice: TableChoice,
+    published: dict[int, PublishedTable] | None,
     slot: SlotState | None,
     latest: Binding | None,
-    moved: Moved,
+    moved: ContinuityResult,
 ) -> tuple[dict[str, CaptureTableRow], str]:
     """Return the rows of the tables, without the snapshots that are no longer valid, and why some tables are copied
     again ("" = none is). The rows are written before anything else is touched.
@@ -388,14 +402,14 @@ async def _still_good(
     bound = set(latest.offsets) if latest is not None else set()
     missing = {oid for oid in oids.values() if published is not None and oid not in published}
     # None of these was dropped after the tables were listed.
-    lacking = await unpublished(wire, config.publication, missing)
+    lacking = await find_unpublished(wire, config.publication, missing)
     reason = moved.reason
     kept: dict[str, CaptureTableRow] = {}
     for name, table in rows.items():
         oid = table.oid or oids.get(name, 0)
         entry = published.get(oid) if published is not None else None
         altered = entry is not None and bool(table.publication) and entry.rows != table.publication
-        why = moved.why(name)
+        why = moved.reason_for(name)
         start_over = bool(why)
         if published is None:
             # Decoding WAL from before a new publication would always fail, so slot and tables start over with the
@@ -406,7 +420,7 @@ async def _still_good(
             unbound = topic is None or topic.topic_id not in bound
             taken_out = oid in lacking and oids.get(name) == oid
             other = name in oids and oids[name] != oid
-            missed = unbound and slot is not None and let_go(slot, table.snapshot.told_from_lsn)
+            missed = unbound and slot is not None and is_confirmed(slot, table.snapshot.may_lack_from_lsn)
             start_over = taken_out or altered or other or missed
             if taken_out or altered:
                 why = f"the publication of the table was altered since its copy: publication={config.publication}."
@@ -418,12 +432,12 @@ async def _still_good(
         aside = table.aside
         kept_aside = (
             aside is not None and slot is not None and aside.topic_id in bound
-            and not (aside.until_lsn and let_go(slot, aside.until_lsn))
+            and not (aside.until_lsn and is_confirmed(slot, aside.until_lsn))
         )  # fmt: skip
         going_on = (
             table.copy is not None and not start_over and table.snapshot is None and slot is not None
-            and slot.wal_status != "lost" and (kept_aside or (slot.confirmed_lsn and not let_go(slot, table.copy.lsn)))
-            and entry is not None and not altered and oids.get(name) == oid and moved.fork_lsn is None
+            and slot.wal_status != "lost" and (kept_aside or (slot.confirmed_lsn and not is_confirmed(slot,
+            table.copy.lsn))) and entry is not None and not altered and oids.get(name) == oid and moved.fork_lsn is None
         )  # fmt: skip
         wanted = replace(table, oid=oid, copy=table.copy if going_on else None, aside=aside if going_on else None)
         if start_over:
@@ -439,18 +453,18 @@ async def _still_good(
     return kept, reason
 
 
-async def _recorded(
+async def _record_history(
     own: FencedCaptureRow,
     remap: Remap,
     clock: Clock,
     line: Timeline,
     slot: SlotState | None,
     latest: Binding | None,
-    moved: Moved,
+    moved: ContinuityResult,
     reason: str,
 ) -> tuple[CaptureRow, Binding | None]:
     """Return the capture's row and its newest binding, both of this session's history (continuity_check.py)."""
-    row = own.now
+    row = own.current
     wanted = replace(row, restored=False, history=line.history)
     if moved.fork_lsn is not None:
         log.warning("the captured database is on another timeline", capture=row.name, fork=str(Lsn(moved.fork_lsn)))
@@ -461,7 +475,7 @@ async def _recorded(
     if reason:
         wanted = replace(wanted, recopied=reason, recopied_ms=clock.now_ms())
     if wanted != row:
-        row = await own.change(
+        row = await own.update(
             lambda found: replace(
                 found,
                 restored=wanted.restored,
@@ -475,29 +489,29 @@ async def _recorded(
     return row, latest
 
 
-async def _once_free(wire: Wire, config: CaptureConfig) -> SlotState:
+async def _wait_for_free_slot(wire: PgConnection, config: CaptureConfig) -> SlotState:
     """Return the slot once no connection streams from it. A walsender whose client is gone notices that at its next
     write. Raises UnavailableError if the slot stays active for too long.
     """
-    for _ in range(FREE_ATTEMPTS):
-        slot = check_slot(config, await slot_state(wire, config.slot))
+    for _ in range(SLOT_FREE_ATTEMPTS):
+        slot = check_slot(config, await read_slot_state(wire, config.slot))
         if slot.active_pid is None:
             return slot
-        await asyncio.sleep(FREE_POLL_S)
+        await asyncio.sleep(SLOT_FREE_POLL_S)
     raise UnavailableError(f"the slot is in use: slot={config.slot} pid={slot.active_pid}.")
 
 
-async def _split(catalogue: Catalogue, own: FencedCaptureRow) -> CaptureRow | None:
+async def _split_legacy_row(catalogue: Catalogue, own: FencedCaptureRow) -> CaptureRow | None:
     """Give each table of an older version's row its own row, then empty the maps of that row."""
     row = own.row
     if row is None or not row.topics:
         return row
     for table in await catalogue.tables(row.name):
         await catalogue.change_table(row.name, table.table, lambda found, table=table: found or table)  # type: ignore[misc]
-    return await own.change(lambda found: replace(found, topics={}, snapshots={}, columns={}))
+    return await own.update(lambda found: replace(found, topics={}, snapshots={}, columns={}))
 
 
-def _refuse_all(refused: Iterable[Refusal]) -> None:
+def _raise_no_tables(refused: Iterable[Refusal]) -> None:
     for why in refused:
         raise NoTablesError(why.reason, fix=why.fix)
     raise NoTablesError("no table matches the capture's patterns.", fix="Correct `tables` of this capture.")

@@ -1,9 +1,9 @@
 """Run the sessions of a capture one after another, with back-off between them, and publish the capture's status.
 
-All errors of a session are handled in one place, `base.runtime.tasks.keep` in `run`: an error of any type that ends a
-session is reported as a failure of `capture:<name>`, and the next session begins after a pause. No kinds of errors are
-listed here. The age of a failure survives restarts at the same LSN, so a capture whose sessions repeatedly die at one
-place is stuck, not starting.
+All errors of a session are handled in one place, `base.runtime.tasks.run_unit` in `run`: an error of any type that ends
+a session is reported as a failure of `capture:<name>`, and the next session begins after a pause. No kinds of errors
+are listed here. The age of a failure survives restarts at the same LSN, so a capture whose sessions repeatedly die at
+one place is stuck, not starting.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.base.runtime.tasks import Tasks, keep
-from tidemill.base.status.histogram import Stages
+from tidemill.base.runtime.tasks import Tasks, run_unit
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.catalog.table_discovery import NoTablesError
 from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.sinks import Sink
-from tidemill.capture.delivery.taps import Tap, Taps
-from tidemill.capture.encode.schema_registration import Schemas
+from tidemill.capture.delivery.taps import Tap, TapRegistry
+from tidemill.capture.encode.schema_registration import SchemaRegistrar
 from tidemill.capture.naming import table_name
-from tidemill.capture.postgres.connection import server, where
-from tidemill.capture.postgres.timeline import History
+from tidemill.capture.postgres.connection import describe_dsn, server_address
+from tidemill.capture.postgres.timeline import TimelineHistory
 from tidemill.capture.session.session import Session
-from tidemill.capture.session.table_adder import RestartSession
+from tidemill.capture.session.table_adder import SessionRestartError
 from tidemill.capture.tables.table_states import TableStates
-from tidemill.capture.tables.unavailable_tables import Standing, standing_of
+from tidemill.capture.tables.unavailable_tables import TableUnavailability, unavailability_of
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.api import Remap
 from tidemill.topics.api import TopicLog
 
 MARK_INTERVAL_S = 0.5
 STALL_GRACE_MS = 60_000
-HISTORY_TOLD_MS = 60_000
+HISTORY_NOTICE_MS = 60_000
 """Time for which a failover is reported."""
-SOUGHT_POLL_S = 0.05
-PATIENT_S = 20.0
+WAIT_FOR_TABLE_POLL_S = 0.05
+WAITING_SESSION_S = 20.0
 """A session that has lasted this long without an overdue answer waits for another session of a database that this node
 reaches.
 """
@@ -70,7 +70,7 @@ class Capture:
         rand: Rand,
         tracker: StatusTracker | None = None,
         sinks: Sequence[Sink] = (),
-        schemas: Schemas | None = None,
+        schemas: SchemaRegistrar | None = None,
     ) -> None:
         self.config = config
         self._topics = topics
@@ -79,10 +79,10 @@ class Capture:
         self._clock = clock
         self._rand = rand
         self._tracker = tracker or StatusTracker()
-        self._taps = Taps(clock)
+        self._taps = TapRegistry(clock)
         self._sinks = tuple(sinks)
         self._desk = TableStates(config, catalogue, clock, self._tracker, schemas=schemas)
-        self.stages = Stages()
+        self.stages = StageHistograms()
         """Time that commits take to be received, durable and bound."""
         self._session: Session | None = None
         self._began_s = clock.monotonic_s()
@@ -104,37 +104,37 @@ class Capture:
         """Return the captured tables as the stream describes them now; empty until the first session is set up. The
         same tuple is returned until it changes.
         """
-        if self._session is not None and self._session.described:
+        if self._session is not None and self._session.has_described_relations:
             self._relations = self._session.relations
         return self._relations
 
     def relation(self, schema: str, table: str) -> Relation | None:
         return next((r for r in self.relations() if (r.schema, r.table) == (schema, table)), None)
 
-    def look(self) -> None:
+    def check_tables_soon(self) -> None:
         """Check the tables now instead of at the next poll, because a client found that a captured table was replaced
         or dropped.
         """
         if self._session is not None and self._session.joining is not None:
-            self._session.joining.look()
+            self._session.joining.check_tables_soon()
 
-    def standing(self, schema: str, table: str) -> Standing | None:
+    def unavailability(self, schema: str, table: str) -> TableUnavailability | None:
         """Return why a table is missing from `relations()` although it is captured or paused; None if its state gives
         no reason.
         """
-        return standing_of(self._desk.rows.get(table_name(schema, table)), self._clock.now_ms())
+        return unavailability_of(self._desk.rows.get(table_name(schema, table)), self._clock.now_ms())
 
     @property
-    def settled(self) -> bool:
+    def knows_tables(self) -> bool:
         """True once the set of tables is known, even an empty one: a session has streamed, or found no table."""
         if self._session is not None and self._session.joining is not None:
             self._settled = True
         return self._settled
 
-    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
-        """Wait for a table that is not among `relations()`. Returns True once it is, or is paused (`standing`), and
-        False if it does not exist, is not selected, or cannot be captured. Raises UnavailableError if none of these is
-        known within `timeout_s`, because the table is being copied or blocked.
+    async def wait_for_table(self, schema: str, table: str, timeout_s: float) -> bool:
+        """Wait for a table that is not among `relations()`. Returns True once it is, or is paused (`unavailability`),
+        and False if it does not exist, is not selected, or cannot be captured. Raises UnavailableError if none of these
+        is known within `timeout_s`, because the table is being copied or blocked.
         """
         name, asked_s = table_name(schema, table), self._clock.monotonic_s()
         try:
@@ -142,13 +142,13 @@ class Capture:
                 while self.relation(schema, table) is None:
                     if self._none_s >= asked_s:
                         return False
-                    standing = self.standing(schema, table)
+                    standing = self.unavailability(schema, table)
                     if standing is not None and not standing.passing:
                         return True
                     joining = self._session.joining if self._session is not None else None
-                    if joining is not None and await joining.seeks(name) is False and standing is None:
+                    if joining is not None and await joining.is_being_added(name) is False and standing is None:
                         return self.relation(schema, table) is not None
-                    await asyncio.sleep(SOUGHT_POLL_S)
+                    await asyncio.sleep(WAIT_FOR_TABLE_POLL_S)
         except TimeoutError as error:
             raise UnavailableError(f"the table is being added: capture={self.config.name} table={name}.") from error
         return True
@@ -157,7 +157,7 @@ class Capture:
     def streaming(self) -> bool:
         return self._session is not None and self._session.streaming
 
-    def follows(self, history: History) -> bool:
+    def is_streaming_from(self, history: TimelineHistory) -> bool:
         """Return whether the capture streams from a server with this history."""
         session = self._session
         line = session.line if session is not None and session.streaming else None
@@ -172,7 +172,10 @@ class Capture:
             copy = session.progress
             if session.streaming or (copy.rows and not copy.done):
                 return None
-            if session.answers.overdue() is None and self._clock.monotonic_s() - self._began_s >= PATIENT_S:
+            if (
+                session.answers.oldest_overdue() is None
+                and self._clock.monotonic_s() - self._began_s >= WAITING_SESSION_S
+            ):
                 return ""
         return failure.error if failure is not None else ""
 
@@ -185,7 +188,7 @@ class Capture:
         session = self._session
         if session is None:
             return {"phase": self._phase[0]}
-        copy = session.copy
+        copy = session.copy_progress
         facts: dict[str, object] = {
             "phase": self._phase[0] or "streaming",
             "generation": session.generation,
@@ -197,9 +200,9 @@ class Capture:
             "snapshot_chunks_done": copy.chunks_done,
             "snapshot_table": copy.table,
             "snapshot_done": session.streaming or session.progress.done,
-            "recopied": session.recopied[0],
-            "recopied_ms": session.recopied[1],
-            **self._set_aside(),
+            "recopied": session.last_recopy[0],
+            "recopied_ms": session.last_recopy[1],
+            **self._side_topic_facts(),
             **self._taps.facts(),
         }
         if session.slot is not None:
@@ -216,21 +219,27 @@ class Capture:
             status = session.collector.status
             facts |= {
                 "received_lsn": str(Lsn(status.received + 1)),
-                "confirmed_lsn": str(Lsn(status.told + 1)),
+                "confirmed_lsn": str(Lsn(status.reported_flush + 1)),
                 "last_commit_time_ms": session.collector.last_commit_time_ms,
-                "pending": {name: str(position) for name, position in session.collector.tracker.pending.items()},
-                "stalled": session.collector.tracker.stalled(self._clock.now_ms(), STALL_GRACE_MS),
+                "pending": {
+                    name: str(position) for name, position in session.collector.tracker.pending_positions.items()
+                },
+                "stalled": session.collector.tracker.stalled_consumers(self._clock.now_ms(), STALL_GRACE_MS),
                 "markers_left_out": session.markers_left_out,
                 **session.collector.facts(),
                 **(session.writer.facts() if session.writer is not None else {}),
             }
         return facts
 
-    def _set_aside(self) -> dict[str, object]:
+    def _side_topic_facts(self) -> dict[str, object]:
         """Return the totals of all side topics, and the tables for whose copy WAL is retained."""
         joining = self._session.joining if self._session is not None else None
         names = [row.table for row in self._desk.rows.values() if row.aside is not None]
-        found = [sizes for name in names if joining is not None and (sizes := joining.keeping.sizes(name)) is not None]
+        found = [
+            sizes
+            for name in names
+            if joining is not None and (sizes := joining.keeping.side_topic_size(name)) is not None
+        ]
         return {
             "set_aside_records": sum(each.records for each in found),
             "set_aside_bytes": sum(each.bytes for each in found),
@@ -251,10 +260,10 @@ class Capture:
             if not ended.done():
                 ended.set_exception(error)
 
-        sessions = keep(self.config.mark, self.session, tracker=self._tracker, clock=self._clock)
+        sessions = run_unit(self.config.mark, self.run_sessions, tracker=self._tracker, clock=self._clock)
         try:
             async with Tasks(fail) as tasks:
-                tasks.spawn(self._publish_marks(), name="capture marks")
+                tasks.spawn(self._publish_statuses(), name="capture marks")
                 tasks.spawn(sessions, name="capture sessions")
                 await ended
         except asyncio.CancelledError:
@@ -263,17 +272,17 @@ class Capture:
         finally:
             self._running = None
 
-    async def session(self) -> None:
+    async def run_sessions(self) -> None:
         """Run sessions until one fails, and raise its error. A session that ends because tables were added is no
         failure: the next one begins immediately.
         """
         while True:
             try:
-                await self._one_session()
-            except RestartSession as joined:
+                await self._run_session()
+            except SessionRestartError as joined:
                 log.info("the session restarts", capture=self.config.name, cause=joined.message)
 
-    async def _one_session(self) -> None:
+    async def _run_session(self) -> None:
         self._began_s = self._clock.monotonic_s()
         self._session = Session(
             self.config,
@@ -294,10 +303,12 @@ class Capture:
             self._settled, self._none_s = True, self._began_s
             raise
         finally:
-            self._settled = self.settled
+            self._settled = self.knows_tables
             if self._told or not self._phase[0]:
                 # A blocker that was reported while it streamed blocks nothing now.
-                self._set_phase("the session ended", f"postgres:{server(self.config.dsn)}" if self._told else "")
+                self._set_phase(
+                    "the session ended", f"postgres:{server_address(self.config.dsn)}" if self._told else ""
+                )
 
     async def aclose(self) -> None:
         """End the session: both connections close, and the lock and the slot are free. Idempotent."""
@@ -308,58 +319,58 @@ class Capture:
             await asyncio.wait([running])
         self._desk.close()
         for name in (self.config.mark, f"{self.config.mark}/topics", f"{self.config.mark}/history"):
-            self._tracker.heal(name)
+            self._tracker.clear_failure(name)
             self._tracker.remove(name)
 
     # stage statuses -------------------------------------------------------------------------------
     def _set_phase(self, reason: str, held_by: str) -> None:
         self._phase = (reason, held_by)
 
-    async def _publish_marks(self) -> None:
+    async def _publish_statuses(self) -> None:
         while True:
-            self._mark()
+            self._publish_status()
             await asyncio.sleep(MARK_INTERVAL_S)
 
-    def _mark(self) -> None:
+    def _publish_status(self) -> None:
         """Publish the stage statuses. While something is pending, the blocker is the consumer with the lowest flushed
         position.
         """
         session = self._session
-        self._tell_silence(session)
-        self._tell_history()
+        self._report_silence(session)
+        self._report_history()
         if session is None or session.collector is None or not session.running:
-            self._mark_set_up(session)
+            self._publish_set_up_status(session)
         else:
-            self._mark_stream(session, session.collector)
+            self._publish_stream_status(session, session.collector)
 
-    def _tell_silence(self, session: Session | None) -> None:
+    def _report_silence(self, session: Session | None) -> None:
         """Report a server that does not answer as a failure since the time of the request, not only when the session
         ends: a connection that drops packets would look idle until then.
         """
-        overdue = session.answers.overdue() if session is not None else None
+        overdue = session.answers.oldest_overdue() if session is not None else None
         mark = self.config.mark
         if overdue is not None and not self._told:
             what, asked_ms = overdue
-            self._told = f"PostgreSQL does not answer: {where(self.config.dsn)} waits_for={what!r}."
-            self._tracker.fail(mark, self._told, now_ms=asked_ms, held_by=f"postgres:{server(self.config.dsn)}")
+            self._told = f"PostgreSQL does not answer: {describe_dsn(self.config.dsn)} waits_for={what!r}."
+            self._tracker.fail(mark, self._told, now_ms=asked_ms, held_by=f"postgres:{server_address(self.config.dsn)}")
         elif overdue is None and self._told:
             told, self._told = self._told, ""
             failure = self._tracker.failure(mark)
             if failure is not None and failure.error == told and session is not None and session.running:
-                self._tracker.heal(mark)
+                self._tracker.clear_failure(mark)
 
-    def _tell_history(self) -> None:
+    def _report_history(self) -> None:
         """Report a failover, or a return to an earlier state, as a notice for a while. It is no failure, because it is
         known only once the database works again.
         """
         (said, at_ms), now_ms, name = self._desk.history, self._clock.now_ms(), f"{self.config.mark}/history"
-        if said and now_ms - at_ms <= HISTORY_TOLD_MS:
-            self._tracker.works(name, "", now_ms=now_ms, notice=said)
+        if said and now_ms - at_ms <= HISTORY_NOTICE_MS:
+            self._tracker.set_foundation(name, "", now_ms=now_ms, notice=said)
         elif self._tracker.mark(name) is not None:
-            self._tracker.heal(name)
+            self._tracker.clear_failure(name)
             self._tracker.remove(name)
 
-    def _mark_set_up(self, session: Session | None) -> None:
+    def _publish_set_up_status(self, session: Session | None) -> None:
         """Publish the status of a set-up. Its position is the one that this or the previous process had reached: a slot
         that was just created has no progress yet, and its LSN differs after each restart. Copied rows count as
         progress.
@@ -379,7 +390,7 @@ class Capture:
             progress=copy.rows + copy.chunks_done + copy.steps.count if copy is not None else 0,
         )  # fmt: skip
 
-    def _mark_stream(self, session: Session, collector: Collector) -> None:
+    def _publish_stream_status(self, session: Session, collector: Collector) -> None:
         """Publish the status of a stream. The LSN does not move during a transaction or a concurrent copy, so changes
         that are received, made durable, or copied count as progress.
         """
@@ -387,19 +398,19 @@ class Capture:
         reason, held_by = self._phase
         confirmed = collector.status.sent + 1
         wal_end = max(session.slot.wal_end if session.slot else 0, collector.status.received + 1)
-        holder, copied_rows = collector.tracker.holder(), 0
+        holder, copied_rows = collector.tracker.blocking_consumer(), 0
         if session.joining is not None:
             session.joining.mark()
             copy = session.joining.progress
             copied_rows = copy.moved + copy.chunks_done + copy.steps.count
             kept_for = session.joining.keeping.tables
-            if collector.status.told < collector.status.flushed and kept_for:
+            if collector.status.reported_flush < collector.status.flushed and kept_for:
                 holder = self.config.table_mark(kept_for[0])
                 reason = reason or "the confirmed LSN stays at the start of a table's copy"
         if not reason and confirmed < wal_end and holder:
             reason = f"waits until {holder} has flushed the changes that it received"
         elif not reason and confirmed < wal_end:
-            reason, holder = "waits for WAL that PostgreSQL has not sent", f"postgres:{server(self.config.dsn)}"
+            reason, holder = "waits for WAL that PostgreSQL has not sent", f"postgres:{server_address(self.config.dsn)}"
         landed_bytes = session.writer.landed_bytes if session.writer is not None else 0
         progress = collector.taken_changes + landed_bytes + copied_rows + session.seen_at_work
         self._tracker.set(
@@ -408,7 +419,7 @@ class Capture:
         )  # fmt: skip
         if session.binder is not None and session.writer is not None:
             bound = session.binder.latest.lsn if session.binder.latest is not None else 0
-            topic = session.writer.held_by
+            topic = session.writer.blocking_topic
             self._tracker.set(
                 f"{name}/topics", bound, max(collector.last_commit_lsn, bound), now_ms=now_ms, held_by=topic,
                 reason="a topic does not accept its records" if topic else "", budget_ms=budget_ms, unit="lsn",

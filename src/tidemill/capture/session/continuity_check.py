@@ -32,17 +32,18 @@ import msgspec
 from tidemill.base.clock import Clock
 from tidemill.base.lsn import Lsn
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.timeline import Timeline, fork
+from tidemill.capture.postgres.timeline import Timeline, find_fork
 from tidemill.capture.setup.server_checks import SlotState
-from tidemill.capture.topics.partition_tails import high_watermark, last_record
-from tidemill.capture.topics.topic_writer import CapturedTable, position_of
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.partition_tails import read_high_watermark, read_last_record
+from tidemill.capture.topics.topic_writer import read_position
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.api import Binding, Remap
-from tidemill.shards.bindings.minter import Minter
+from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.topics.api import TopicLog
 
 
-class Moved(msgspec.Struct, frozen=True):
+class ContinuityResult(msgspec.Struct, frozen=True):
     """Result of the comparison.
 
     `fork_lsn`: the LSN from which on the history differs; None = same history. `reason`: one sentence, "" = nothing is
@@ -54,39 +55,39 @@ class Moved(msgspec.Struct, frozen=True):
     everything: bool = False
     tables: frozenset[str] = frozenset()
 
-    def why(self, table: str) -> str:
+    def reason_for(self, table: str) -> str:
         """Return why this table is copied again; "" = it is not."""
         return self.reason if self.everything or table in self.tables else ""
 
 
-def beyond(slot: SlotState, bound_lsn: int) -> bool:
+def is_beyond_binding(slot: SlotState, bound_lsn: int) -> bool:
     """Return whether the slot is confirmed beyond the newest binding, which a session that writes a table never does.
     Pure.
     """
     return slot.confirmed_lsn - 1 > bound_lsn
 
 
-def let_go(slot: SlotState, lsn: int) -> bool:
+def is_confirmed(slot: SlotState, lsn: int) -> bool:
     """Return whether commits at or above `lsn` may be confirmed already, so that the stream may not send them again."""
     return slot.confirmed_lsn > lsn
 
 
-def unaccounted(slot: SlotState | None, table: CapturedTable, latest: Binding | None) -> bool:
+def has_unaccounted_wal(slot: SlotState | None, table: CapturedTable, latest: Binding | None) -> bool:
     """Return whether WAL is confirmed that neither the newest binding nor the table's own copy covers. Pure."""
     if slot is None or table.snapshot is None:
         return slot is None
     if latest is not None and table.topic.topic_id in latest.offsets:
-        return beyond(slot, latest.lsn)
-    return let_go(slot, table.snapshot.told_from_lsn)
+        return is_beyond_binding(slot, latest.lsn)
+    return is_confirmed(slot, table.snapshot.may_lack_from_lsn)
 
 
-async def _ahead(
+async def _is_slot_ahead(
     slot: SlotState, rows: Iterable[CaptureTableRow], latest: Binding | None, catalogue: Catalogue
 ) -> bool:
     """Return whether WAL after the newest binding is confirmed although some table, or its side topic, continues from
     that binding and needs it.
     """
-    if latest is None or not beyond(slot, latest.lsn):
+    if latest is None or not is_beyond_binding(slot, latest.lsn):
         return False
     for table in rows:
         if table.aside is not None and table.aside.topic_id in latest.offsets:
@@ -99,7 +100,7 @@ async def _ahead(
     return False
 
 
-async def compare(
+async def check_continuity(
     config: CaptureConfig,
     row: CaptureRow,
     rows: Mapping[str, CaptureTableRow],
@@ -108,29 +109,29 @@ async def compare(
     latest: Binding | None,
     catalogue: Catalogue,
     topics: TopicLog,
-) -> Moved:
+) -> ContinuityResult:
     """Compare the server and its slot with the rows and the newest binding. `slot` was read before `latest`, so
     everything that a predecessor confirmed until then is bound. Raises the errors of the catalogue and of the topics.
     """
     bound_lsn = latest.lsn if latest is not None else -1
-    fork_lsn = fork(row.history, line.history) if row.history else None
+    fork_lsn = find_fork(row.history, line.history) if row.history else None
     if fork_lsn is None and line.wal_end <= bound_lsn:
         fork_lsn = 0  # the files are an older copy: the LSN at which they diverge is unknown
     if fork_lsn is not None:
-        return await _forked(config, rows, line, slot, latest, fork_lsn, catalogue, topics)
-    if row.restored and (slot is None or beyond(slot, bound_lsn)):
+        return await _check_fork(config, rows, line, slot, latest, fork_lsn, catalogue, topics)
+    if row.restored and (slot is None or is_beyond_binding(slot, bound_lsn)):
         reason = f"the slot is ahead of the restored state: slot={config.slot} bound={Lsn(max(0, bound_lsn))}."
-        return Moved(None, reason, True)
-    if row.history and slot is not None and await _ahead(slot, rows.values(), latest, catalogue):
+        return ContinuityResult(None, reason, True)
+    if row.history and slot is not None and await _is_slot_ahead(slot, rows.values(), latest, catalogue):
         reason = (
             f"the replication slot was re-created or advanced by another client: slot={config.slot}"
             f" confirmed={Lsn(slot.confirmed_lsn)} bound={Lsn(bound_lsn)}."
         )
-        return Moved(None, reason, True)
-    return Moved()
+        return ContinuityResult(None, reason, True)
+    return ContinuityResult()
 
 
-async def _forked(
+async def _check_fork(
     config: CaptureConfig,
     rows: Mapping[str, CaptureTableRow],
     line: Timeline,
@@ -139,30 +140,34 @@ async def _forked(
     fork_lsn: int,
     catalogue: Catalogue,
     topics: TopicLog,
-) -> Moved:
+) -> ContinuityResult:
     bound_lsn = latest.lsn if latest is not None else -1
     captured = f"captured={Lsn(max(0, bound_lsn))}"
     if not fork_lsn:
         said = "the captured database was replaced by an earlier copy of its files"
-        return Moved(0, f"{said}: timeline={line.number} wal_end={Lsn(line.wal_end)} {captured}.", True)
+        return ContinuityResult(0, f"{said}: timeline={line.number} wal_end={Lsn(line.wal_end)} {captured}.", True)
     facts = f"timeline={line.number} fork={Lsn(fork_lsn)} {captured}"
     if slot is None or slot.wal_status == "lost" or not slot.confirmed_lsn:
-        return Moved(fork_lsn, f"the captured database is on another timeline and its slot is gone: {facts}.", True)
-    beyond_fork = latest is not None and beyond(slot, fork_lsn - 1)
-    if beyond_fork or await _ahead(slot, rows.values(), latest, catalogue):
+        return ContinuityResult(
+            fork_lsn, f"the captured database is on another timeline and its slot is gone: {facts}.", True
+        )
+    beyond_fork = latest is not None and is_beyond_binding(slot, fork_lsn - 1)
+    if beyond_fork or await _is_slot_ahead(slot, rows.values(), latest, catalogue):
         said = "the captured database is on another timeline and its slot is ahead of the fork"
-        return Moved(fork_lsn, f"{said}: {facts} confirmed={Lsn(slot.confirmed_lsn)}.", True)
+        return ContinuityResult(fork_lsn, f"{said}: {facts} confirmed={Lsn(slot.confirmed_lsn)}.", True)
     names = {
         name
         for name, table in rows.items()
-        if table.snapshot is not None and await _affected(table, fork_lsn, latest, catalogue, topics)
+        if table.snapshot is not None and await _is_affected(table, fork_lsn, latest, catalogue, topics)
     }
     if not names:
-        return Moved(fork_lsn)
-    return Moved(fork_lsn, f"the captured database went back to an earlier state: {facts}.", False, frozenset(names))
+        return ContinuityResult(fork_lsn)
+    return ContinuityResult(
+        fork_lsn, f"the captured database went back to an earlier state: {facts}.", False, frozenset(names)
+    )
 
 
-def state_beyond(table: CaptureTableRow, fork_lsn: int) -> bool:
+def has_state_beyond(table: CaptureTableRow, fork_lsn: int) -> bool:
     """Return whether the row names a position that is not in this history. Pure."""
     snapshot = table.snapshot
     assert snapshot is not None
@@ -170,13 +175,13 @@ def state_beyond(table: CaptureTableRow, fork_lsn: int) -> bool:
     return snapshot.exact_lsn > fork_lsn or table.parked_lsn > fork_lsn or joined_beyond
 
 
-async def _affected(
+async def _is_affected(
     table: CaptureTableRow, fork_lsn: int, latest: Binding | None, catalogue: Catalogue, topics: TopicLog
 ) -> bool:
     """Return whether the table's row or topic has something from beyond the fork. Positions grow within a partition, so
     its last record decides. If retention has removed that record, only a binding below the fork can.
     """
-    if state_beyond(table, fork_lsn):
+    if has_state_beyond(table, fork_lsn):
         return True
     if table.parked_lsn:
         return False  # its topic has nothing from there on, and never will
@@ -185,11 +190,11 @@ async def _affected(
         return False  # bootstrap pauses it for that reason
     bound = latest.offsets.get(topic.topic_id, ()) if latest is not None and latest.lsn < fork_lsn else ()
     for partition in range(topic.partitions):
-        end = await high_watermark(topics, topic.topic_id, partition)
+        end = await read_high_watermark(topics, topic.topic_id, partition)
         if not end or (partition < len(bound) and bound[partition] == end):
             continue
-        last = await last_record(topics, topic.topic_id, partition, end)
-        if last is None or position_of(last).commit_lsn >= fork_lsn:
+        last = await read_last_record(topics, topic.topic_id, partition, end)
+        if last is None or read_position(last).commit_lsn >= fork_lsn:
             return True
     return False
 
@@ -198,7 +203,7 @@ async def begin_era(
     remap: Remap, clock: Clock, era: int, latest: Binding | None, fork_lsn: int
 ) -> tuple[int, Binding | None]:
     """Return the era that begins and its first binding. `era` is the last recorded one. Raises the errors of
-    Minter.mint.
+    BindingMinter.mint.
     """
     if latest is None:
         return era + 1, None
@@ -206,20 +211,24 @@ async def begin_era(
     if latest.era > era and latest.lsn <= lsn:
         return latest.era, latest  # begun by a session that was interrupted before it recorded the history
     era = max(era, latest.era) + 1
-    return era, await _bind(remap, clock, lsn, era)
+    return era, await _bind_offsets(remap, clock, lsn, era)
 
 
 async def bind_confirmed(remap: Remap, clock: Clock, slot: SlotState, latest: Binding) -> Binding | None:
     """Bind the confirmed LSN for a capture of an older version, which recorded no history and confirmed WAL without
     changes before binding it. Once the history is recorded, a slot beyond the newest binding was moved by another
-    client. Raises the errors of Minter.mint.
+    client. Raises the errors of BindingMinter.mint.
     """
-    return await _bind(remap, clock, slot.confirmed_lsn - 1, latest.era) if beyond(slot, latest.lsn) else latest
+    return (
+        await _bind_offsets(remap, clock, slot.confirmed_lsn - 1, latest.era)
+        if is_beyond_binding(slot, latest.lsn)
+        else latest
+    )
 
 
-async def _bind(remap: Remap, clock: Clock, lsn: int, era: int) -> Binding | None:
+async def _bind_offsets(remap: Remap, clock: Clock, lsn: int, era: int) -> Binding | None:
     """Mint a binding that repeats the offsets of the newest one."""
-    minter = Minter(remap, clock, interval_ms=0)
+    minter = BindingMinter(remap, clock, interval_ms=0)
     await minter.open()
     await minter.mint(Binding(0, {}, lsn, era=era))
     return minter.latest

@@ -8,38 +8,38 @@ from collections.abc import Callable, Collection
 
 from msgspec.structs import replace
 
-from tidemill.capture.catalog.columns import attributes_of
-from tidemill.capture.changes import NEVER
+from tidemill.capture.catalog.columns import read_attributes
+from tidemill.capture.changes import LSN_NEVER
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
-from tidemill.capture.delivery.taps import Taps
-from tidemill.capture.postgres.control_connection import Control
-from tidemill.capture.session.bootstrap import Prepared
-from tidemill.capture.setup.publication import published_tables
+from tidemill.capture.delivery.taps import TapRegistry
+from tidemill.capture.postgres.control_connection import ControlConnection
+from tidemill.capture.session.bootstrap import PreparedSession
+from tidemill.capture.setup.publication import read_published_tables
 from tidemill.capture.tables.table_states import TableStates
 
-AT_ONCE = 200
+TABLES_PER_QUERY = 200
 """Number of tables per query."""
 
 
-async def parked_streams(
-    control: Control, config: CaptureConfig, desk: TableStates, prepared: Prepared
+async def find_continuing_streams(
+    control: ControlConnection, config: CaptureConfig, desk: TableStates, prepared: PreparedSession
 ) -> dict[int, frozenset[str]]:
     """Return the unaffected columns of followed tables, as Following.begin does, for a prepared session."""
     following = desk.following
     rows = [*desk.rows.values()]
     published: dict[int, tuple[int, ...]] = {}
     if following.oids:
-        found = await control.ask(lambda wire: published_tables(wire, config.publication, manual=config.manual))
+        found = await control.run(lambda wire: read_published_tables(wire, config.publication, manual=config.manual))
         published = {oid: entry.rows for oid, entry in (found or {}).items()}
-    return following.begin(rows, prepared.attributes, published, prepared.slot.confirmed_lsn - 1)
+    return following.begin_session(rows, prepared.attributes, published, prepared.slot.confirmed_lsn - 1)
 
 
-def carry_on(
-    taps: Taps,
+def set_carried_relations(
+    taps: TapRegistry,
     converter: TransactionBuilder,
     desk: TableStates,
-    prepared: Prepared,
+    prepared: PreparedSession,
     goes_on: dict[int, frozenset[str]],
     whole: Callable[[int], bool],
 ) -> None:
@@ -47,28 +47,28 @@ def carry_on(
     columns.
     """
     left_out = {*prepared.fresh, *prepared.aside}
-    flowing = {t.oid for t in prepared.captured if t.name not in left_out and t.parked_lsn == NEVER}
-    taps.carried(flowing | goes_on.keys())
+    flowing = {t.oid for t in prepared.captured if t.name not in left_out and t.parked_lsn == LSN_NEVER}
+    taps.set_carried_relations(flowing | goes_on.keys())
     for oid, columns in goes_on.items():
-        if not taps.lose(oid, "its table's definition changed", columns):
+        if not taps.lose_relation(oid, "its table's definition changed", columns):
             desk.following.end(oid)
     for relation in prepared.relations.values():
-        converter.learn(relation if whole(relation.oid) else replace(relation, old_rows="key"))
+        converter.set_relation(relation if whole(relation.oid) else replace(relation, old_rows="key"))
     followed = desk.following.oids
     for oid in followed:
-        converter.follow_on(oid)
+        converter.continue_for_followers(oid)
     for table in prepared.captured:
-        if table.parked_lsn < NEVER and table.oid not in followed:
-            converter.park(table.oid, table.parked_lsn)
+        if table.parked_lsn < LSN_NEVER and table.oid not in followed:
+            converter.pause_relation(table.oid, table.parked_lsn)
 
 
-async def describe_copied(control: Control, desk: TableStates, oids: Collection[int]) -> None:
+async def store_descriptions(control: ControlConnection, desk: TableStates, oids: Collection[int]) -> None:
     """Store the descriptions of tables whose first copy is complete. Later changes of these tables are compared with
     them.
     """
     rows = {row.oid: row for row in desk.rows.values()}
     known = [oid for oid in oids if oid in rows]
-    for first in range(0, len(known), AT_ONCE):
-        some = known[first : first + AT_ONCE]
-        for oid, found in (await control.ask(lambda wire, some=some: attributes_of(wire, some))).items():  # type: ignore[misc]
-            desk.following.describe(rows[oid], found)
+    for first in range(0, len(known), TABLES_PER_QUERY):
+        some = known[first : first + TABLES_PER_QUERY]
+        for oid, found in (await control.run(lambda wire, some=some: read_attributes(wire, some))).items():  # type: ignore[misc]
+            desk.following.store_baseline(rows[oid], found)

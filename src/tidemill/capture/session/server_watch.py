@@ -19,10 +19,10 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.postgres.control_connection import Answers, Control, answered, no_answer
-from tidemill.capture.setup.blockers import Blocker, blockers, pinning
-from tidemill.capture.setup.server_checks import SlotState, check_slot, heartbeat, slot_state
+from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.postgres.control_connection import ControlConnection, OpenQueries, no_answer_error, run_tracked
+from tidemill.capture.setup.blockers import Blocker, find_blockers, find_oldest_transaction
+from tidemill.capture.setup.server_checks import SlotState, check_slot, emit_heartbeat, read_slot_state
 from tidemill.capture.snapshot.slot_retention import PIN_BYTES
 
 log = structlog.get_logger()
@@ -44,8 +44,11 @@ BLOCKER_REMEMBERED_S = 3.0
 visible half of the time."""
 
 
-async def watch_set_up(
-    connect: Callable[[], Awaitable[Wire]], answers: Answers, capture: str, on_blockers: Callable[[list[Blocker]], None]
+async def watch_blockers(
+    connect: Callable[[], Awaitable[PgConnection]],
+    answers: OpenQueries,
+    capture: str,
+    on_blockers: Callable[[list[Blocker]], None],
 ) -> None:
     """Report the blockers of the set-up and of the first copy, on a separate connection. Statements of the set-up may
     wait for writers and have no deadline; this query detects a server that does not answer.
@@ -60,26 +63,30 @@ async def watch_set_up(
             await asyncio.sleep(RECONNECT_S)
     try:
         while True:
-            on_blockers(await answered(wire, answers, "the blockers of the set-up", lambda w: blockers(w, capture)))
+            on_blockers(
+                await run_tracked(wire, answers, "the blockers of the set-up", lambda w: find_blockers(w, capture))
+            )
             await asyncio.sleep(BLOCKER_POLL_S)
     finally:
         await wire.aclose()
 
 
-async def keep_beating(control: Control, config: CaptureConfig, last_commit_lsn: Callable[[], int]) -> None:
+async def send_heartbeats(
+    control: ControlConnection, config: CaptureConfig, last_commit_lsn: Callable[[], int]
+) -> None:
     """Send one heartbeat at the start, so that the stream crosses the snapshot's LSN, and then one whenever no commit
     has arrived for heartbeat_s.
     """
-    await control.ask(heartbeat)
+    await control.run(emit_heartbeat)
     while True:
         before = last_commit_lsn()
         await asyncio.sleep(config.heartbeat_s)
         if last_commit_lsn() == before:
-            await control.ask(heartbeat)
+            await control.run(emit_heartbeat)
 
 
 async def watch_slot(
-    control: Control,
+    control: ControlConnection,
     config: CaptureConfig,
     on_state: Callable[[SlotState, Blocker | None], None],
     idle: Callable[[], bool],
@@ -88,9 +95,9 @@ async def watch_slot(
     slot is lost.
     """
     while True:
-        state = check_slot(config, await control.ask(lambda wire: slot_state(wire, config.slot)))
+        state = check_slot(config, await control.run(lambda wire: read_slot_state(wire, config.slot)))
         pinned = state.pinned_bytes > PIN_BYTES
-        on_state(state, await control.ask(pinning) if pinned else None)
+        on_state(state, await control.run(find_oldest_transaction) if pinned else None)
         await asyncio.sleep(SLOT_POLL_IDLE_S if idle() else SLOT_POLL_S)
 
 
@@ -103,7 +110,7 @@ class StreamWatch:
         self,
         target: str,
         clock: Clock,
-        answers: Answers,
+        answers: OpenQueries,
         ask: Callable[[], None],
         wal_sender_timeout_ms: int,
         *,
@@ -123,14 +130,14 @@ class StreamWatch:
         self._asked_since_s: float | None = None
         """Start of the wait during which a keepalive was last requested."""
 
-    def waiting(self) -> None:
+    def record_wait(self) -> None:
         """Note that the reader begins to wait for the next bytes."""
         self._waiting_since_s = self._clock.monotonic_s()
 
-    def heard(self) -> None:
+    def record_message(self) -> None:
         self._waiting_since_s = None
-        self._answers.note("a keepalive of the stream", False)
-        self._seen(None)
+        self._answers.set_open("a keepalive of the stream", False)
+        self._report_busy(None)
 
     async def run(self) -> None:
         """Run until cancelled. Raises UnavailableError when the stream stays silent."""
@@ -141,7 +148,7 @@ class StreamWatch:
                 continue
             silent_s = self._clock.monotonic_s() - since_s
             if silent_s > self._deadline_s:
-                raise no_answer(self._target, "a keepalive of the stream", silent_s)
+                raise no_answer_error(self._target, "a keepalive of the stream", silent_s)
             if silent_s > ASK_AFTER_S and self._asked_since_s != since_s:
                 self._asked_since_s = since_s
                 self._ask()
@@ -149,11 +156,11 @@ class StreamWatch:
                 busy = await self._busy() if silent_s <= self._patience_s else None
                 if self._waiting_since_s != since_s:
                     continue  # the stream was heard in the meantime
-                self._seen(busy)
-                self._answers.note("a keepalive of the stream", busy is None)
+                self._report_busy(busy)
+                self._answers.set_open("a keepalive of the stream", busy is None)
                 self._ask()
 
-    def _seen(self, busy: Blocker | None) -> None:
+    def _report_busy(self, busy: Blocker | None) -> None:
         if busy is not None or self._told is not None:
             self._told = busy
             self._tell(busy)

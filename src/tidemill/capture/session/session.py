@@ -18,50 +18,56 @@ from msgspec.structs import replace
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.runtime.tasks import Tasks, sentence
-from tidemill.base.status.histogram import Stages
+from tidemill.base.runtime.tasks import Tasks, error_sentence
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.capture.capture_row import FencedCaptureRow
-from tidemill.capture.catalog.row_lookup import rows_now
+from tidemill.capture.catalog.row_lookup import read_current_rows
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
 from tidemill.capture.delivery.sinks import Sink
-from tidemill.capture.delivery.taps import Taps
-from tidemill.capture.postgres.connection import Wire, server, where
-from tidemill.capture.postgres.control_connection import Answers, Control, check_same, identified
+from tidemill.capture.delivery.taps import TapRegistry
+from tidemill.capture.postgres.connection import PgConnection, describe_dsn, server_address
+from tidemill.capture.postgres.control_connection import (
+    ControlConnection,
+    OpenQueries,
+    check_same_server,
+    identify_server,
+)
 from tidemill.capture.postgres.errors import UndecodableSlotError
 from tidemill.capture.postgres.replication_stream import ReplicationStream
-from tidemill.capture.postgres.standby_status import Status, keepalive_interval_s
+from tidemill.capture.postgres.standby_status import ReplicationStatus, keepalive_interval_s
 from tidemill.capture.postgres.timeline import Timeline
 from tidemill.capture.session.bad_rows import BadRowPolicy
-from tidemill.capture.session.bootstrap import Prepared, begin_anew, prepare
-from tidemill.capture.session.continuity_check import unaccounted
-from tidemill.capture.session.parked_streams import carry_on, describe_copied, parked_streams
+from tidemill.capture.session.bootstrap import PreparedSession, prepare_session, start_over_undecodable
+from tidemill.capture.session.continuity_check import has_unaccounted_wal
+from tidemill.capture.session.parked_streams import find_continuing_streams, set_carried_relations, store_descriptions
 from tidemill.capture.session.relation_tracker import RelationTracker
 from tidemill.capture.session.server_watch import (
     BLOCKER_REMEMBERED_S,
     StreamWatch,
-    keep_beating,
-    watch_set_up,
+    send_heartbeats,
+    watch_blockers,
     watch_slot,
 )
-from tidemill.capture.session.stream_reader import Reader
-from tidemill.capture.session.table_adder import HAZARD_POLL_S, TableAdder
-from tidemill.capture.setup.blockers import Blocker, busy_walsender
-from tidemill.capture.setup.server_checks import ServerFacts, SlotState, check_server, slot_state
-from tidemill.capture.setup.session_lock import own_session, start_when_free, take_lock
-from tidemill.capture.snapshot.copier import take_snapshot
-from tidemill.capture.snapshot.slot_retention import Retained
-from tidemill.capture.snapshot.wal_hold import kept_for
+from tidemill.capture.session.stream_reader import StreamReader
+from tidemill.capture.session.table_adder import REPAIR_POLL_S, TableAdder
+from tidemill.capture.setup.blockers import Blocker, find_busy_walsender
+from tidemill.capture.setup.server_checks import ServerFacts, SlotState, check_server, read_slot_state
+from tidemill.capture.setup.session_lock import acquire_lock, read_own_session, start_stream_when_free
+from tidemill.capture.snapshot.copier import copy_tables
+from tidemill.capture.snapshot.slot_retention import WalRetention
+from tidemill.capture.snapshot.wal_hold import tables_needing_wal
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.publication_repair import PublicationRepair
-from tidemill.capture.tables.table_setup import copy_target
+from tidemill.capture.tables.table_setup import create_copy_target
 from tidemill.capture.tables.table_states import TableStates
-from tidemill.capture.topics.binder import Binder, where_to_start
-from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.topics.binder import Binder, compute_start
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.api import Binding, Remap
 from tidemill.topics.api import TopicLog
@@ -69,7 +75,7 @@ from tidemill.topics.api import TopicLog
 log = structlog.get_logger()
 
 STATUS_MIN_INTERVAL_S = 0.02
-SETTLE_S = 1.0
+FINAL_BINDING_TIMEOUT_S = 1.0
 """Time limit for one last binding while the session closes. The session does not wait longer if consensus is
 unavailable.
 """
@@ -92,13 +98,13 @@ class Session:
         topics: TopicLog,
         catalogue: Catalogue,
         remap: Remap,
-        taps: Taps,
+        taps: TapRegistry,
         sinks: Sequence[Sink] = (),
         clock: Clock,
         rand: Rand,
         on_phase: Callable[[str, str], None],
         desk: TableStates,
-        stages: Stages,
+        stages: StageHistograms,
     ) -> None:
         self._config = config
         self._stages = stages
@@ -112,17 +118,17 @@ class Session:
         self._on_phase = on_phase
         self.desk = desk
         self.joining: TableAdder | None = None
-        self._server = f"postgres:{server(config.dsn)}"
-        self._control: Control | None = None
+        self._server = f"postgres:{server_address(config.dsn)}"
+        self._control: ControlConnection | None = None
         self._stream: ReplicationStream | None = None
         self._converter = TransactionBuilder(max_changes=config.fragment_changes)
         self._status_due = asyncio.Event()
         self._ask_keepalive = False
         self._parking = asyncio.Lock()
         self._descriptions = RelationTracker(config, desk, self._converter, self._parking)
-        self._unfit = BadRowPolicy(desk, self._converter, taps, self._keep_wal)
-        self._rivals = DeferrableKeys(self._rows_now, self._unfit.undecided)
-        self.answers = Answers(clock)
+        self._unfit = BadRowPolicy(desk, self._converter, taps, self._hold_if_needed)
+        self._rivals = DeferrableKeys(self._read_current_rows, self._unfit.handle_unresolved_key)
+        self.answers = OpenQueries(clock)
         self.collector: Collector | None = None
         self.writer: TopicWriter | None = None
         self.binder: Binder | None = None
@@ -130,7 +136,7 @@ class Session:
         """The tables that the session writes."""
         self.progress = SnapshotProgress(clock)
         self.slot: SlotState | None = None
-        self.retained = Retained()
+        self.retained = WalRetention()
         self.pinned_by: Blocker | None = None
         """The session whose open transaction retains confirmed WAL; None while that WAL is small."""
         self._carried: tuple[Relation, ...] = ()
@@ -148,7 +154,7 @@ class Session:
         self.running = False
 
     @property
-    def described(self) -> bool:
+    def has_described_relations(self) -> bool:
         """True once the session knows which relations it carries, even if it carries no relation."""
         return bool(self._converter.relations)
 
@@ -159,10 +165,12 @@ class Session:
         """
         converter, changes = self._converter, (self._converter.changes, self.desk.changes)
         if changes != self._carried_at:
-            served = self.desk.served()
+            served = self.desk.served_oids()
             self._carried_at = changes
             self._carried = tuple(
-                r for r in converter.relations.values() if r.oid in served and not converter.parks(r.oid)
+                r
+                for r in converter.relations.values()
+                if r.oid in served and not converter.is_paused_or_followed(r.oid)
             )
         return self._carried
 
@@ -171,15 +179,15 @@ class Session:
         return self._converter.markers_left_out
 
     @property
-    def copy(self) -> SnapshotProgress:
+    def copy_progress(self) -> SnapshotProgress:
         """Return the progress of the current or latest copy: the first one, or one that runs concurrently with the
         stream.
         """
-        beside = self.joining is not None and (self.joining.copying or self.joining.progress.table)
+        beside = self.joining is not None and (self.joining.copying_tables or self.joining.progress.table)
         return self.joining.progress if self.joining is not None and beside else self.progress
 
     @property
-    def recopied(self) -> tuple[str, int]:
+    def last_recopy(self) -> tuple[str, int]:
         """Return why tables were last re-snapshotted automatically, and when (ms); "" = never."""
         row = self._own.row
         return (row.recopied, row.recopied_ms) if row is not None else ("", 0)
@@ -199,45 +207,45 @@ class Session:
         tasks = Tasks(fail)
         self.running = True
         try:
-            tasks.spawn(self._start(tasks), name="capture start")
+            tasks.spawn(self._set_up(tasks), name="capture start")
             await failed
         finally:
             self.streaming = self.running = False
             try:
                 await tasks.aclose()
                 if self.collector is not None:
-                    self.desk.following.told(self.collector.status.flushed)
+                    self.desk.following.record_confirmed(self.collector.status.flushed)
                 if failed.cancelled():
-                    await self._settle()
+                    await self._bind_last_lsn()
                 elif failed.done() and isinstance(failed.exception(), UndecodableSlotError):
-                    await self._start_over()
+                    await self._start_over_if_undecodable()
             finally:
-                await self._close()
+                await self._close_connections()
             if failed.done() and not failed.cancelled():
                 failed.exception()
 
-    async def _settle(self) -> None:
+    async def _bind_last_lsn(self) -> None:
         """End in an orderly way. PostgreSQL sends changes that cannot be bound in time to the next session again."""
         if self.binder is None or self.collector is None:
             return
         try:
-            async with asyncio.timeout(SETTLE_S):
-                await self.binder.settle()
+            async with asyncio.timeout(FINAL_BINDING_TIMEOUT_S):
+                await self.binder.bind_idle_lsn()
         except (TidemillError, TimeoutError) as error:
-            log.warning("the idle LSN could not be bound", capture=self._config.name, cause=sentence(error))
+            log.warning("the idle LSN could not be bound", capture=self._config.name, cause=error_sentence(error))
 
-    async def _start_over(self) -> None:
+    async def _start_over_if_undecodable(self) -> None:
         """Recreate publication and slot. Raises UnavailableError if everything starts over; otherwise the original
         failure remains.
         """
         # On a separate connection: the query on the other one was interrupted.
         wire = await self._connect("start over")
         try:
-            await begin_anew(wire, self._config, self.desk.rows.values())
+            await start_over_undecodable(wire, self._config, self.desk.rows.values())
         finally:
             await wire.aclose()
 
-    async def _close(self) -> None:
+    async def _close_connections(self) -> None:
         """Close everything even if interrupted. A failed session may be cancelled while it ends, and a connection left
         open would hold the slot and the capture's lock until it is garbage-collected.
         """
@@ -251,58 +259,60 @@ class Session:
                 await self._control.aclose()
 
     # set-up ---------------------------------------------------------------------------------------
-    async def _start(self, tasks: Tasks) -> None:
+    async def _set_up(self, tasks: Tasks) -> None:
         prepared, facts = await self._prepare(tasks)
         # A long copy must end once its slot is lost.
         assert self._control is not None
-        tasks.spawn(watch_slot(self._control, self._config, self._saw_slot, self._idle), name="capture slot")
+        tasks.spawn(watch_slot(self._control, self._config, self._on_slot_state, self._is_idle), name="capture slot")
         guarded = asyncio.Event()
         mending = PublicationRepair(
             SideLoopContext(self._config, self._control, self.desk, self._catalogue, self._parking)
         )
-        guard = tasks.spawn(mending.guard(guarded, HAZARD_POLL_S), name="capture identities")
+        guard = tasks.spawn(mending.guard_identities(guarded, REPAIR_POLL_S), name="capture identities")
         await self._open_writer(prepared)
         # Not cancelled: after an interrupted query the control connection does not answer any further ones.
         guarded.set()
         await asyncio.wait([guard])
         await self._start_stream(prepared, facts, tasks)
 
-    async def _prepare(self, tasks: Tasks) -> tuple[Prepared, ServerFacts]:
+    async def _prepare(self, tasks: Tasks) -> tuple[PreparedSession, ServerFacts]:
         config = self._config
-        self._on_phase(f"connecting to PostgreSQL: {where(config.dsn)}", self._server)
+        self._on_phase(f"connecting to PostgreSQL: {describe_dsn(config.dsn)}", self._server)
         wire = await self._connect("capture")
-        self._control = Control(wire, self.answers)
-        facts = await self._control.ask(lambda wire: check_server(wire, config))
-        await take_lock(
+        self._control = ControlConnection(wire, self.answers)
+        facts = await self._control.run(lambda wire: check_server(wire, config))
+        await acquire_lock(
             self._control, config, self._catalogue, self._clock,
-            lambda holder: self._wait_for("another session captures under this name", holder),
+            lambda holder: self._report_wait("another session captures under this name", holder),
         )  # fmt: skip
-        self._own.session = await self._control.ask(own_session)
-        self._step(SETTING_UP)
+        self._own.session = await self._control.run(read_own_session)
+        self._report_step(SETTING_UP)
         steps = self.progress.steps
-        steps.phase("reading the server's timeline")
-        line = self.line = await identified(lambda: self._connect("identify", replication=True), self.answers)
+        steps.begin_phase("reading the server's timeline")
+        line = self.line = await identify_server(lambda: self._connect("identify", replication=True), self.answers)
         if line.system_id != facts.system_id:
             raise UnavailableError(f"the DSN leads to more than one server: server={self._server}.")
-        blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
+        blocked = watch_blockers(lambda: self._connect("watch"), self.answers, config.name, self._on_blockers)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
-        prepared = await prepare(
+        prepared = await prepare_session(
             wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock,
             steps,
         )  # fmt: skip
-        steps.phase("recording the taps")
+        steps.begin_phase("recording the taps")
         self.slot = prepared.slot
-        self.generation = self._own.now.generation
-        goes_on = await parked_streams(self._control, config, self.desk, prepared)
+        self.generation = self._own.current.generation
+        goes_on = await find_continuing_streams(self._control, config, self.desk, prepared)
         # No await from here until the converter has learned the relations: a shape that subscribes now follows this
         # session.
-        self._taps.claim(self._own.now.taps, self._own.now.era)
-        carry_on(self._taps, self._converter, self.desk, prepared, goes_on, self._descriptions.whole)
+        self._taps.begin_session(self._own.current.taps, self._own.current.era)
+        set_carried_relations(
+            self._taps, self._converter, self.desk, prepared, goes_on, self._descriptions.requires_whole_rows
+        )
         # Before anything is confirmed that taps recorded earlier have not seen (taps.py).
-        await self.name_taps()
+        await self.store_tap_names()
         return prepared, facts
 
-    async def _open_writer(self, prepared: Prepared) -> None:
+    async def _open_writer(self, prepared: PreparedSession) -> None:
         """Read the tails, copy fresh tables, and determine the offsets at which binding starts."""
         config = self._config
         binder = self.binder = Binder(
@@ -312,48 +322,50 @@ class Session:
             interval_ms=config.binding_interval_ms,
             idle_ms=config.idle_binding_ms,
             stages=self._stages,
-            on_stored=self._on_stored,
+            on_stored=self._on_binding_stored,
         )
         steps = self.progress.steps
-        steps.phase("reading bindings")
+        steps.begin_phase("reading bindings")
         latest = await binder.open()
         steps.end()
         if prepared.fresh:
-            await self._copy(prepared)
+            await self._take_first_snapshot(prepared)
         copied = [table for table in prepared.captured if table.snapshot is not None]
         self._copied = copied
         writer = self.writer = TopicWriter(
-            self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._unfit.row
+            self.topic_consumer, copied, self._topics, self._rand, binder.add_durable, self._unfit.handle_row
         )
-        await writer.open(
+        await writer.open_tables(
             latest.offsets if latest else {},
             latest.lsn if latest else 0,
-            lambda number: steps.step("opening topics", number, len(copied)),
+            lambda number: steps.begin_table_step("opening topics", number, len(copied)),
         )
         steps.end()
         snapshots = {table.topic.topic_id: table.snapshot for table in copied if table.snapshot is not None}
-        binder.start_at(*where_to_start(snapshots, latest))
+        binder.start_at(*compute_start(snapshots, latest))
 
-    async def _copy(self, prepared: Prepared) -> None:
+    async def _take_first_snapshot(self, prepared: PreparedSession) -> None:
         """Take the first snapshot; the stream starts after it. A table that fails is left out of the stream."""
         config = self._config
-        self._step(f"copying {len(prepared.fresh)} tables")
+        self._report_step(f"copying {len(prepared.fresh)} tables")
         log.info("snapshot begins", capture=config.name, tables=list(prepared.fresh))
         fresh = [table for table in prepared.captured if table.name in prepared.fresh]
         tables = [table for table in prepared.tables if table.name in prepared.fresh]
         rows = self.desk.rows
         self.progress.cause = next((rows[name].reason for name in prepared.fresh if rows[name].reason), "")
-        targets = {table.name: copy_target(config, rows[table.name], table.topic, table.source) for table in fresh}
-        done = await take_snapshot(
+        targets = {
+            table.name: create_copy_target(config, rows[table.name], table.topic, table.source) for table in fresh
+        }
+        done = await copy_tables(
             config, tables, targets, self._topics, self.desk, self.progress, self._clock, self._rand
         )
         for table in fresh:
             table.snapshot = self.desk.rows[table.name].snapshot if table.name in done else None
-        await self._own.change(lambda found: replace(found, snapshot_done=True))
+        await self._own.update(lambda found: replace(found, snapshot_done=True))
         assert self._control is not None
-        await describe_copied(self._control, self.desk, [table.oid for table in fresh])
+        await store_descriptions(self._control, self.desk, [table.oid for table in fresh])
 
-    async def _start_stream(self, prepared: Prepared, facts: ServerFacts, tasks: Tasks) -> None:
+    async def _start_stream(self, prepared: PreparedSession, facts: ServerFacts, tasks: Tasks) -> None:
         config = self._config
         assert self.writer is not None and self.binder is not None and self._control is not None
         if self._watching is not None:
@@ -362,111 +374,112 @@ class Session:
         wire = await self._connect("stream", replication=True)
         stream = self._stream = ReplicationStream(wire)
         assert self.line is not None
-        await check_same(wire, self.answers, self.line)
-        await start_when_free(
+        await check_same_server(wire, self.answers, self.line)
+        await start_stream_when_free(
             stream, self._control, config, self.answers,
-            lambda holder: self._wait_for(f"the slot is in use: slot={config.slot}", holder),
+            lambda holder: self._report_wait(f"the slot is in use: slot={config.slot}", holder),
         )  # fmt: skip
-        await self._check_confirmed()
-        status = Status(prepared.slot.confirmed_lsn - 1)
-        self._hold_for(status)
+        await self._check_slot_unmoved()
+        status = ReplicationStatus(prepared.slot.confirmed_lsn - 1)
+        self._hold_for_copies(status)
         if self._copied:  # Without a table there is no binding, and nothing can be lost.
-            status.bound = max(status.flushed, self._latest.lsn if self._latest is not None else -1)
+            status.bound = max(status.flushed, self._latest_binding.lsn if self._latest_binding is not None else -1)
         collector = self.collector = Collector(
             [self.writer, *self._sinks],
             status,
             self._clock,
             taps=self._taps,
-            on_keepalive=self.writer.progress,
+            on_keepalive=self.writer.record_keepalive,
             on_status=self._status_due.set,
             queue_changes=config.queue_changes,
         )
         interval_s = keepalive_interval_s(facts.wal_sender_timeout_ms)
-        self._taps.begin(self, prepared.slot.confirmed_lsn - 1, prepared.slot.wal_end)
+        self._taps.begin_stream(self, prepared.slot.confirmed_lsn - 1, prepared.slot.wal_end)
         self.streaming = True
         self._on_phase("", "")
         log.info("capture streams", capture=config.name, confirmed=prepared.slot.confirmed_lsn)
         control = self._control
         watch = StreamWatch(
-            wire.target, self._clock, self.answers, self._ask, facts.wal_sender_timeout_ms,
-            busy=lambda: control.ask(lambda wire: busy_walsender(wire, config.slot)), tell=self._saw_walsender,
+            wire.target, self._clock, self.answers, self._request_keepalive, facts.wal_sender_timeout_ms,
+            busy=lambda: control.run(lambda wire: find_busy_walsender(wire, config.slot)),
+            tell=self._on_walsender_state,
         )  # fmt: skip
         tasks.spawn(watch.run(), name="capture silence")
-        reader = Reader(
+        reader = StreamReader(
             stream, self._converter, collector, watch, self._rivals, self._unfit, self._parking, self._stages,
-            self._clock, learn=self._learn, hurry=self.binder.hurry,
+            self._clock, learn=self._process_description, hurry=self.binder.bind_soon,
         )  # fmt: skip
         tasks.spawn(reader.run(), name="capture reader")
         tasks.spawn(collector.run(), name="capture collector")
         tasks.spawn(self.binder.run(), name="capture binder")
         tasks.spawn(self.writer.failed(), name="capture topic writer")
         tasks.spawn(self._send_status(stream, status, interval_s), name="capture status")
-        tasks.spawn(keep_beating(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
-        self.desk.connect(self._carry_no_more, self._taps.lose)
+        tasks.spawn(send_heartbeats(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
+        self.desk.connect(self._pause_relation, self._taps.lose_relation)
         joining = self.joining = TableAdder(
             config, self._control, self.desk, topics=self._topics, catalogue=self._catalogue, clock=self._clock,
-            rand=self._rand, hold=self._hold, flushed=lambda: status.flushed, retire=self.writer.retire,
-            parking=self._parking, descriptions=self._descriptions, latest=lambda: self._latest,
+            rand=self._rand, hold=self._set_hold, flushed=lambda: status.flushed, retire=self.writer.retire_table,
+            parking=self._parking, descriptions=self._descriptions, latest=lambda: self._latest_binding,
             carried=self._copied, aside=prepared.aside,
         )  # fmt: skip
         tasks.spawn(joining.keeping.run(), name="capture aside")
-        tasks.spawn(joining.watch(), name="capture tables")
-        tasks.spawn(joining.take_in(), name="capture joining")
+        tasks.spawn(joining.watch_catalogue(), name="capture tables")
+        tasks.spawn(joining.add_tables(), name="capture joining")
 
     @property
-    def _latest(self) -> Binding | None:
+    def _latest_binding(self) -> Binding | None:
         return self.binder.latest if self.binder is not None else None
 
-    async def _check_confirmed(self) -> None:
+    async def _check_slot_unmoved(self) -> None:
         """Check that no other session moved the slot, which is exclusively this session's from here on. A predecessor
         that was believed dead may have confirmed WAL since the tables were checked, and a table that no binding covers
         may lack those changes. Raises UnavailableError.
         """
         assert self._control is not None and self.binder is not None
-        now = await self._control.ask(lambda wire: slot_state(wire, self._config.slot))
-        if any(unaccounted(now, table, self._latest) for table in self._copied):
+        now = await self._control.run(lambda wire: read_slot_state(wire, self._config.slot))
+        if any(has_unaccounted_wal(now, table, self._latest_binding) for table in self._copied):
             raise UnavailableError(f"another session confirmed WAL during the set-up: slot={self._config.slot}.")
 
     # the stream -----------------------------------------------------------------------------------
-    async def _learn(self, seen: RelationSeen) -> None:
+    async def _process_description(self, seen: RelationSeen) -> None:
         """Process the description of a relation, whose rows follow."""
         assert self._control is not None
-        schemas = await self._descriptions.learn(seen, self._control)
-        self._keep_wal()
+        schemas = await self._descriptions.process_description(seen, self._control)
+        self._hold_if_needed()
         if self.writer is not None:
-            self.writer.described(seen.message.oid, schemas)
+            self.writer.update_schemas(seen.message.oid, schemas)
 
-    async def _rows_now(self, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+    async def _read_current_rows(self, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
         assert self._control is not None
-        return await rows_now(self._control, relation, rows)
+        return await read_current_rows(self._control, relation, rows)
 
-    def _carry_no_more(self, oid: int, lsn: int, columns: frozenset[str]) -> bool:
+    def _pause_relation(self, oid: int, lsn: int, columns: frozenset[str]) -> bool:
         """Stop carrying the current and later transactions of a table at or above `lsn`, because it is being paused.
         Returns whether shapes that use only unaffected `columns` still follow it.
         """
-        goes_on = self._taps.lose(oid, "its table is not carried any more", columns)
+        goes_on = self._taps.lose_relation(oid, "its table is not carried any more", columns)
         if goes_on:
-            self._converter.follow_on(oid)
+            self._converter.continue_for_followers(oid)
         else:
-            self._converter.park(oid, lsn)
+            self._converter.pause_relation(oid, lsn)
         if self.writer is not None:
-            self.writer.park(oid, lsn)
+            self.writer.pause_table(oid, lsn)
         return goes_on
 
-    def _keep_wal(self) -> None:
+    def _hold_if_needed(self) -> None:
         """Stop advancing the confirmed LSN if the side topic of a table has ended (side_topic.py). Called in the same
         event-loop turn in which that end becomes durable, hence before the transaction at which the side topic ends is
         handed on.
         """
         if self.collector is not None:
-            self._hold_for(self.collector.status)
+            self._hold_for_copies(self.collector.status)
 
-    def _hold_for(self, status: Status) -> None:
+    def _hold_for_copies(self, status: ReplicationStatus) -> None:
         """Retain WAL from the flushed LSN on if the copy of a table needs it (wal_hold.py)."""
-        if status.hold is None and kept_for(self.desk, self._copied, self._latest):
+        if status.hold is None and tables_needing_wal(self.desk, self._copied, self._latest_binding):
             status.hold = status.flushed
 
-    def _hold(self, on: bool) -> None:
+    def _set_hold(self, on: bool) -> None:
         if self.collector is not None:
             status = self.collector.status
             if on and status.hold is None:
@@ -475,79 +488,79 @@ class Session:
                 status.hold = None
                 self._status_due.set()  # on an idle server nothing else triggers a status
 
-    def _saw_slot(self, state: SlotState, pinned_by: Blocker | None) -> None:
+    def _on_slot_state(self, state: SlotState, pinned_by: Blocker | None) -> None:
         self.slot = state
-        self.retained.saw(self._clock.monotonic_s(), state.retained_bytes, state.headroom_bytes)
-        self.copy.saw_wal(state.retained_bytes, state.headroom_bytes)
+        self.retained.record(self._clock.monotonic_s(), state.retained_bytes, state.headroom_bytes)
+        self.copy_progress.record_wal(state.retained_bytes, state.headroom_bytes)
         if pinned_by is not None and (self.pinned_by is None or self.pinned_by.name != pinned_by.name):
             log.warning("an open transaction retains WAL", bytes=state.pinned_bytes, held_by=str(pinned_by))
         self.pinned_by = pinned_by
 
-    def _on_stored(self, lsn: int) -> None:
+    def _on_binding_stored(self, lsn: int) -> None:
         """Raise the bound LSN that the status may confirm (binder.py)."""
         if self.collector is not None and self.collector.status.bound is not None:
             self.collector.status.bound = max(self.collector.status.bound, lsn)
             self._status_due.set()
 
     def _on_bound(self, position: ChangePosition) -> None:
-        self.flushed(self.topic_consumer, position)
+        self.report_flushed(self.topic_consumer, position)
 
     # taps.Stream ----------------------------------------------------------------------------------
-    def flushed(self, consumer: str, position: ChangePosition) -> None:
+    def report_flushed(self, consumer: str, position: ChangePosition) -> None:
         if self.collector is not None and self.running:
-            self.collector.flushed(consumer, position)
+            self.collector.report_flushed(consumer, position)
 
-    async def name_taps(self) -> None:
+    async def store_tap_names(self) -> None:
         """Store the names of the taps in the capture's row. Raises the catalogue's errors, and UnavailableError if the
         session has ended or another session owns the row.
         """
         if not self.running or self._own.row is None:
             raise UnavailableError("the session has ended.")
         # The names at the time of the write: a retried attempt must not restore older ones.
-        await self._own.change(lambda found: replace(found, taps=self._taps.names))
+        await self._own.update(lambda found: replace(found, taps=self._taps.names))
 
-    def _idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """True while the session streams, copies nothing, and has received no commit since the slot was last polled."""
         seen = self.collector.last_commit_lsn if self.collector is not None else 0
         before, self._seen_lsn = self._seen_lsn, seen
-        copying = self.joining is not None and (self.desk.copying or self.desk.cut_off)
+        copying = self.joining is not None and (self.desk.copying or self.desk.interrupted_copies)
         return self.streaming and not copying and seen == before
 
     # waiting --------------------------------------------------------------------------------------
-    async def _connect(self, purpose: str, *, replication: bool = False) -> Wire:
+    async def _connect(self, purpose: str, *, replication: bool = False) -> PgConnection:
         name = self._config.name
-        with self.answers.expected(f"a connection ({purpose} {name})"):
-            return await Wire.connect(self._config.dsn, replication=replication, purpose=purpose, capture=name)
+        with self.answers.track(f"a connection ({purpose} {name})"):
+            return await PgConnection.connect(self._config.dsn, replication=replication, purpose=purpose, capture=name)
 
-    def _wait_for(self, reason: str, holder: Blocker | None) -> None:
+    def _report_wait(self, reason: str, holder: Blocker | None) -> None:
         self._on_phase(f"{reason}: {holder}" if holder is not None else reason, holder.name if holder else self._server)
 
-    def _blocked(self, found: Sequence[Blocker]) -> None:
+    def _on_blockers(self, found: Sequence[Blocker]) -> None:
         now_s = self._clock.monotonic_s()
         if found:
             self._blocked_s = now_s
-            self._wait_for("the set-up waits for another session", found[0])
+            self._report_wait("the set-up waits for another session", found[0])
         elif now_s - self._blocked_s > BLOCKER_REMEMBERED_S:
             self._on_phase(self._doing, "")
 
-    def _step(self, doing: str) -> None:
+    def _report_step(self, doing: str) -> None:
         """Report what the set-up does, unless it waits for another session."""
         self._doing = doing
         self._on_phase(doing, "")
 
-    def _saw_walsender(self, at_work: Blocker | None) -> None:
+    def _on_walsender_state(self, at_work: Blocker | None) -> None:
         if at_work is None:
             self._on_phase("", "")
             return
         self.seen_at_work += 1
-        self._wait_for("the walsender works through WAL and has sent nothing for a while", at_work)
+        self._report_wait("the walsender works through WAL and has sent nothing for a while", at_work)
 
     # status -----------------------------------------------------------------------------------
-    def _ask(self) -> None:
+    def _request_keepalive(self) -> None:
         self._ask_keepalive = True
         self._status_due.set()
 
-    async def _send_status(self, stream: ReplicationStream, status: Status, interval_s: float) -> None:
+    async def _send_status(self, stream: ReplicationStream, status: ReplicationStatus, interval_s: float) -> None:
         """Send a status soon after something moved, and at least every `interval_s`, even while everything else is
         stuck.
         """

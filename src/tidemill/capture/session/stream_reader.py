@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable
 
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.coop import CoopBudget
-from tidemill.base.status.histogram import Stages
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.capture.changes import Fragment
-from tidemill.capture.decode.receive_batch import Run, steps
+from tidemill.capture.decode.receive_batch import RowRun, split_into_steps
 from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
-from tidemill.capture.decode.undecodable import UndecodableMessageError, take
+from tidemill.capture.decode.undecodable import UndecodableMessageError, feed_frame
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
 from tidemill.capture.postgres.connection import BURST_BYTES
-from tidemill.capture.postgres.replication_stream import Framed, ReplicationStream
+from tidemill.capture.postgres.replication_stream import FramedMessage, ReplicationStream
 from tidemill.capture.postgres.standby_status import Keepalive
 from tidemill.capture.session.bad_rows import BadRowPolicy
 from tidemill.capture.session.server_watch import StreamWatch
@@ -29,7 +29,7 @@ DENSE_FRAMES = 24
 GATHER_S = 0.004
 
 
-class Reader:
+class StreamReader:
     """Reader of the stream; `run` is the body of its task. `parking` is locked while a table is being paused. `learn`
     stores the description of a relation before its rows are read. `hurry` is called when the server requests a status.
     """
@@ -43,7 +43,7 @@ class Reader:
         rivals: DeferrableKeys,
         unfit: BadRowPolicy,
         parking: asyncio.Lock,
-        stages: Stages,
+        stages: StageHistograms,
         clock: Clock,
         *,
         learn: Callable[[RelationSeen], Awaitable[None]],
@@ -69,12 +69,12 @@ class Reader:
             if dense:
                 # The server sends row by row, and reading immediately would encode row by row.
                 await asyncio.sleep(GATHER_S)
-            self._watch.waiting()
+            self._watch.record_wait()
             frames = await self._stream.receive()
-            self._watch.heard()
+            self._watch.record_message()
             dense = len(frames) >= DENSE_FRAMES and sum(map(len, frames)) < BURST_BYTES
-            for step in steps(frames, self._converter):
-                if isinstance(step, Run):
+            for step in split_into_steps(frames, self._converter):
+                if isinstance(step, RowRun):
                     await self._read_rows(step)
                 else:
                     await self._read_one(step)
@@ -82,45 +82,45 @@ class Reader:
                 self._stages.add("received", [collector.received_time_ms], self._clock.now_ms())
                 collector.received_time_ms = 0
 
-    async def _read_rows(self, run: Run) -> None:
+    async def _read_rows(self, run: RowRun) -> None:
         """Process changes of rows that are complete in the buffer. A table among them may be paused between two
         fragments.
         """
         at = run.start
         while at < run.end:
-            await self._may_go_on()
-            if not self._converter.takes(run.segment):
-                await self._read_one(run.framed(at))
+            await self._wait_until_allowed()
+            if not self._converter.accepts_segment(run.segment):
+                await self._read_one(run.parse_frame_at(at))
                 at += 1
                 continue
             fragment, at = self._converter.feed_rows(run.segment, at, run.end)
             if fragment is not None:
-                await self._hand_on(fragment)
+                await self._pass_on(fragment)
 
-    async def _read_one(self, item: Framed | Keepalive) -> None:
-        await self._may_go_on()
+    async def _read_one(self, item: FramedMessage | Keepalive) -> None:
+        await self._wait_until_allowed()
         if isinstance(item, Keepalive):
-            self._collector.keepalive(item, inside_txn=self._converter.inside_txn)
+            self._collector.put_keepalive(item, inside_txn=self._converter.inside_txn)
             if item.reply_requested:
                 self._hurry()
             return
         try:
-            out = take(item, self._converter)
+            out = feed_frame(item, self._converter)
         except UndecodableMessageError as poisoned:
-            await self._unfit.message(item, poisoned)
+            await self._unfit.handle_message(item, poisoned)
             return
         if isinstance(out, RelationSeen):
             await self._learn(out)
         elif out is not None:
-            await self._hand_on(out)
+            await self._pass_on(out)
 
-    async def _hand_on(self, fragment: Fragment) -> None:
-        for each in await self._rivals.settle(fragment) if self._converter.deferrable else (fragment,):
+    async def _pass_on(self, fragment: Fragment) -> None:
+        for each in await self._rivals.resolve_fragment(fragment) if self._converter.deferrable else (fragment,):
             await self._collector.put(each)
 
-    async def _may_go_on(self) -> None:
-        if self._pace.due:
-            await self._pace.rest()  # one receive may bring thousands
+    async def _wait_until_allowed(self) -> None:
+        if self._pace.is_used_up:
+            await self._pace.wait_for_turn()  # one receive may bring thousands
         if self._parking.locked():  # nothing beyond a pause is handed on before it is durable
             async with self._parking:
                 pass

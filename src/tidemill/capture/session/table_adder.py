@@ -1,7 +1,8 @@
 """Add fresh tables concurrently with the stream of all others.
 
     every table_poll_s    the catalogue is compared with what is captured (catalog_watcher.py); sooner if a client
-                          requests a table that is not captured (`seeks`), or finds that a table changed (`look`)
+                          requests a table that is not captured (`is_being_added`), or finds that a table changed
+                          (`check_tables_soon`)
     every HAZARD_POLL_S   the publication is repaired (publication_repair.py)
 
     new, re-created, recopy requested, refused before  →  published  →  topic re-created  →  copied  →  in the stream
@@ -36,49 +37,55 @@ from tidemill.base.errors import (
     UnavailableError,
     UnknownOutcomeError,
 )
-from tidemill.base.runtime.tasks import Backoff, is_fault, sentence
-from tidemill.capture.catalog.table_discovery import Refusal, TableInfo, describe
+from tidemill.base.runtime.tasks import Backoff, error_sentence, is_fault
+from tidemill.capture.catalog.table_discovery import Refusal, TableInfo, describe_tables
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.postgres.control_connection import Control
-from tidemill.capture.postgres.errors import may_pass
+from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.postgres.control_connection import ControlConnection
+from tidemill.capture.postgres.errors import is_transient
 from tidemill.capture.session.relation_tracker import RelationTracker
-from tidemill.capture.setup.blockers import table_holder
-from tidemill.capture.setup.publication import LOCK_ATTEMPTS, Entry, publish
-from tidemill.capture.setup.server_checks import heartbeat
-from tidemill.capture.snapshot.copier import CopyPreemptedError, take_snapshot
-from tidemill.capture.snapshot.side_topic import appending_of, may_set_aside, ready_to_join
+from tidemill.capture.setup.blockers import find_table_blocker
+from tidemill.capture.setup.publication import LOCK_ATTEMPTS, PublishedTable, publish_tables
+from tidemill.capture.setup.server_checks import emit_heartbeat
+from tidemill.capture.snapshot.copier import CopyPreemptedError, copy_tables
+from tidemill.capture.snapshot.side_topic import allows_side_topics, create_appender, is_ready_to_join
 from tidemill.capture.snapshot.wal_hold import WalHold
 from tidemill.capture.tables.auto_recopy import AutoRecopy
-from tidemill.capture.tables.catalog_watcher import Watching, altered
+from tidemill.capture.tables.catalog_watcher import CatalogWatcher, is_publication_altered
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.schema_change import PendingSchema
-from tidemill.capture.tables.table_setup import copy_target, go_on_with, refusal_of, source_of, start_table
+from tidemill.capture.tables.table_setup import (
+    create_copy_target,
+    event_source_of,
+    refusal_for,
+    resume_copy,
+    start_table,
+)
 from tidemill.capture.tables.table_states import TableStates, TableStateUnknownError
-from tidemill.capture.topics.topic_writer import CapturedTable
+from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.shards.api import Binding
 from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 
-HAZARD_POLL_S = 1.0
+REPAIR_POLL_S = 1.0
 LONGEST_PAUSE_S = 300.0
-CLOSE_RECORDS = 2_000
+MAX_REMAINING_RECORDS = 2_000
 """Maximum number of records that the last append may leave for the next session to append."""
 APPEND_POLL_S = 0.1
-LOOK_S = 0.3
+CHECK_PAUSE_S = 0.3
 """Minimum pause between two checks that client requests triggered …"""
 
-LOOK_SHARE = 10
+CHECK_PAUSE_FACTOR = 10
 """… or this multiple of the duration of a check, so that requests for missing tables use at most a tenth of the
 database's time.
 """
 
 
-class RestartSession(UnavailableError):
+class SessionRestartError(UnavailableError):
     """End of a session, so that the next one starts with tables that were copied, or that now need a side topic."""
 
 
@@ -94,7 +101,7 @@ class TableAdder:
     def __init__(
         self,
         config: CaptureConfig,
-        control: Control,
+        control: ControlConnection,
         desk: TableStates,
         *,
         topics: TopicLog,
@@ -122,33 +129,35 @@ class TableAdder:
         self._latest = latest
         self._beside = SideLoopContext(config, control, desk, catalogue, parking)
         self.mending = PublicationRepair(self._beside)
-        self._coming = PendingSchema(desk, control, flushed, parking, descriptions.grown, descriptions.outdated)
-        self.watching = Watching(self._beside, self.mending, self._coming, flushed)
+        self._coming = PendingSchema(
+            desk, control, flushed, parking, descriptions.show_pending_description, descriptions.outdated
+        )
+        self.watching = CatalogWatcher(self._beside, self.mending, self._coming, flushed)
         self.keeping = WalHold(self._beside, carried, aside, clock, hold=hold, retire=retire, latest=latest)
         self._again = AutoRecopy(config, control, desk, clock)
         self._pauses: dict[str, tuple[Backoff, float, int]] = {}
         """Pause by table name: back-off, its end, and the oid of the table that failed. Another table of the same name
         does not wait.
         """
-        self._tried_aside = frozenset(desk.cut_off)
+        self._tried_aside = frozenset(desk.interrupted_copies)
         self._waits_since_s: float | None = None
         self._wake = asyncio.Event()
         self._sought = asyncio.Event()
         self._next_look: asyncio.Future[frozenset[str] | None] | None = asyncio.get_running_loop().create_future()
-        """Result of a check of `take_in` that has not begun yet; None = the task has ended."""
+        """Result of a check of `add_tables` that has not begun yet; None = the task has ended."""
         self.progress = SnapshotProgress(clock)
 
     @property
-    def copying(self) -> tuple[str, ...]:
+    def copying_tables(self) -> tuple[str, ...]:
         """Tables that are being added."""
         return tuple(self._desk.copying)
 
-    def look(self) -> None:
+    def check_tables_soon(self) -> None:
         """Trigger a check now, because a client found that a captured table was replaced or dropped."""
         self._wake.set()
         self._sought.set()
 
-    async def seeks(self, name: str) -> bool | None:
+    async def is_being_added(self, name: str) -> bool | None:
         """Return whether this table is being added, now or as soon as possible, according to a check that begins after
         this call. Concurrent callers share one check. None: this session has ended.
         """
@@ -161,32 +170,32 @@ class TableAdder:
 
     def mark(self) -> None:
         """Publish the progress of the copy in its stage status."""
-        for name in self.copying:
-            self.progress.aside = self.keeping.sizes(name)
-        self._desk.tell_copy(self.progress)
+        for name in self.copying_tables:
+            self.progress.aside = self.keeping.side_topic_size(name)
+        self._desk.publish_copy_status(self.progress)
 
     # the two loops --------------------------------------------------------------------------------
-    async def watch(self) -> None:
+    async def watch_catalogue(self) -> None:
         """Run until cancelled. Raises errors of the control connection and of the catalogue."""
         while True:
             began_s = self._clock.monotonic_s()
-            names = {table.name for table in await self.watching.compare()}
+            names = {table.name for table in await self.watching.compare_catalogue()}
             for name in self._pauses.keys() - names:
                 del self._pauses[name]
             pause_s = self._config.table_poll_s
-            next_s = self._clock.monotonic_s() + (min(pause_s, HAZARD_POLL_S) if self._coming.waits else pause_s)
+            next_s = self._clock.monotonic_s() + (min(pause_s, REPAIR_POLL_S) if self._coming.waits else pause_s)
             while not self._wake.is_set() and (left_s := next_s - self._clock.monotonic_s()) > 0:
-                await self.mending.mend()
+                await self.mending.repair()
                 try:
-                    async with asyncio.timeout(min(left_s, HAZARD_POLL_S)):
+                    async with asyncio.timeout(min(left_s, REPAIR_POLL_S)):
                         await self._wake.wait()
                 except TimeoutError:
                     pass
-            await asyncio.sleep(max(0.0, min(pause_s, LOOK_S) - (self._clock.monotonic_s() - began_s)))
+            await asyncio.sleep(max(0.0, min(pause_s, CHECK_PAUSE_S) - (self._clock.monotonic_s() - began_s)))
             self._wake.clear()
 
-    async def take_in(self) -> None:
-        """Run until a table was added, then raise RestartSession."""
+    async def add_tables(self) -> None:
+        """Run until a table was added, then raise SessionRestartError."""
         pause_s = self._config.table_poll_s
         try:
             while True:
@@ -194,28 +203,28 @@ class TableAdder:
                 asked, self._next_look = self._next_look, asyncio.get_running_loop().create_future()
                 self._sought.clear()
                 try:
-                    coming, pending = await self._pending(await self._beside.tables.now())
+                    coming, pending = await self._find_tables_to_add(await self._beside.tables.fetch())
                 except BaseException:
-                    _tell(asked, None)
+                    _resolve_check(asked, None)
                     raise
-                _tell(asked, coming)
+                _resolve_check(asked, coming)
                 took_s = self._clock.monotonic_s() - began_s
-                if pending and await self._copied_all(pending):
-                    raise RestartSession(f"tables were added: capture={self._config.name}.")
-                self.keeping.copies(False)
-                self._let_go()
-                least_s = min(pause_s, max(LOOK_S, LOOK_SHARE * took_s))
+                if pending and await self._add_pending_tables(pending):
+                    raise SessionRestartError(f"tables were added: capture={self._config.name}.")
+                self.keeping.set_copying(False)
+                self._restart_for_side_topic()
+                least_s = min(pause_s, max(CHECK_PAUSE_S, CHECK_PAUSE_FACTOR * took_s))
                 await asyncio.sleep(least_s)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s - least_s):
                         await self._sought.wait()
         finally:
             asked, self._next_look = self._next_look, None
-            _tell(asked, None)
+            _resolve_check(asked, None)
 
-    def _let_go(self) -> None:
+    def _restart_for_side_topic(self) -> None:
         """Hand a copy that this session interrupted to a session with a side topic. While such a copy waits to be
-        resumed, WAL is retained for it, so after copy_aside_after_s the session restarts. Raises RestartSession.
+        resumed, WAL is retained for it, so after copy_aside_after_s the session restarts. Raises SessionRestartError.
         """
         names = [
             row.table
@@ -223,23 +232,25 @@ class TableAdder:
             if row.copy is not None and row.aside is None and not row.recopy and row.table not in self._tried_aside
         ]
         now_s = self._clock.monotonic_s()
-        if not names or not may_set_aside(self._config):
+        if not names or not allows_side_topics(self._config):
             self._waits_since_s = None
         elif self._waits_since_s is None:
             self._waits_since_s = now_s
         elif now_s - self._waits_since_s >= self._config.copy_aside_after_s:
-            raise RestartSession(f"changes of a table whose copy waits go to a side topic: table={','.join(names)}.")
+            raise SessionRestartError(
+                f"changes of a table whose copy waits go to a side topic: table={','.join(names)}."
+            )
 
     # adding tables --------------------------------------------------------------------------------
-    async def _pending(self, found: list[TableInfo]) -> tuple[frozenset[str], list[TableInfo]]:
+    async def _find_tables_to_add(self, found: list[TableInfo]) -> tuple[frozenset[str], list[TableInfo]]:
         """Return the names of the tables to be added, and those of them that can be added now."""
         asked = {t.table for t in await self._catalogue.tables(self._config.name, fresh=False) if t.recopy}
-        asked |= await self._again.due()
-        choice = await self._beside.choice(found)
-        # Before `seeks` answers, so that a request finds the reason even if `compare` has not run yet.
+        asked |= await self._again.find_due_tables()
+        choice = await self._beside.choose_tables(found)
+        # Before `is_being_added` answers, so that a request finds the reason even if `compare` has not run yet.
         await self._desk.refuse_all(choice.refused)
-        for name in self._desk.cut_off.keys() - {table.name for table in choice.tables}:
-            await self._desk.give_up(name)
+        for name in self._desk.interrupted_copies.keys() - {table.name for table in choice.tables}:
+            await self._desk.abandon_copy(name)
         rows = self._desk.rows
         coming, pending = set[str](), []
         for table in choice.tables:
@@ -248,76 +259,78 @@ class TableAdder:
             anew = row is not None and row.oid != table.oid and bool(row.oid)
             if fresh or anew:
                 coming.add(table.name)
-                if await self._due(table):
+                if await self._is_due(table):
                     pending.append(table)
         # A renamed table waits until the stream has no more changes under its old name: both names have the same oid.
         flushed = self._flushed()
-        busy = {(r.oid, r.table) for r in rows.values() if r.flows or r.parked_lsn - 1 > flushed}
+        busy = {(r.oid, r.table) for r in rows.values() if r.is_streaming or r.parked_lsn - 1 > flushed}
         free = [t for t in pending if not any(oid == t.oid and name != t.name for oid, name in busy)]
         return frozenset(coming), free
 
-    async def _due(self, table: TableInfo) -> bool:
+    async def _is_due(self, table: TableInfo) -> bool:
         """Return whether the table's pause has ended, or the lock that blocked it is free."""
         _, until_s, oid = self._pauses.get(table.name, (None, 0.0, table.oid))
         if oid != table.oid or self._clock.monotonic_s() >= until_s:
             return True
-        held_by = self._desk.held_by(table.name)
+        held_by = self._desk.blocker_of(table.name)
         if not held_by:
             return False
-        holder = await self._control.ask(lambda wire: table_holder(wire, table.oid))
+        holder = await self._control.run(lambda wire: find_table_blocker(wire, table.oid))
         return holder is None or holder.name != held_by
 
-    async def _copied_all(self, pending: list[TableInfo]) -> bool:
+    async def _add_pending_tables(self, pending: list[TableInfo]) -> bool:
         """Publish and copy these tables; True if at least one is complete. A failure of any type is these
         tables' failure and not the session's. The exception is TableStateUnknownError, which ends the session before
         anything else is confirmed.
         """
         done: list[str] = []
-        aside = [table for table in pending if self._set_aside(table)]
+        aside = [table for table in pending if self._has_side_topic(table)]
         pending = aside[:1] or pending
         self._desk.copying = {table.name: table.oid for table in pending}
         self.progress = SnapshotProgress(self._clock)
         try:
-            if not aside or not self._ended(aside[0].name):
-                self.keeping.copies(not aside)
-                done = await self._copy(pending)
-            if aside and self._ended(aside[0].name):
-                done = [aside[0].name] if await self._append(aside[0].name) else []
+            if not aside or not self._is_copied(aside[0].name):
+                self.keeping.set_copying(not aside)
+                done = await self._publish_and_copy(pending)
+            if aside and self._is_copied(aside[0].name):
+                done = [aside[0].name] if await self._append_side_topic(aside[0].name) else []
         except CopyPreemptedError as given:
-            raise RestartSession(given.message) from given
+            raise SessionRestartError(given.message) from given
         except BaseException as error:
             if not is_fault(error) or isinstance(error, TableStateUnknownError):
                 raise
-            log.warning("tables were not added", capture=self._config.name, cause=sentence(error))
-            why = Refusal("refused", f"the table is not copied yet: {sentence(error)}", "It is retried automatically.")
+            log.warning("tables were not added", capture=self._config.name, cause=error_sentence(error))
+            why = Refusal(
+                "refused", f"the table is not copied yet: {error_sentence(error)}", "It is retried automatically."
+            )
             for name, oid in [*self._desk.copying.items()]:
-                await self._desk.refuse(name, why, oid, going_on=may_pass(error))
+                await self._desk.refuse_table(name, why, oid, going_on=is_transient(error))
         finally:
-            self._desk.copied()
-        self._wait_after([table for table in pending if table.name not in done])
+            self._desk.finish_copy()
+        self._back_off([table for table in pending if table.name not in done])
         return bool(done)
 
-    def _set_aside(self, table: TableInfo) -> bool:
+    def _has_side_topic(self, table: TableInfo) -> bool:
         row = self._desk.rows.get(table.name)
         return row is not None and row.aside is not None and row.oid == table.oid and not row.recopy
 
-    def _ended(self, name: str) -> bool:
+    def _is_copied(self, name: str) -> bool:
         """Return whether the copy is complete and only the side topic is missing."""
         row = self._desk.rows.get(name)
         return row is not None and row.aside is not None and bool(row.aside.ends)
 
-    async def _append(self, name: str) -> bool:
+    async def _append_side_topic(self, name: str) -> bool:
         """Append the side topic until the next session can append the little that is left (side_topic.join_ended).
         Returns False if the table's copy was abandoned in the meantime.
         """
         row = self._desk.rows[name]
         topic = await self._catalogue.get(TopicRow, row.topic)
         if topic is None or row.copy is None or topic.topic_id != row.copy.topic_id:
-            await self._desk.give_up(name)
+            await self._desk.abandon_copy(name)
             return False
-        appending = appending_of(self._config, row, self._topics, self._clock)
+        appending = create_appender(self._config, row, self._topics, self._clock)
         self.progress.append(name, f"topic:{row.topic}")
-        await self._control.ask(heartbeat)  # so that an idle stream is bound beyond the newest snapshot
+        await self._control.run(emit_heartbeat)  # so that an idle stream is bound beyond the newest snapshot
         while True:
             now, latest = self._desk.rows.get(name), self._latest()
             if now is None or now.aside is None or now.copy != row.copy:
@@ -325,51 +338,54 @@ class TableAdder:
             offsets = latest.offsets.get(now.aside.topic_id) if latest is not None else None
             moved = 0
             if offsets is not None:
-                moved = await appending.to(offsets, lambda records: self.keeping.appended(name, records))
-            if offsets is not None and moved <= CLOSE_RECORDS and ready_to_join(now, latest):
+                moved = await appending.append_up_to(
+                    offsets, lambda records: self.keeping.record_appended(name, records)
+                )
+            if offsets is not None and moved <= MAX_REMAINING_RECORDS and is_ready_to_join(now, latest):
                 return True
-            if moved <= CLOSE_RECORDS:
+            if moved <= MAX_REMAINING_RECORDS:
                 await asyncio.sleep(APPEND_POLL_S)
 
-    async def _copy(self, pending: list[TableInfo]) -> list[str]:
+    async def _publish_and_copy(self, pending: list[TableInfo]) -> list[str]:
         """Return the names of the tables that are complete. WAL is retained for those without a side topic."""
         log.info("adding tables", capture=self._config.name, tables=[t.name for t in pending])
-        wire = await Wire.connect(self._config.dsn, purpose="join", capture=self._config.name)
+        wire = await PgConnection.connect(self._config.dsn, purpose="join", capture=self._config.name)
         try:
             # Not on the copy's connection: see PublicationRepair._unpublish_parked.
-            published = await self._beside.published()
+            published = await self._beside.read_published()
             if published is None:
                 raise MissingError("the publication is missing.")
             # A copy whose table was unpublished in the meantime is not resumed: the stream lacks some of its changes.
             cut_off = {
                 table.oid
                 for table in pending
-                if table.name in self._desk.cut_off and not altered(self._desk.rows[table.name], published)
+                if table.name in self._desk.interrupted_copies
+                and not is_publication_altered(self._desk.rows[table.name], published)
             }
             if any(table.oid not in cut_off for table in pending):
-                self.keeping.copies(True)
-            left = await self._publish(wire, pending, published, settle=published.keys() - cut_off)
-            relations = await describe(wire, [table.oid for table in left])
-            entries = await self._beside.ask_published(wire) or {}
+                self.keeping.set_copying(True)
+            left = await self._publish_tables(wire, pending, published, settle=published.keys() - cut_off)
+            relations = await describe_tables(wire, [table.oid for table in left])
+            entries = await self._beside.query_published(wire) or {}
             taken, captured = [], {}
             for number, table in enumerate(left, 1):
-                self.progress.steps.step("creating topics", number, len(left))
+                self.progress.steps.begin_table_step("creating topics", number, len(left))
                 if table.oid not in relations or table.oid not in entries:
                     # Dropped in the meantime: the changes of its old copy are carried up to there.
                     continue
                 row = self._desk.rows.get(table.name)
-                if row is not None and row.flows:
+                if row is not None and row.is_streaming:
                     # Re-created, or recopy was requested while it flows: this session carries nothing more of the old
                     # one.
-                    await self._beside.park(table.name, "it is being re-snapshotted")
+                    await self._beside.pause_at_wal_end(table.name, "it is being re-snapshotted")
                 place = (self._config, self._catalogue, self._desk, table, relations[table.oid])
                 topic = None
                 if table.oid in cut_off:
-                    topic = await go_on_with(*place)
+                    topic = await resume_copy(*place)
                     if topic is None:  # it starts over, so its identity and publication are set up after all
-                        self.keeping.copies(True)
-                        await self._desk.give_up(table.name)
-                        if not await self._publish(wire, [table], published, settle=published):
+                        self.keeping.set_copying(True)
+                        await self._desk.abandon_copy(table.name)
+                        if not await self._publish_tables(wire, [table], published, settle=published):
                             continue
                 if topic is None:
                     if row is not None and row.oid:
@@ -378,40 +394,45 @@ class TableAdder:
                 if topic is not None:
                     taken.append(table)
                     row = self._desk.rows[table.name]
-                    source = source_of(self._config, row, wire.database)
-                    captured[table.name] = copy_target(self._config, row, topic, source)
-            return await self._copied(taken, captured) if taken else []
+                    source = event_source_of(self._config, row, wire.database)
+                    captured[table.name] = create_copy_target(self._config, row, topic, source)
+            return await self._take_snapshot(taken, captured) if taken else []
         finally:
             await wire.aclose()
 
-    async def _publish(
-        self, wire: Wire, tables: list[TableInfo], published: dict[int, Entry], *, settle: Container[int]
+    async def _publish_tables(
+        self,
+        wire: PgConnection,
+        tables: list[TableInfo],
+        published: dict[int, PublishedTable],
+        *,
+        settle: Container[int],
     ) -> list[TableInfo]:
         """Publish these tables and return them without those that failed, which are refused."""
-        done = await publish(
-            wire, self._config, tables, published, attempts=LOCK_ATTEMPTS, note=self._desk.note, settle=settle,
-            asked=self._desk.asked,
-            done=lambda number: self.progress.steps.step("publishing tables", number, len(tables)),
+        done = await publish_tables(
+            wire, self._config, tables, published, attempts=LOCK_ATTEMPTS, note=self._desk.store_identities,
+            settle=settle, asked=self._desk.store_asked_identities,
+            done=lambda number: self.progress.steps.begin_table_step("publishing tables", number, len(tables)),
         )  # fmt: skip
         for table in [table for table in tables if table.name in done.failed]:
             error = done.failed[table.name]
-            await self._desk.refuse(table.name, refusal_of(error), table.oid, going_on=may_pass(error))
+            await self._desk.refuse_table(table.name, refusal_for(error), table.oid, going_on=is_transient(error))
         return [table for table in tables if table.name not in done.failed]
 
-    async def _copied(self, tables: list[TableInfo], captured: dict[str, CapturedTable]) -> list[str]:
+    async def _take_snapshot(self, tables: list[TableInfo], captured: dict[str, CapturedTable]) -> list[str]:
         try:
-            return await take_snapshot(
+            return await copy_tables(
                 self._config, tables, captured, self._topics, self._desk, self.progress, self._clock, self._rand,
-                gives_way=may_set_aside(self._config),
+                gives_way=allows_side_topics(self._config),
             )  # fmt: skip
         except (UnavailableError, UnknownOutcomeError, ClosedError, ConflictError, FencedError):
             raise
         except TidemillError as error:
             for table in tables:
-                await self._desk.refuse(table.name, refusal_of(error), table.oid)
+                await self._desk.refuse_table(table.name, refusal_for(error), table.oid)
             return []
 
-    def _wait_after(self, failed: Sequence[TableInfo]) -> None:
+    def _back_off(self, failed: Sequence[TableInfo]) -> None:
         """Double the pause of the tables that failed."""
         for table in failed:
             restarts, _, oid = self._pauses.get(table.name, (None, 0.0, 0))
@@ -420,6 +441,6 @@ class TableAdder:
             self._pauses[table.name] = (restarts, self._clock.monotonic_s() + restarts.pause_s(0.0), table.oid)
 
 
-def _tell(asked: asyncio.Future[frozenset[str] | None] | None, coming: frozenset[str] | None) -> None:
+def _resolve_check(asked: asyncio.Future[frozenset[str] | None] | None, coming: frozenset[str] | None) -> None:
     if asked is not None and not asked.done():
         asked.set_result(coming)

@@ -22,12 +22,12 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, TidemillError
-from tidemill.capture.catalog.foreign_publications import failing
+from tidemill.capture.catalog.foreign_publications import find_identity_failures
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire, identifier, literal
-from tidemill.capture.setup.blockers import lock_holder
-from tidemill.capture.setup.publication import LOCK_ATTEMPTS, give_back
-from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key, slot_state, try_lock
+from tidemill.capture.postgres.connection import PgConnection, identifier, literal
+from tidemill.capture.setup.blockers import find_lock_holder
+from tidemill.capture.setup.publication import LOCK_ATTEMPTS, restore_identity
+from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key, read_slot_state, try_advisory_lock
 from tidemill.capture.tables.table_setup import delete_topics
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, PipelineRow
 
@@ -35,7 +35,7 @@ ENDED_ATTEMPTS = 10
 ENDED_POLL_S = 0.2
 
 
-class TakenBack(msgspec.Struct):
+class TeardownResult(msgspec.Struct):
     """Result of a drop.
 
     `publication_left`: the publication does not belong to the capture. `identities`: relation → the restored identity.
@@ -52,14 +52,14 @@ class TakenBack(msgspec.Struct):
     left: dict[str, str] = {}
 
 
-async def readers(catalogue: Catalogue, capture: str) -> list[str]:
+async def list_reading_pipelines(catalogue: Catalogue, capture: str) -> list[str]:
     """Return the names of the pipelines that read tables of the capture."""
     source = f"capture:{capture}:"
     rows = await catalogue.list(PipelineRow)
     return sorted(row.name for row in rows if any(each.startswith(source) for each in row.tables.values()))
 
 
-async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool = False) -> TakenBack:
+async def drop_capture(config: CaptureConfig, catalogue: Catalogue, *, really: bool = False) -> TeardownResult:
     """Drop the capture; see the module docstring. `really`: even if pipelines read it, or if its cluster is gone and
     this is another one.
 
@@ -70,33 +70,33 @@ async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool
     row = await catalogue.get(CaptureRow, config.name)
     if not tables and row is None:
         raise MissingError(f"no such capture: capture={config.name}.", fix="See tidemill capture list.")
-    read_by = await readers(catalogue, config.name)
+    read_by = await list_reading_pipelines(catalogue, config.name)
     if read_by and not really:
         raise InvalidError(
             f"the capture is in use: capture={config.name} by={','.join(read_by)}.",
             fix="End those pipelines first; their shards keep their rows. To drop it anyway: --yes-really",
         )
-    wire = await Wire.connect(config.dsn, purpose="drop", capture=config.name)
+    wire = await PgConnection.connect(config.dsn, purpose="drop", capture=config.name)
     try:
-        if not await _ended(lambda: try_lock(wire, config)):
-            holder = await lock_holder(wire, ADVISORY_CLASS, lock_key(config))
+        if not await _retry_until_done(lambda: try_advisory_lock(wire, config)):
+            holder = await find_lock_holder(wire, ADVISORY_CLASS, advisory_lock_key(config))
             raise ConflictError(
                 f"the capture is running: capture={config.name} {holder or 'pid=gone'}.",
                 fix=f"Remove [capture.{config.name}] from tidemill.toml and restart its node, then drop it.",
             )
         await _check_cluster(wire, config, row, really)
-        done = TakenBack()
-        await _from_postgres(wire, config, tables, done, given=row is not None and row.given_publication)
+        done = TeardownResult()
+        await _revert_database(wire, config, tables, done, given=row is not None and row.given_publication)
         if not done.left:
             # The lock is still held: a session that waits for it would re-create, under the same names, what is deleted
             # here.
-            await _from_here(catalogue, config, tables, done)
+            await _delete_local_state(catalogue, config, tables, done)
     finally:
         await wire.aclose()
     return done
 
 
-async def _ended(done: Callable[[], Awaitable[bool]]) -> bool:
+async def _retry_until_done(done: Callable[[], Awaitable[bool]]) -> bool:
     """Return whether `done` succeeds within ENDED_ATTEMPTS. PostgreSQL ends a session a moment after its client has
     closed it.
     """
@@ -108,7 +108,7 @@ async def _ended(done: Callable[[], Awaitable[bool]]) -> bool:
     return False
 
 
-async def _check_cluster(wire: Wire, config: CaptureConfig, row: CaptureRow | None, really: bool) -> None:
+async def _check_cluster(wire: PgConnection, config: CaptureConfig, row: CaptureRow | None, really: bool) -> None:
     found = await wire.value("SELECT system_identifier FROM pg_control_system()")
     if row is not None and row.system_id != found and not really:
         raise InvalidError(
@@ -117,25 +117,27 @@ async def _check_cluster(wire: Wire, config: CaptureConfig, row: CaptureRow | No
         )
 
 
-async def _from_postgres(
-    wire: Wire, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TakenBack, *, given: bool
+async def _revert_database(
+    wire: PgConnection, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TeardownResult, *, given: bool
 ) -> None:
-    if await slot_state(wire, config.slot) is not None:
-        await _ended(lambda: _inactive(wire, config))  # otherwise PostgreSQL rejects the drop and names the pid
-        done.slot = await _try(wire, f"SELECT pg_drop_replication_slot({literal(config.slot)})", done)
-    if await _publication_taken_back(wire, config, done, given):
+    if await read_slot_state(wire, config.slot) is not None:
+        await _retry_until_done(
+            lambda: _is_slot_inactive(wire, config)
+        )  # otherwise PostgreSQL rejects the drop and names the pid
+        done.slot = await _try_statement(wire, f"SELECT pg_drop_replication_slot({literal(config.slot)})", done)
+    if await _drop_publication(wire, config, done, given):
         for table in tables:
             for oid, (relation, before) in table.identities.items():
-                await _identity_given_back(wire, oid, relation, before, done)
-        await _tell_asked(wire, tables, done)
+                await _restore_identity(wire, oid, relation, before, done)
+        await _report_asked_identities(wire, tables, done)
 
 
-async def _inactive(wire: Wire, config: CaptureConfig) -> bool:
-    slot = await slot_state(wire, config.slot)
+async def _is_slot_inactive(wire: PgConnection, config: CaptureConfig) -> bool:
+    slot = await read_slot_state(wire, config.slot)
     return slot is None or slot.active_pid is None
 
 
-async def _publication_taken_back(wire: Wire, config: CaptureConfig, done: TakenBack, given: bool) -> bool:
+async def _drop_publication(wire: PgConnection, config: CaptureConfig, done: TeardownResult, given: bool) -> bool:
     """Return whether the publication was dropped, or is meant to stay."""
     statement = f"DROP PUBLICATION {identifier(config.publication)}"
     rows = await wire.query(
@@ -149,14 +151,14 @@ async def _publication_taken_back(wire: Wire, config: CaptureConfig, done: Taken
         done.publication_left = True
         done.for_administrator[statement] = f"the publication was not created by the capture: owner={owner}"
         return True
-    done.publication = await _try(wire, statement, done)
+    done.publication = await _try_statement(wire, statement, done)
     return done.publication
 
 
-async def _identity_given_back(wire: Wire, oid: int, relation: str, before: str, done: TakenBack) -> None:
+async def _restore_identity(wire: PgConnection, oid: int, relation: str, before: str, done: TeardownResult) -> None:
     statement = f"ALTER TABLE {relation} REPLICA IDENTITY {before}"
     try:
-        name = await give_back(wire, oid, before, attempts=LOCK_ATTEMPTS)
+        name = await restore_identity(wire, oid, before, attempts=LOCK_ATTEMPTS)
     except InvalidError as error:  # required, no privilege, a missing index: every retry would fail
         done.for_administrator[statement] = error.message
     except TidemillError as error:
@@ -166,7 +168,7 @@ async def _identity_given_back(wire: Wire, oid: int, relation: str, before: str,
             done.identities[name] = before
 
 
-async def _tell_asked(wire: Wire, tables: Sequence[CaptureTableRow], done: TakenBack) -> None:
+async def _report_asked_identities(wire: PgConnection, tables: Sequence[CaptureTableRow], done: TeardownResult) -> None:
     """Report how to revert identities that an administrator was asked to set."""
     asked = {oid: noted for table in tables for oid, noted in table.identities_asked.items()}
     if not asked:
@@ -174,14 +176,14 @@ async def _tell_asked(wire: Wire, tables: Sequence[CaptureTableRow], done: Taken
     oids = ", ".join(str(int(oid)) for oid in asked)
     for (oid,) in await wire.query(f"SELECT oid FROM pg_class WHERE relreplident = 'f' AND oid IN ({oids}) ORDER BY 1"):
         relation, before = asked[int(oid or 0)]
-        found = await failing(wire, [(int(oid or 0), before)])
+        found = await find_identity_failures(wire, [(int(oid or 0), before)])
         why = f"an administrator set it to FULL for the capture: relation={relation}"
         if found:
             why += f" needed_by={','.join(sorted({each.publication for each in found}))}"
         done.for_administrator[f"ALTER TABLE {relation} REPLICA IDENTITY {before}"] = why
 
 
-async def _try(wire: Wire, statement: str, done: TakenBack) -> bool:
+async def _try_statement(wire: PgConnection, statement: str, done: TeardownResult) -> bool:
     try:
         await wire.query(statement)
     except TidemillError as error:
@@ -190,8 +192,8 @@ async def _try(wire: Wire, statement: str, done: TakenBack) -> bool:
     return True
 
 
-async def _from_here(
-    catalogue: Catalogue, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TakenBack
+async def _delete_local_state(
+    catalogue: Catalogue, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TeardownResult
 ) -> None:
     for table in tables:
         if table.topic:

@@ -16,13 +16,13 @@ from typing import Literal
 import msgspec
 
 from tidemill.base.errors import InvalidError
-from tidemill.capture.catalog.foreign_publications import Objection, objections
-from tidemill.capture.catalog.table_discovery import TableInfo, list_tables, resolve
+from tidemill.capture.catalog.foreign_publications import Objection, find_objections
+from tidemill.capture.catalog.table_discovery import TableInfo, choose_tables, list_tables
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire, literal
-from tidemill.capture.setup.publication import Identities, not_full
+from tidemill.capture.postgres.connection import PgConnection, literal
+from tidemill.capture.setup.publication import Identities, find_partial_identities
 from tidemill.capture.setup.server_checks import check_server
-from tidemill.capture.setup.statements import statements, whole_identity
+from tidemill.capture.setup.statements import find_missing_statements, full_identity_statement
 
 
 async def check_database(
@@ -31,32 +31,36 @@ async def check_database(
     """Check before `up` whether the database can be captured, and return one line about it. Raises InvalidError or
     UnavailableError.
     """
-    wire = await Wire.connect(dsn, purpose="check")
+    wire = await PgConnection.connect(dsn, purpose="check")
     try:
         config = CaptureConfig(name="check", dsn=dsn, tables=tuple(tables), identity=identity)
-        return (await _looked_at(wire, config)).line
+        return (await _check_database(wire, config)).line
     finally:
         await wire.aclose()
 
 
-Keep = Callable[[dict[str, Identities]], Awaitable[None]]
+StoreIdentities = Callable[[dict[str, Identities]], Awaitable[None]]
 """keep(by table: the identities of it and its partitions before an administrator sets them to FULL)"""
 
 
-async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
+async def check_capture(config: CaptureConfig, keep: StoreIdentities | None = None) -> str:
     """Check for `tidemill doctor` that the database can be captured and that no statement is left for an administrator.
     Raises InvalidError or UnavailableError, and the errors of `keep`.
     """
-    wire = await Wire.connect(config.dsn, purpose="doctor")
+    wire = await PgConnection.connect(config.dsn, purpose="doctor")
     try:
-        found = await _looked_at(wire, config)
-        missing = await statements(wire, config, found.able)
-        full = {table.name: await not_full(wire, table.oid) for table in found.able} if config.whole and missing else {}
+        found = await _check_database(wire, config)
+        missing = await find_missing_statements(wire, config, found.able)
+        full = (
+            {table.name: await find_partial_identities(wire, table.oid) for table in found.able}
+            if config.requires_full_identity and missing
+            else {}
+        )
         if config.failover:
             await check_standbys(wire)
     finally:
         await wire.aclose()
-    asked = {name: _asked(identities, missing) for name, identities in full.items()}
+    asked = {name: _identities_to_replace(identities, missing) for name, identities in full.items()}
     asked = {name: identities for name, identities in asked.items() if identities}
     if asked and keep is not None:
         await keep(asked)
@@ -68,13 +72,13 @@ async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
     if missing:
         raise InvalidError(
             f"the role {'must not' if config.manual else 'may not'} do everything that its capture needs:"
-            f" capture={config.name} statements={len(missing)}{_way_back(asked)}.",
+            f" capture={config.name} statements={len(missing)}{_format_way_back(asked)}.",
             fix=run,
         )
     return found.line
 
 
-async def check_standbys(wire: Wire) -> None:
+async def check_standbys(wire: PgConnection) -> None:
     """Check whether a standby may be behind the capture when it is promoted: PostgreSQL sends a failover slot only what
     the slots named in `synchronized_standby_slots` have confirmed. Raises InvalidError.
     https://www.postgresql.org/docs/current/runtime-config-replication.html
@@ -87,8 +91,8 @@ async def check_standbys(wire: Wire) -> None:
         raise InvalidError(
             f"a promoted standby may be behind the capture: synchronized_standby_slots=''"
             f" physical_slots={','.join(sorted(slots))}.",
-            fix=f"Run ALTER SYSTEM SET synchronized_standby_slots = {_list(slots)}; SELECT pg_reload_conf();"
-            " with the slots of the standbys that may be promoted.",
+            fix=f"Run ALTER SYSTEM SET synchronized_standby_slots = {_format_slot_names(slots)};"
+            " SELECT pg_reload_conf(); with the slots of the standbys that may be promoted.",
         )
     if wanted - slots:
         raise InvalidError(
@@ -98,23 +102,25 @@ async def check_standbys(wire: Wire) -> None:
         )
 
 
-def _list(slots: set[str]) -> str:
+def _format_slot_names(slots: set[str]) -> str:
     return ", ".join(literal(name).strip() for name in sorted(slots))
 
 
-def _asked(identities: Identities, missing: Sequence[str]) -> Identities:
+def _identities_to_replace(identities: Identities, missing: Sequence[str]) -> Identities:
     """Return the identities that the statements replace."""
-    return {oid: (name, before) for oid, (name, before) in identities.items() if whole_identity(name) in missing}
+    return {
+        oid: (name, before) for oid, (name, before) in identities.items() if full_identity_statement(name) in missing
+    }
 
 
-def _way_back(asked: dict[str, Identities]) -> str:
+def _format_way_back(asked: dict[str, Identities]) -> str:
     back = [
         f"ALTER TABLE {name} REPLICA IDENTITY {before}" for each in asked.values() for name, before in each.values()
     ]
     return f" way_back={'; '.join(back)!r}" if back else ""
 
 
-class _Looked(msgspec.Struct, frozen=True):
+class _DatabaseCheck(msgspec.Struct, frozen=True):
     """Result of a check. `line`: a sentence about the database. `able`: tables that can be captured, possibly after a
     change of identity. `objected`: objections of publications to the others.
     """
@@ -124,14 +130,16 @@ class _Looked(msgspec.Struct, frozen=True):
     objected: list[Objection]
 
 
-async def _looked_at(wire: Wire, config: CaptureConfig) -> _Looked:
+async def _check_database(wire: PgConnection, config: CaptureConfig) -> _DatabaseCheck:
     facts, found = await check_server(wire, config), await list_tables(wire)
-    objected = await objections(wire, config)
-    choice = resolve(config.tables, found, wire.server_version, whole=config.whole, objections=objected)
-    wanted = resolve(config.tables, found, wire.server_version).tables
+    objected = await find_objections(wire, config)
+    choice = choose_tables(
+        config.tables, found, wire.server_version, whole=config.requires_full_identity, objections=objected
+    )
+    wanted = choose_tables(config.tables, found, wire.server_version).tables
     refusing = {oid: each for oid, each in objected.items() if each.refuses}
     left = f", not captured: {', '.join(sorted(choice.refused))}" if choice.refused else ""
-    return _Looked(
+    return _DatabaseCheck(
         f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}",
         tuple(table for table in wanted if table.oid not in refusing),
         [refusing[table.oid] for table in wanted if table.oid in refusing],

@@ -48,13 +48,25 @@ import msgspec
 import structlog
 
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.capture.catalog.foreign_publications import Failing, failing, objections
-from tidemill.capture.catalog.table_discovery import GENERATED_PUBLISHED, STATEMENTS, TableInfo, keyless
+from tidemill.capture.catalog.foreign_publications import IdentityFailure, find_identity_failures, find_objections
+from tidemill.capture.catalog.table_discovery import (
+    GENERATED_PUBLISHED,
+    MAX_STATEMENTS_SHOWN,
+    TableInfo,
+    find_keyless_identities,
+)
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
+from tidemill.capture.postgres.connection import PgConnection, identifier, literal, qualified_identifier
 from tidemill.capture.postgres.errors import SqlError
-from tidemill.capture.setup.blockers import Blocker, table_holder, writers
-from tidemill.capture.setup.statements import add_table, creation, statements, target, whole_identity, with_generated
+from tidemill.capture.setup.blockers import Blocker, find_table_blocker, find_writers
+from tidemill.capture.setup.statements import (
+    add_table_statement,
+    create_publication_statement,
+    find_missing_statements,
+    full_identity_statement,
+    generated_columns_statement,
+    publication_target,
+)
 
 log = structlog.get_logger()
 
@@ -62,10 +74,10 @@ LOCK_TIMEOUT_MS = 50
 LOCK_PAUSE_S = 1.0
 LOCK_ATTEMPTS = 5
 """Attempts to lock one table while tables are copied. After that the table is refused, and retried later."""
-SETTLE_LOOK_S = 0.1
-SETTLE_LOOKS = 4
+SETTLE_POLL_S = 0.1
+SETTLE_POLLS = 4
 """Number of checks for writers of a published table, per attempt."""
-LOCKED = ("55P03", "40P01")
+LOCK_SQLSTATES = ("55P03", "40P01")
 """lock_not_available, deadlock_detected"""
 
 
@@ -84,7 +96,7 @@ class SetupRequiredError(InvalidError):
     """A table lacks something that its capture needs and must not (manual) or cannot set up itself."""
 
     def __init__(self, table: TableInfo, statements: Sequence[str]) -> None:
-        some = statements[:STATEMENTS]
+        some = statements[:MAX_STATEMENTS_SHOWN]
         rest = f" and {len(statements) - len(some)} more, see `tidemill doctor`" if len(some) < len(statements) else ""
         super().__init__(
             f"the table is not prepared for its capture, which must not prepare it itself: table={table.name}"
@@ -93,7 +105,7 @@ class SetupRequiredError(InvalidError):
         )
 
 
-class Entry(NamedTuple):
+class PublishedTable(NamedTuple):
     """A table in the publication: its name in SQL, and the catalogue rows that publish it."""
 
     name: str
@@ -107,7 +119,7 @@ class IdentityConflictError(InvalidError):
 class IdentityRequiredError(InvalidError):
     """`publications` make UPDATE or DELETE of a relation fail with the identity that was to be restored."""
 
-    def __init__(self, relation: str, before: str, found: Sequence[Failing]) -> None:
+    def __init__(self, relation: str, before: str, found: Sequence[IdentityFailure]) -> None:
         self.publications = {each.publication for each in found}
         super().__init__(
             f"an UPDATE or DELETE would fail with the original identity: relation={relation} identity={before!r}"
@@ -116,7 +128,7 @@ class IdentityRequiredError(InvalidError):
         )
 
 
-class Published(msgspec.Struct, frozen=True):
+class PublishResult(msgspec.Struct, frozen=True):
     """Result of publishing tables. `newly`: oids that were not published before. `failed`: error of each table that
     failed, by name.
     """
@@ -125,7 +137,9 @@ class Published(msgspec.Struct, frozen=True):
     failed: dict[str, TidemillError]
 
 
-async def published_tables(wire: Wire, publication: str, *, manual: bool = False) -> dict[int, Entry] | None:
+async def read_published_tables(
+    wire: PgConnection, publication: str, *, manual: bool = False
+) -> dict[int, PublishedTable] | None:
     """Return the tables of the publication by oid; None if there is no such publication.
 
     Raises InvalidError if the publication is unsuitable: it lacks operations, or does not publish through the partition
@@ -142,11 +156,15 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
         raise InvalidError(
             f"a publication of this name exists with other options: publication={publication}.",
             fix=f"Run DROP PUBLICATION {identifier(publication)}; "
-            + (f"{creation(publication, wire.server_version)};" if manual else "it is created again as needed."),
+            + (
+                f"{create_publication_statement(publication, wire.server_version)};"
+                if manual
+                else "it is created again as needed."
+            ),
         )
     if rows[0][3] != "t":
         # Created by an older version, or before the server was upgraded.
-        statement = with_generated(publication)
+        statement = generated_columns_statement(publication)
         if manual:
             raise InvalidError(
                 f"the publication lacks generated columns, and its capture is manual: publication={publication}.",
@@ -160,15 +178,15 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
         f" WHERE p.pubname = {literal(publication)}"
     )
     return {
-        int(oid or 0): Entry(
-            ("" if kind == "p" else "ONLY ") + qualified(schema or "", table or ""),
+        int(oid or 0): PublishedTable(
+            ("" if kind == "p" else "ONLY ") + qualified_identifier(schema or "", table or ""),
             tuple(int(each or 0) for each in by),
         )
         for oid, schema, table, kind, *by in tables
     }
 
 
-async def unpublished(wire: Wire, publication: str, oids: Collection[int]) -> set[int]:
+async def find_unpublished(wire: PgConnection, publication: str, oids: Collection[int]) -> set[int]:
     """Return those of these tables that exist and are not in the publication, as of one moment. Dropping a table
     removes it from the database and the publication atomically, but possibly between two queries.
     """
@@ -182,17 +200,17 @@ async def unpublished(wire: Wire, publication: str, oids: Collection[int]) -> se
     return {int(oid or 0) for (oid,) in rows}
 
 
-def not_published(publication: str, version: int) -> InvalidError:
+def not_published_error(publication: str, version: int) -> InvalidError:
     """Return the error for a manual capture without a publication, which must not create one."""
     return InvalidError(
         f"there is no publication, and its capture is manual: publication={publication}.",
-        fix=f"Run {creation(publication, version)}; and then what `tidemill doctor` prints.",
+        fix=f"Run {create_publication_statement(publication, version)}; and then what `tidemill doctor` prints.",
     )
 
 
-async def create_publication(wire: Wire, publication: str) -> None:
+async def create_publication(wire: PgConnection, publication: str) -> None:
     """Create the publication without tables. Raises InvalidError if the role lacks the privilege."""
-    statement = creation(publication, wire.server_version)
+    statement = create_publication_statement(publication, wire.server_version)
     try:
         await wire.query(statement)
     except InvalidError as error:
@@ -205,22 +223,22 @@ async def create_publication(wire: Wire, publication: str) -> None:
 
 Identities = dict[int, tuple[str, str]]
 """oid → (its name in SQL, its identity in SQL)"""
-Note = Callable[[str, Identities], Awaitable[None]]
+StoreIdentities = Callable[[str, Identities], Awaitable[None]]
 """note(table, the identities of it and its partitions): store them durably. May raise UnknownOutcomeError."""
 
 
-async def publish(
-    wire: Wire,
+async def publish_tables(
+    wire: PgConnection,
     config: CaptureConfig,
     tables: Sequence[TableInfo],
     published: Collection[int],
     *,
     attempts: int,
-    note: Note,
+    note: StoreIdentities,
     settle: Container[int] = (),
-    asked: Note | None = None,
+    asked: StoreIdentities | None = None,
     done: Callable[[int], None] = lambda _: None,
-) -> Published:
+) -> PublishResult:
     """Publish each table that is not yet published, with a full identity. `settle`: oids of tables that are about to be
     copied although they are already published. `asked`: like `note`, for tables whose identity an administrator has to
     set. `done(n)`: the nth table begins. Raises only if the connection breaks, and the errors of `note` and `asked`.
@@ -232,7 +250,7 @@ async def publish(
         try:
             locked = await _publish_table(wire, config, table, table.oid in published, attempts, note, asked)
             if not locked and table.oid in settle:
-                await _settle(wire, table, attempts)
+                await _wait_for_writers(wire, table, attempts)
         except UnavailableError as error:
             if not isinstance(error, SqlError | TableLockedError):
                 raise
@@ -241,25 +259,27 @@ async def publish(
             raise  # it is unknown what was stored: not an error of PostgreSQL
         except TidemillError as error:
             known = isinstance(error, SetupRequiredError | IdentityConflictError)
-            failed[table.name] = error if known else await _refused(wire, config, table, error)
+            failed[table.name] = error if known else await _explain_failure(wire, config, table, error)
         else:
             newly |= {table.oid} - {*published}
-    return Published(frozenset(newly), failed)
+    return PublishResult(frozenset(newly), failed)
 
 
-async def _refused(wire: Wire, config: CaptureConfig, table: TableInfo, error: TidemillError) -> InvalidError:
-    missing = await statements(wire, config, [table])
+async def _explain_failure(
+    wire: PgConnection, config: CaptureConfig, table: TableInfo, error: TidemillError
+) -> InvalidError:
+    missing = await find_missing_statements(wire, config, [table])
     run = f"Let the role own {table.name}, or have an administrator run: {'; '.join(missing)};" if missing else ""
     return InvalidError(
         f"the table cannot be published: table={table.name} error={error.message}", fix=run or error.fix
     )
 
 
-async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
+async def unpublish_table(wire: PgConnection, config: CaptureConfig, name: str) -> bool:
     """Remove a table from the publication (`name` as in Entry). Returns False if its lock was not available."""
     drop = f"ALTER PUBLICATION {identifier(config.publication)} DROP TABLE {name}"
     try:
-        await _once(wire, [drop])
+        await _run_transaction(wire, [drop])
     except TidemillError as error:
         if isinstance(error, UnavailableError) and not isinstance(error, SqlError):
             raise
@@ -270,70 +290,80 @@ async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
 
 
 async def _publish_table(
-    wire: Wire, config: CaptureConfig, table: TableInfo, published: bool, attempts: int, note: Note, asked: Note | None
+    wire: PgConnection,
+    config: CaptureConfig,
+    table: TableInfo,
+    published: bool,
+    attempts: int,
+    note: StoreIdentities,
+    asked: StoreIdentities | None,
 ) -> bool:
     """Publish one table. Returns True if its lock was acquired, False if nothing had to be done. Raises
     SetupRequiredError.
     """
-    name = target(table)
+    name = publication_target(table)
     for attempt in range(1, attempts + 1):
-        earlier = await not_full(wire, table.oid) if config.whole else {}
-        alter = [whole_identity(name) for name, _ in earlier.values()]
-        add = [] if published else [add_table(config.publication, table)]
+        earlier = await find_partial_identities(wire, table.oid) if config.requires_full_identity else {}
+        alter = [full_identity_statement(name) for name, _ in earlier.values()]
+        add = [] if published else [add_table_statement(config.publication, table)]
         if config.manual and (add or alter):
             if earlier and asked is not None:
                 await asked(table.name, earlier)
-            raise SetupRequiredError(table, await statements(wire, config, [table]) or [*add, *alter])
+            raise SetupRequiredError(table, await find_missing_statements(wire, config, [table]) or [*add, *alter])
         if not add and not alter:
             return False
         if earlier:
             await note(table.name, earlier)
-        sound = partial(_check_others, wire, config, table) if config.whole else partial(_check_identity, wire, table)
+        sound = (
+            partial(_check_objections, wire, config, table)
+            if config.requires_full_identity
+            else partial(_check_key_identity, wire, table)
+        )
         try:
             mode = "ACCESS EXCLUSIVE" if alter else "SHARE"
-            await _once(wire, [f"LOCK TABLE {name} IN {mode} MODE", *add, *alter], sound)
+            await _run_transaction(wire, [f"LOCK TABLE {name} IN {mode} MODE", *add, *alter], sound)
             return True
         except SqlError as error:
-            if error.sqlstate not in LOCKED:
+            if error.sqlstate not in LOCK_SQLSTATES:
                 raise
             if attempt == attempts:
-                raise TableLockedError(table, await table_holder(wire, table.oid)) from error
+                raise TableLockedError(table, await find_table_blocker(wire, table.oid)) from error
             await asyncio.sleep(LOCK_PAUSE_S)
     return False
 
 
-async def _check_others(wire: Wire, config: CaptureConfig, table: TableInfo) -> None:
+async def _check_objections(wire: PgConnection, config: CaptureConfig, table: TableInfo) -> None:
     """Check other publications under the table's lock (foreign_publications.py). Raises IdentityConflictError."""
-    objection = (await objections(wire, config)).get(table.oid)
+    objection = (await find_objections(wire, config)).get(table.oid)
     if objection is not None and objection.refuses:
         raise IdentityConflictError(objection.reason, fix=objection.fix)
 
 
-async def _check_identity(wire: Wire, table: TableInfo) -> None:
+async def _check_key_identity(wire: PgConnection, table: TableInfo) -> None:
     """Check the identity under the table's lock. Raises SetupRequiredError if an UPDATE or DELETE would not identify
     its row.
     """
-    missing = (await keyless(wire, [table.oid])).values()
+    missing = (await find_keyless_identities(wire, [table.oid])).values()
     if missing:
         raise SetupRequiredError(table, [statement for each in missing for statement in each])
 
 
-async def _settle(wire: Wire, table: TableInfo, attempts: int) -> None:
+async def _wait_for_writers(wire: PgConnection, table: TableInfo, attempts: int) -> None:
     """Wait until all transactions that wrote to the table at the beginning have ended. Raises TableLockedError, sooner
     than for a lock, because no session waits behind this, and it is retried as soon as the reported blocker is gone
     (table_adder.py).
     """
-    behind = await writers(wire, table.oid)
-    for _ in range(attempts * SETTLE_LOOKS):
+    behind = await find_writers(wire, table.oid)
+    for _ in range(attempts * SETTLE_POLLS):
         if not behind:
             return
-        await asyncio.sleep(SETTLE_LOOK_S)
-        behind &= await writers(wire, table.oid)
+        await asyncio.sleep(SETTLE_POLL_S)
+        behind &= await find_writers(wire, table.oid)
     if behind:
-        raise TableLockedError(table, await table_holder(wire, table.oid))
+        raise TableLockedError(table, await find_table_blocker(wire, table.oid))
 
 
-async def not_full(wire: Wire, oid: int) -> Identities:
+async def find_partial_identities(wire: PgConnection, oid: int) -> Identities:
     """Return the table and its partitions that do not log whole old rows (WAL uses the identity of the partition)."""
     rows = await wire.query(
         f"WITH RECURSIVE tree(oid) AS (SELECT {oid}::oid UNION ALL"
@@ -347,12 +377,12 @@ async def not_full(wire: Wire, oid: int) -> Identities:
     )
     # If its index was dropped, a table acts as with NOTHING; DEFAULT is the identity that works.
     return {
-        int(found or 0): (qualified(schema or "", name or ""), before or "DEFAULT")
+        int(found or 0): (qualified_identifier(schema or "", name or ""), before or "DEFAULT")
         for found, schema, name, before in rows
     }
 
 
-async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
+async def restore_identity(wire: PgConnection, oid: int, before: str, *, attempts: int) -> str:
     """Restore the identity that a table or partition had, and return its present name in SQL. Returns "" if nothing has
     to be restored: it was dropped, or another client set another identity. Raises IdentityRequiredError, and SqlError
     if its lock is not available, or PostgreSQL rejects the identity.
@@ -364,27 +394,29 @@ async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
         )
         if not rows:
             return ""
-        name = qualified(rows[0][0] or "", rows[0][1] or "")
-        check = partial(_check_needed, wire, oid, name, before)
+        name = qualified_identifier(rows[0][0] or "", rows[0][1] or "")
+        check = partial(_check_identity_allowed, wire, oid, name, before)
         await check()  # no session waits behind this check
         try:
             lock = f"LOCK TABLE ONLY {name} IN ACCESS EXCLUSIVE MODE"
-            await _once(wire, [lock, f"ALTER TABLE ONLY {name} REPLICA IDENTITY {before}"], check)
+            await _run_transaction(wire, [lock, f"ALTER TABLE ONLY {name} REPLICA IDENTITY {before}"], check)
             return name
         except SqlError as error:
-            if error.sqlstate not in LOCKED or attempt == attempts:
+            if error.sqlstate not in LOCK_SQLSTATES or attempt == attempts:
                 raise
             await asyncio.sleep(LOCK_PAUSE_S)
     return ""
 
 
-async def _check_needed(wire: Wire, oid: int, name: str, before: str) -> None:
-    found = await failing(wire, [(oid, before)])
+async def _check_identity_allowed(wire: PgConnection, oid: int, name: str, before: str) -> None:
+    found = await find_identity_failures(wire, [(oid, before)])
     if found:
         raise IdentityRequiredError(name, before, found)
 
 
-async def _once(wire: Wire, statements: Sequence[str], sound: Callable[[], Awaitable[None]] | None = None) -> None:
+async def _run_transaction(
+    wire: PgConnection, statements: Sequence[str], sound: Callable[[], Awaitable[None]] | None = None
+) -> None:
     """Run one transaction that waits for each lock for at most LOCK_TIMEOUT_MS. `sound` is called after the first
     statement, and raises if the others must not run.
     """

@@ -18,16 +18,16 @@ import structlog
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire, identifier, literal
+from tidemill.capture.postgres.connection import PgConnection, identifier, literal
 from tidemill.capture.postgres.errors import LockHeldError, SlotLostError
-from tidemill.capture.postgres.pg_snapshot import since
+from tidemill.capture.postgres.pg_snapshot import xid_condition
 
 log = structlog.get_logger()
 
 OLDEST_VERSION = 140_000
 FAILOVER_VERSION = 170_000
 INVALIDATION_VERSION = 170_000
-_CURES = {
+_REMEDIES = {
     "idle_timeout": "Raise idle_replication_slot_timeout.",
     "wal_level_insufficient": "Set wal_level = logical.",
     "rows_removed": "Set hot_standby_feedback = on at the standby.",
@@ -65,7 +65,7 @@ class SlotState(msgspec.Struct, frozen=True):
     """Reason of the invalidation, as PostgreSQL 17 and newer report it"""
 
 
-async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
+async def check_server(wire: PgConnection, config: CaptureConfig) -> ServerFacts:
     """Check the settings of the server and the privileges of the role. Raises InvalidError, which names the missing
     setting or privilege and the statement that sets it, and UnavailableError.
     """
@@ -116,16 +116,16 @@ async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
     return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0))
 
 
-def lock_key(config: CaptureConfig) -> int:
+def advisory_lock_key(config: CaptureConfig) -> int:
     return zlib.crc32(config.slot.encode()) & 0x7FFF_FFFF
 
 
-async def try_lock(wire: Wire, config: CaptureConfig) -> bool:
+async def try_advisory_lock(wire: PgConnection, config: CaptureConfig) -> bool:
     """Acquire the session's advisory lock; False while another session has it. It is released with the connection."""
-    return await wire.value(f"SELECT pg_try_advisory_lock({ADVISORY_CLASS}, {lock_key(config)})") == "t"
+    return await wire.value(f"SELECT pg_try_advisory_lock({ADVISORY_CLASS}, {advisory_lock_key(config)})") == "t"
 
 
-async def slot_state(wire: Wire, slot: str) -> SlotState | None:
+async def read_slot_state(wire: PgConnection, slot: str) -> SlotState | None:
     """Return the state of the slot, or None if it does not exist."""
     rows = await wire.query(
         "SELECT confirmed_flush_lsn, active_pid, wal_status, pg_current_wal_lsn() - restart_lsn, safe_wal_size,"
@@ -149,7 +149,7 @@ async def slot_state(wire: Wire, slot: str) -> SlotState | None:
     )
 
 
-def start_over(config: CaptureConfig) -> str:
+def start_over_instruction(config: CaptureConfig) -> str:
     """Return the instruction for an operator after a gap in the stream: without its publication a capture copies all
     tables again.
     """
@@ -158,7 +158,7 @@ def start_over(config: CaptureConfig) -> str:
     )
 
 
-def is_good(state: SlotState | None) -> bool:
+def is_slot_usable(state: SlotState | None) -> bool:
     """Return whether the slot exists and retains all WAL after its confirmed LSN."""
     return state is not None and state.wal_status != "lost" and bool(state.confirmed_lsn)
 
@@ -168,19 +168,19 @@ def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
     if state is None:
         raise SlotLostError(
             f"the replication slot does not exist: slot={config.slot}.",
-            fix=f"Changes since are not in the stream. {start_over(config)}",
+            fix=f"Changes since are not in the stream. {start_over_instruction(config)}",
         )
-    if not is_good(state):
+    if not is_slot_usable(state):
         why = f" reason={state.invalidated}" if state.invalidated else ""
-        cure = _CURES.get(state.invalidated, "Raise max_slot_wal_keep_size.")
+        cure = _REMEDIES.get(state.invalidated, "Raise max_slot_wal_keep_size.")
         raise SlotLostError(
             f"PostgreSQL invalidated the replication slot: slot={config.slot} wal_status={state.wal_status}{why}.",
-            fix=f"{cure} {start_over(config)}",
+            fix=f"{cure} {start_over_instruction(config)}",
         )
     return state
 
 
-async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
+async def create_slot(wire: PgConnection, config: CaptureConfig) -> SlotState:
     """Create the slot, which waits for running transactions. A left-over slot of the same name is dropped first.
 
     The initial catalogue snapshot of PostgreSQL's decoder (seen on 18.6, snapbuild.c) omits what a transaction changed
@@ -197,7 +197,7 @@ async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
             f"another database of this server has a slot of this name: slot={config.slot} database={database}.",
             fix="Rename the capture, or drop that slot if nothing uses it.",
         )
-    left = await slot_state(wire, config.slot)
+    left = await read_slot_state(wire, config.slot)
     if left is not None and left.active_pid is not None:
         raise LockHeldError(f"the replication slot is in use: slot={config.slot} pid={left.active_pid}.")
     if left is not None:
@@ -206,20 +206,20 @@ async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
     for attempt in range(1, SLOT_ATTEMPTS + 1):
         began = await wire.value("SELECT pg_snapshot_xmax(pg_current_snapshot())")
         await wire.query(f"SELECT pg_create_logical_replication_slot({literal(config.slot)}, 'pgoutput'{failover})")
-        changed = await _changed_since(wire, began or "")
+        changed = await _find_relations_changed_since(wire, began or "")
         if not changed:
             break
         log.info("tables changed while the slot was created", capture=config.name, tables=changed, attempt=attempt)
         if attempt < SLOT_ATTEMPTS:
             await wire.query(f"SELECT pg_drop_replication_slot({literal(config.slot)})")
-    return check_slot(config, await slot_state(wire, config.slot))
+    return check_slot(config, await read_slot_state(wire, config.slot))
 
 
-async def _changed_since(wire: Wire, xid: str) -> list[str]:
+async def _find_relations_changed_since(wire: PgConnection, xid: str) -> list[str]:
     """Return a few of the relations of this database that a transaction not older than `xid` created, rewrote or
     altered. Temporary relations are not in WAL.
     """
-    newer = since("xmin", xid)
+    newer = xid_condition("xmin", xid)
     rows = await wire.query(
         "SELECT oid::regclass::text FROM pg_class c WHERE relpersistence <> 't' AND relkind IN ('r', 'p', 'm', 't')"
         f" AND ({newer} OR EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND {newer}))"
@@ -228,6 +228,6 @@ async def _changed_since(wire: Wire, xid: str) -> list[str]:
     return [name or "" for (name,) in rows]
 
 
-async def heartbeat(wire: Wire) -> None:
+async def emit_heartbeat(wire: PgConnection) -> None:
     """Commit a transaction with only an empty message: it passes through every stage and lets an idle slot advance."""
     await wire.query("SELECT pg_logical_emit_message(true, 'tidemill', '')")

@@ -15,18 +15,18 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire, literal
-from tidemill.capture.postgres.control_connection import Answers, Control
+from tidemill.capture.postgres.connection import PgConnection, literal
+from tidemill.capture.postgres.control_connection import ControlConnection, OpenQueries
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.postgres.replication_stream import ReplicationStream
-from tidemill.capture.setup.blockers import Blocker, lock_holder, slot_holder
-from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key, try_lock
+from tidemill.capture.setup.blockers import Blocker, find_lock_holder, find_slot_holder
+from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key, try_advisory_lock
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 
 log = structlog.get_logger()
 
-POLL_S = 0.5
-DEPOSED_S = 2.0
+LOCK_POLL_S = 0.5
+END_PREDECESSOR_AFTER_S = 2.0
 """Waiting time before a predecessor is ended. A running process that lost the capture's lease ends its session on its
 own in less time.
 """
@@ -37,29 +37,33 @@ _OBJECT_IN_USE = "55006"
 _SESSION = "pid || ' ' || extract(epoch FROM backend_start)"
 
 
-async def take_lock(
-    control: Control, config: CaptureConfig, catalogue: Catalogue, clock: Clock, wait: Callable[[Blocker | None], None]
+async def acquire_lock(
+    control: ControlConnection,
+    config: CaptureConfig,
+    catalogue: Catalogue,
+    clock: Clock,
+    wait: Callable[[Blocker | None], None],
 ) -> None:
     """Wait until no other session captures under this name. `wait` is called with the session that does."""
     began_s = clock.monotonic_s()
-    while not await control.ask(lambda wire: try_lock(wire, config)):
-        holder = await control.ask(lambda wire: lock_holder(wire, ADVISORY_CLASS, lock_key(config)))
+    while not await control.run(lambda wire: try_advisory_lock(wire, config)):
+        holder = await control.run(lambda wire: find_lock_holder(wire, ADVISORY_CLASS, advisory_lock_key(config)))
         wait(holder)
-        if clock.monotonic_s() - began_s >= DEPOSED_S:
+        if clock.monotonic_s() - began_s >= END_PREDECESSOR_AFTER_S:
             row = await catalogue.get(CaptureRow, config.name)
             # A restored row may belong to a cluster that is still running.
             known = row.session if row is not None and not row.restored else ""
-            ended = bool(known) and await control.ask(partial(end_session, config=config, session=known))
+            ended = bool(known) and await control.run(partial(end_session, config=config, session=known))
             if ended:
                 log.warning("the previous capture session was ended", capture=config.name, held_by=str(holder))
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(LOCK_POLL_S)
 
 
-async def start_when_free(
+async def start_stream_when_free(
     stream: ReplicationStream,
-    control: Control,
+    control: ControlConnection,
     config: CaptureConfig,
-    answers: Answers,
+    answers: OpenQueries,
     wait: Callable[[Blocker | None], None],
 ) -> None:
     """Start the stream once the slot is free: a predecessor's walsender may outlive its client for a moment. Raises
@@ -68,22 +72,22 @@ async def start_when_free(
     for attempt in range(1, SLOT_ATTEMPTS + 1):
         try:
             # The answer to START_REPLICATION takes no longer than any other.
-            with answers.expected("the start of the stream"):
+            with answers.track("the start of the stream"):
                 await stream.start(config.slot, config.publication)
             return
         except SqlError as error:
             if error.sqlstate != _OBJECT_IN_USE or attempt == SLOT_ATTEMPTS:
                 raise
-            wait(await control.ask(lambda wire: slot_holder(wire, config.slot)))
+            wait(await control.run(lambda wire: find_slot_holder(wire, config.slot)))
             await asyncio.sleep(SLOT_POLL_S)
 
 
-async def own_session(wire: Wire) -> str:
+async def read_own_session(wire: PgConnection) -> str:
     """Return the id of this session, in the form of CaptureRow.session. It is unique on the server at all times."""
     return await wire.value(f"SELECT {_SESSION} FROM pg_stat_activity WHERE pid = pg_backend_pid()") or ""
 
 
-async def end_session(wire: Wire, config: CaptureConfig, session: str) -> bool:
+async def end_session(wire: PgConnection, config: CaptureConfig, session: str) -> bool:
     """End this session if it holds the capture's lock, and what its process streams from the capture's slot. Returns
     True if it was found. The caller has the capture's lease, and `session` is the previous owner of it: a frozen or
     disconnected process whose connections PostgreSQL believes to be alive. Raises SqlError if the role lacks the
@@ -92,7 +96,7 @@ async def end_session(wire: Wire, config: CaptureConfig, session: str) -> bool:
     rows = await wire.query(
         f"WITH before AS (SELECT a.* FROM pg_stat_activity a JOIN pg_locks l USING (pid) WHERE {_SESSION} ="
         f" {literal(session)} AND locktype = 'advisory' AND granted AND objsubid = 2"
-        f" AND classid::bigint = {ADVISORY_CLASS} AND objid::bigint = {lock_key(config)})"
+        f" AND classid::bigint = {ADVISORY_CLASS} AND objid::bigint = {advisory_lock_key(config)})"
         " SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity a, before WHERE a.pid = before.pid OR"
         # By the word that identifies the process (connection.application_name).
         " (split_part(a.application_name, ' ', 2) = split_part(before.application_name, ' ', 2)"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from tidemill.capture.catalog.table_discovery import GENERATED_PUBLISHED, TableInfo
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
+from tidemill.capture.postgres.connection import PgConnection, identifier, literal, qualified_identifier
 
-_TABLES = """
+_TABLES_SQL = """
 SELECT c.oid, pg_has_role(c.relowner, 'USAGE'), has_table_privilege(c.oid, 'SELECT'),
        has_schema_privilege(c.relnamespace, 'USAGE'),
        EXISTS (SELECT FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
@@ -19,7 +19,7 @@ SELECT c.oid, pg_has_role(c.relowner, 'USAGE'), has_table_privilege(c.oid, 'SELE
   FROM pg_class c WHERE c.oid IN ({oids})
 """
 
-_DENIED = """
+_DENIED_PARTITIONS_SQL = """
 SELECT DISTINCT n.nspname, c.relname, has_schema_privilege(n.oid, 'USAGE'), has_table_privilege(c.oid, 'SELECT')
   FROM unnest(ARRAY[{oids}]::oid[]) o, LATERAL pg_partition_tree(o) t JOIN pg_class c ON c.oid = t.relid
   JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -29,7 +29,7 @@ SELECT DISTINCT n.nspname, c.relname, has_schema_privilege(n.oid, 'USAGE'), has_
 """
 """Partitions that the role may not read directly, as it has to for a new one (table_discovery.came_with_rows)."""
 
-_PARTIAL = """
+_PARTIAL_IDENTITIES_SQL = """
 SELECT DISTINCT n.nspname, c.relname
   FROM unnest(ARRAY[{oids}]::oid[]) o, LATERAL (SELECT o UNION SELECT relid FROM pg_partition_tree(o)) t(oid)
   JOIN pg_class c USING (oid) JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -37,26 +37,26 @@ SELECT DISTINCT n.nspname, c.relname
 """
 
 
-def target(table: TableInfo) -> str:
+def publication_target(table: TableInfo) -> str:
     """Return the table as SQL names it in a publication. Without ONLY, tables that inherit from this one would be
     published too, without an identity.
     """
-    return ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
+    return ("" if table.kind == "p" else "ONLY ") + qualified_identifier(table.schema, table.table)
 
 
-def add_table(publication: str, table: TableInfo) -> str:
-    return f"ALTER PUBLICATION {identifier(publication)} ADD TABLE {target(table)}"
+def add_table_statement(publication: str, table: TableInfo) -> str:
+    return f"ALTER PUBLICATION {identifier(publication)} ADD TABLE {publication_target(table)}"
 
 
-def whole_identity(relation: str) -> str:
+def full_identity_statement(relation: str) -> str:
     return f"ALTER TABLE {relation} REPLICA IDENTITY FULL"
 
 
-def with_generated(publication: str) -> str:
+def generated_columns_statement(publication: str) -> str:
     return f"ALTER PUBLICATION {identifier(publication)} SET (publish_generated_columns = stored)"
 
 
-def creation(publication: str, version: int) -> str:
+def create_publication_statement(publication: str, version: int) -> str:
     """Return the statement that creates the publication, without tables."""
     options = "publish = 'insert, update, delete, truncate', publish_via_partition_root = true"
     if version >= GENERATED_PUBLISHED:
@@ -64,7 +64,7 @@ def creation(publication: str, version: int) -> str:
     return f"CREATE PUBLICATION {identifier(publication)} WITH ({options})"
 
 
-async def statements(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo]) -> list[str]:
+async def find_missing_statements(wire: PgConnection, config: CaptureConfig, tables: Sequence[TableInfo]) -> list[str]:
     """Return the statements for an administrator, in order; [] = the role can execute all of them itself, or all is
     done. `tables` can be captured (resolve). If identities are used unchanged and the one of a table lacks the key,
     the first statement corrects that.
@@ -81,37 +81,37 @@ async def statements(wire: Wire, config: CaptureConfig, tables: Sequence[TableIn
     may_create = may_create and not config.manual
     may_alter = (found[0][0] == "t" if found else may_create) and not config.manual
     oids = ", ".join(str(table.oid) for table in tables)
-    query = _TABLES.format(publication=literal(config.publication), oids=oids)
+    query = _TABLES_SQL.format(publication=literal(config.publication), oids=oids)
     known = {int(oid or 0): [each == "t" for each in rest] for oid, *rest in await wire.query(query)}
     by_oid = [(table, known[table.oid]) for table in tables if table.oid in known]
-    denied = await wire.query(_DENIED.format(oids=oids))
+    denied = await wire.query(_DENIED_PARTITIONS_SQL.format(oids=oids))
     unusable = {table.schema for table, (_, _, usable, _) in by_oid if not usable}
     unusable |= {schema or "" for schema, _, usable, _ in denied if usable != "t"}
     out = [f"GRANT USAGE ON SCHEMA {identifier(schema)} TO {role}" for schema in sorted(unusable)]
     out += [
-        f"GRANT SELECT ON {qualified(table.schema, table.table)} TO {role}"
+        f"GRANT SELECT ON {qualified_identifier(table.schema, table.table)} TO {role}"
         for table, (_, readable, _, _) in by_oid
         if not readable
     ]
     out += [
-        f"GRANT SELECT ON {qualified(schema or '', name or '')} TO {role}"
+        f"GRANT SELECT ON {qualified_identifier(schema or '', name or '')} TO {role}"
         for schema, name, _, readable in denied
         if readable != "t"
     ]
     if not found and not may_create:
-        out.append(creation(config.publication, wire.server_version))
+        out.append(create_publication_statement(config.publication, wire.server_version))
     elif found and found[0][1] != "t" and not may_alter:
-        out.append(with_generated(config.publication))
-    if not config.whole:
+        out.append(generated_columns_statement(config.publication))
+    if not config.requires_full_identity:
         # Before it is published, because afterwards its UPDATEs and DELETEs would fail.
         out += [table.lacking for table in tables if table.lacking]
     out += [
-        add_table(config.publication, table)
+        add_table_statement(config.publication, table)
         for table, (owned, _, _, published) in by_oid
         if not published and not (owned and may_alter)
     ]
-    if not config.whole:
+    if not config.requires_full_identity:
         return out
     mine = "true" if config.manual else "NOT pg_has_role(c.relowner, 'USAGE')"
-    partial = await wire.query(_PARTIAL.format(oids=oids, mine=mine))
-    return out + [whole_identity(qualified(schema or "", name or "")) for schema, name in partial]
+    partial = await wire.query(_PARTIAL_IDENTITIES_SQL.format(oids=oids, mine=mine))
+    return out + [full_identity_statement(qualified_identifier(schema or "", name or "")) for schema, name in partial]

@@ -21,27 +21,27 @@ from __future__ import annotations
 import msgspec
 
 
-class Chunks(msgspec.Struct, frozen=True):
+class ChunkPlan(msgspec.Struct, frozen=True):
     step_blocks: int
     count: int
 
-    def condition(self, number: int) -> str:
+    def sql_condition(self, number: int) -> str:
         """Return the SQL condition of the rows of a chunk; "" = all."""
         low = f"ctid >= '({number * self.step_blocks},0)'" if number else ""
         high = f"ctid < '({(number + 1) * self.step_blocks},0)'" if number + 1 < self.count else ""
         return " AND ".join(filter(None, (low, high)))
 
 
-def cut(blocks: int, longest: int, chunk_blocks: int) -> Chunks:
+def plan_chunks(blocks: int, longest: int, chunk_blocks: int) -> ChunkPlan:
     """Cut a table into chunks of about `chunk_blocks`. `blocks`: total of the table and its partitions. `longest`:
     blocks of its longest partition.
     """
     wanted = max(1, -(-blocks // chunk_blocks))
     step = max(1, -(-longest // wanted))
-    return Chunks(step, max(1, -(-longest // step)))
+    return ChunkPlan(step, max(1, -(-longest // step)))
 
 
-class Prefix:
+class CompletedPrefix:
     """Number of completed chunks from the first one on, and of their rows. Chunks may complete in any order."""
 
     def __init__(self, done: int, rows: int) -> None:

@@ -41,29 +41,30 @@ from tidemill.base.errors import (
     UnavailableError,
 )
 from tidemill.base.runtime.coop import CoopBudget
-from tidemill.base.runtime.tasks import Tasks, sentence
-from tidemill.capture.catalog.schema_versions import types_as
+from tidemill.base.runtime.tasks import Tasks, error_sentence
+from tidemill.capture.catalog.schema_versions import serialize_types
 from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire, server
-from tidemill.capture.postgres.errors import may_pass
-from tidemill.capture.snapshot.chunks import Chunks, Prefix, cut
-from tidemill.capture.snapshot.exported_snapshot import Snapshot
-from tidemill.capture.snapshot.throttle import Throttle
+from tidemill.capture.postgres.connection import PgConnection, server_address
+from tidemill.capture.postgres.errors import is_transient
+from tidemill.capture.snapshot.chunks import ChunkPlan, CompletedPrefix, plan_chunks
+from tidemill.capture.snapshot.exported_snapshot import ExportedSnapshot
+from tidemill.capture.snapshot.throttle import CopyThrottle
 from tidemill.capture.tables.copy_progress import SnapshotProgress
-from tidemill.capture.tables.table_setup import columns_of, refusal_of, says_whole_rows
+from tidemill.capture.tables.table_setup import captured_columns_of, has_whole_rows, refusal_for
 from tidemill.capture.tables.table_states import TableStates
+from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.partition_writer import PartitionWriter
-from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow, TableCopy, TableSnapshot
 from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 
 RECORD_S = 1.0
-LEAST_LEFT_SHARE = 1 / 3
+MIN_REMAINING_SHARE = 1 / 3
 """Share of copy_aside_after_s: a copy that needs less time than this is finished without another session."""
-MOST_ROWS = 2048
+MAX_ROWS_PER_TURN = 2048
 """Rows encoded per turn of the event loop, which the stream of the other tables shares."""
 BACKLOG_BYTES = 2 << 20
 """Limit of bytes that wait to become durable. Writes of the stream for other tables queue behind them."""
@@ -73,7 +74,7 @@ class CopyPreemptedError(UnavailableError):
     """End of a copy that the next session resumes with a side topic."""
 
 
-class _Table:
+class _TableCopyTask:
     """Copy of one table. `plan` is its state when this session began with it."""
 
     def __init__(self, table: TableInfo, target: CapturedTable, plan: TableCopy, *, tells: bool) -> None:
@@ -82,37 +83,37 @@ class _Table:
         self.plan = plan
         self.tells = tells
         """True if completed chunks are recorded, which requires whole rows in the stream (chunks.py)."""
-        self.chunks = Chunks(plan.step_blocks, plan.count)
-        self.durable = Prefix(plan.done, plan.rows)
+        self.chunks = ChunkPlan(plan.step_blocks, plan.count)
+        self.durable = CompletedPrefix(plan.done, plan.rows)
         self.failed = False
         self._written: deque[tuple[int, int, list[tuple[PartitionWriter, int]]]] = deque()
 
-    def wrote(self, number: int, rows: int) -> None:
+    def record_written_chunk(self, number: int, rows: int) -> None:
         """Note the next offsets of the partitions after the last row of a chunk was written."""
         self._written.append((number, rows, [(lane, lane.next) for lane in self.target.lanes]))
 
-    def settle(self) -> None:
+    def collect_durable_chunks(self) -> None:
         """Move written chunks whose records are durable to `durable`. Records of a partition land in order, so chunks
         become durable in the order in which they were completed.
         """
-        while self._written and all(lane.expected >= end for lane, end in self._written[0][2]):
+        while self._written and all(lane.expected_high_watermark >= end for lane, end in self._written[0][2]):
             number, rows, _ = self._written.popleft()
             self.durable.add(number, rows)
 
     @property
-    def reopens(self) -> bool:
+    def can_be_resumed(self) -> bool:
         """Return whether a later session finds, in each partition, the record that opens its epoch
         (partition_writer.py). Until then no chunk is recorded, because chunks may have no rows, and partitions no keys.
         """
-        return all(lane.expected > 0 for lane in self.target.lanes)
+        return all(lane.expected_high_watermark > 0 for lane in self.target.lanes)
 
-    def now(self, lsn: int) -> TableCopy:
+    def current_state(self, lsn: int) -> TableCopy:
         """Return the state of the copy, with chunks that were read in a snapshot at `lsn`."""
         settled_lsn = max(self.plan.settled_lsn, lsn) if self.durable.done > self.plan.done else self.plan.settled_lsn
         return replace(self.plan, done=self.durable.done, rows=self.durable.rows, settled_lsn=settled_lsn)
 
 
-async def take_snapshot(
+async def copy_tables(
     config: CaptureConfig,
     tables: list[TableInfo],
     captured: dict[str, CapturedTable],
@@ -137,17 +138,17 @@ async def take_snapshot(
         opened.push_async_callback(writer.aclose)
         copied = []
         for number, table in enumerate(tables, 1):
-            progress.steps.step("opening topics", number, len(tables))
+            progress.steps.begin_table_step("opening topics", number, len(tables))
             try:
                 await writer.open_table(captured[table.name], None)
                 copied.append(table)
             except (InvalidError, CorruptError) as error:
-                await desk.refuse(table.name, refusal_of(error), table.oid)
-        copy = Copy(config, captured, writer, desk, progress, clock, gives_way=gives_way)
+                await desk.refuse_table(table.name, refusal_for(error), table.oid)
+        copy = SnapshotCopy(config, captured, writer, desk, progress, clock, gives_way=gives_way)
         return await copy.run(copied, opened) if copied else []
 
 
-class Copy:
+class SnapshotCopy:
     """Copy of several tables in one snapshot."""
 
     def __init__(
@@ -169,87 +170,87 @@ class Copy:
         self._progress = progress
         self._clock = clock
         self._pace = CoopBudget(clock)
-        self._throttle = Throttle(config.copy_rows_per_s, MOST_ROWS, clock)
-        self._tables: list[_Table] = []
-        self._source = f"postgres:{server(config.dsn)}"
+        self._throttle = CopyThrottle(config.copy_rows_per_s, MAX_ROWS_PER_TURN, clock)
+        self._tables: list[_TableCopyTask] = []
+        self._source = f"postgres:{server_address(config.dsn)}"
 
     async def run(self, tables: list[TableInfo], opened: AsyncExitStack) -> list[str]:
-        """Copy the tables; see `take_snapshot`. `opened` closes the connections."""
+        """Copy the tables; see `copy_tables`. `opened` closes the connections."""
         wire = await self._connect(opened)
-        snapshot = Snapshot(wire, tables, self._progress)
-        unread = await snapshot.begin()
+        snapshot = ExportedSnapshot(wire, tables, self._progress)
+        unread = await snapshot.open_snapshot()
         for table in tables:
             if table.name in unread:
                 await self._refuse(table, unread[table.name])
         for number, table in enumerate(snapshot.tables, 1):
-            self._progress.steps.step("planning copies", number, len(snapshot.tables))
-            planned = await self._planned(snapshot, table)
+            self._progress.steps.begin_table_step("planning copies", number, len(snapshot.tables))
+            planned = await self._plan_table(snapshot, table)
             if planned is not None:
                 self._tables.append(planned)
-                self._progress.expect(planned.plan.rows, planned.plan.count, planned.plan.done)
-        self._progress.estimate = await snapshot.estimate()
+                self._progress.add_table(planned.plan.rows, planned.plan.count, planned.plan.done)
+        self._progress.estimate = await snapshot.estimate_rows()
         self._progress.steps.end()
         await self._read_all(snapshot, wire, opened)
         await snapshot.end()
-        await self._writer.drained()
+        await self._writer.wait_drained()
         done = []
         for number, copied in enumerate(self._tables, 1):
-            self._progress.steps.step("recording copies", number, len(self._tables))
-            if await self._complete(snapshot, copied):
+            self._progress.steps.begin_table_step("recording copies", number, len(self._tables))
+            if await self._record_complete(snapshot, copied):
                 done.append(copied.info.name)
         self._progress.steps.end()
         self._progress.finish()
         log.info("snapshot complete", capture=self._config.name, tables=len(done), rows=self._progress.rows)
         return sorted(done)
 
-    async def _connect(self, opened: AsyncExitStack) -> Wire:
-        wire = await Wire.connect(self._config.dsn, purpose="snapshot", capture=self._config.name)
+    async def _connect(self, opened: AsyncExitStack) -> PgConnection:
+        wire = await PgConnection.connect(self._config.dsn, purpose="snapshot", capture=self._config.name)
         opened.push_async_callback(wire.aclose)
         return wire
 
     async def _refuse(self, table: TableInfo, error: TidemillError) -> None:
         """Refuse a table immediately, because the copy of the others may take long."""
-        await self._desk.refuse(table.name, refusal_of(error), table.oid, going_on=may_pass(error))
+        await self._desk.refuse_table(table.name, refusal_for(error), table.oid, going_on=is_transient(error))
 
     # plans ----------------------------------------------------------------------------------------
-    async def _planned(self, snapshot: Snapshot, table: TableInfo) -> _Table | None:
+    async def _plan_table(self, snapshot: ExportedSnapshot, table: TableInfo) -> _TableCopyTask | None:
         """Plan the copy of a table, new or resumed. Returns None, after refusing the table, if it no longer matches
         what was copied or described before. It then starts over.
         """
         target = self._captured[table.name]
         found = snapshot.attributes[table.oid]
         row = self._desk.rows[table.name]
-        tells = says_whole_rows(self._config, table)
-        as_begun = columns_of(snapshot.relations[table.oid]) == row.columns
+        tells = has_whole_rows(self._config, table)
+        as_begun = captured_columns_of(snapshot.relations[table.oid]) == row.columns
         if row.copy is None:
             if not as_begun:
                 why = f"the table was altered right before its copy: table={table.name}."
                 await self._refuse(table, InvalidError(why, fix="It is retried automatically."))
                 return None
-            chunks = cut(*await snapshot.blocks(table), self._config.copy_chunk_blocks)
+            chunks = plan_chunks(*await snapshot.count_blocks(table), self._config.copy_chunk_blocks)
             seen = snapshot.seen
             plan = TableCopy(
                 seen.xmin, seen.xmax, tuple(sorted(seen.in_progress)), snapshot.lsn, 0, target.topic.topic_id,
-                chunks.step_blocks, chunks.count, 0, 0, found.copied_as, found.count,
+                chunks.step_blocks, chunks.count, 0, 0, found.copy_fingerprint, found.count,
             )  # fmt: skip
-            return _Table(table, target, plan, tells=tells)
+            return _TableCopyTask(table, target, plan, tells=tells)
         plan = row.copy
-        same = as_begun and (found.copied_as, found.count) == (plan.storage, plan.attributes)
-        if not same or not tells or await snapshot.divided_since(table, plan.xmin):
+        same = as_begun and (found.copy_fingerprint, found.count) == (plan.storage, plan.attributes)
+        if not same or not tells or await snapshot.has_partition_attached_since(table, plan.xmin):
             why = f"the table was altered or rewritten while its copy was interrupted: table={table.name}."
             await self._refuse(table, InvalidError(why, fix="Its copy starts over automatically."))
             return None
         log.info("a copy is resumed", capture=self._config.name, table=table.name, chunks=plan.count, done=plan.done)
-        return _Table(table, target, plan, tells=tells)
+        return _TableCopyTask(table, target, plan, tells=tells)
 
     # reading --------------------------------------------------------------------------------------
-    async def _read_all(self, snapshot: Snapshot, wire: Wire, opened: AsyncExitStack) -> None:
+    async def _read_all(self, snapshot: ExportedSnapshot, wire: PgConnection, opened: AsyncExitStack) -> None:
         chunks = sum(table.plan.count - table.plan.done for table in self._tables)
         wires = [wire]
         if (more := min(self._config.copy_connections, chunks) - 1) > 0:
             exported = await snapshot.export()
             for _ in range(more):
-                another = await self._another(snapshot, exported, opened)
+                another = await self._open_another_connection(snapshot, exported, opened)
                 if another is None:
                     break
                 wires.append(another)
@@ -259,12 +260,12 @@ class Copy:
             if not ended.done():
                 ended.set_exception(error)
 
-        work, left = self._work(), len(wires)
+        work, left = self._chunks_to_copy(), len(wires)
 
-        async def read(wire: Wire) -> None:
+        async def read(wire: PgConnection) -> None:
             nonlocal left
             for table, number in work:
-                await self._chunk(snapshot, wire, table, number)
+                await self._copy_chunk(snapshot, wire, table, number)
             left -= 1
             if not left and not ended.done():
                 ended.set_result(None)
@@ -272,12 +273,14 @@ class Copy:
         async with Tasks(fail) as tasks:
             for each in wires:
                 tasks.spawn(read(each), name="capture copy")
-            tasks.spawn(self._record(snapshot), name="capture copy recorder")
+            tasks.spawn(self._record_chunks(snapshot), name="capture copy recorder")
             await ended
         for each in wires[1:]:  # no transaction stays open while the last records become durable
             await each.query("COMMIT")
 
-    async def _another(self, snapshot: Snapshot, exported: str, opened: AsyncExitStack) -> Wire | None:
+    async def _open_another_connection(
+        self, snapshot: ExportedSnapshot, exported: str, opened: AsyncExitStack
+    ) -> PgConnection | None:
         """Open another connection that reads the same snapshot. None = the server has no free connection, and the
         others read all chunks.
         """
@@ -289,7 +292,7 @@ class Copy:
             return None
         return wire
 
-    def _work(self) -> Iterator[tuple[_Table, int]]:
+    def _chunks_to_copy(self) -> Iterator[tuple[_TableCopyTask, int]]:
         """Yield each chunk exactly once, whichever connection asks."""
         for table in self._tables:
             for number in range(table.plan.done, table.plan.count):
@@ -297,7 +300,9 @@ class Copy:
                     break
                 yield table, number
 
-    async def _chunk(self, snapshot: Snapshot, wire: Wire, table: _Table, number: int) -> None:
+    async def _copy_chunk(
+        self, snapshot: ExportedSnapshot, wire: PgConnection, table: _TableCopyTask, number: int
+    ) -> None:
         """Copy one chunk. After an error the rest of the server's output is read to its end first."""
         self._progress.table, self._progress.held_by = table.info.name, self._source
         relation = snapshot.relations[table.info.oid]
@@ -305,17 +310,17 @@ class Copy:
         rows = 0
         await wire.query("SAVEPOINT one_chunk")
         try:
-            async for lines in snapshot.rows(wire, table.info, table.chunks.condition(number)):
+            async for lines in snapshot.rows(wire, table.info, table.chunks.sql_condition(number)):
                 if failure is not None or table.failed:
                     continue
                 try:
                     for part in self._throttle.parts(lines):
-                        await self._throttle.turn(len(part))
-                        if self._pace.due:
-                            await self._pace.rest()
+                        await self._throttle.wait_turn(len(part))
+                        if self._pace.is_used_up:
+                            await self._pace.wait_for_turn()
                         self._progress.held_by = f"topic:{table.target.topic.name}"
                         now_ms = self._clock.now_ms()
-                        await self._writer.write_rows(table.target, relation, part, now_ms, table.plan.lsn)
+                        await self._writer.write_copied_rows(table.target, relation, part, now_ms, table.plan.lsn)
                         rows += len(part)
                         self._progress.rows += len(part)
                         self._progress.held_by = self._source
@@ -324,36 +329,36 @@ class Copy:
             if failure is not None:
                 raise failure
             await wire.query("RELEASE one_chunk")
-            table.wrote(number, rows)
+            table.record_written_chunk(number, rows)
             self._progress.chunks_done += 1
         except (CorruptError, ConflictError, FencedError):
             raise
         except Exception as error:  # of any type: the cause is a row of this table
-            if may_pass(error):
+            if is_transient(error):
                 raise
             await wire.query("ROLLBACK TO one_chunk")
             if not table.failed:
                 table.failed = True
-                what = f"the table cannot be copied: table={table.info.name} error={sentence(error)}"
+                what = f"the table cannot be copied: table={table.info.name} error={error_sentence(error)}"
                 await self._refuse(table.info, InvalidError(what))
 
     # recording ------------------------------------------------------------------------------------
-    async def _record(self, snapshot: Snapshot) -> None:
+    async def _record_chunks(self, snapshot: ExportedSnapshot) -> None:
         """Record completed chunks until cancelled. Raises TableStateUnknownError, ClosedError if another session has
         the copy, and CopyPreemptedError.
         """
         while True:
             await asyncio.sleep(RECORD_S)
             for table in [table for table in self._tables if table.tells and not table.failed]:
-                table.settle()
+                table.collect_durable_chunks()
                 row = self._desk.rows[table.info.name]
                 told = row.copy.done if row.copy is not None else 0
-                if told < table.durable.done < table.plan.count and table.reopens:
-                    await self._tell(table, table.now(snapshot.lsn))
+                if told < table.durable.done < table.plan.count and table.can_be_resumed:
+                    await self._record_progress(table, table.current_state(snapshot.lsn))
             if self._clock.monotonic_s() >= self._gives_way_s:
-                await self._give_way(snapshot)
+                await self._yield_to_side_topic(snapshot)
 
-    async def _give_way(self, snapshot: Snapshot) -> None:
+    async def _yield_to_side_topic(self, snapshot: ExportedSnapshot) -> None:
         """Yield to a session with a side topic. Raises CopyPreemptedError, once there is a table whose copy can be
         resumed.
         """
@@ -364,30 +369,32 @@ class Copy:
             if not table.failed and (row := rows[table.info.name]).copy is not None and row.aside is None
         ]
         left_s = self._progress.left_s
-        if not waits or (left_s is not None and left_s < LEAST_LEFT_SHARE * self._config.copy_aside_after_s):
+        if not waits or (left_s is not None and left_s < MIN_REMAINING_SHARE * self._config.copy_aside_after_s):
             return
         for table in self._tables:
-            table.settle()
+            table.collect_durable_chunks()
             if not table.failed and table.durable.done == table.plan.count:
-                await self._complete(snapshot, table)
+                await self._record_complete(snapshot, table)
         raise CopyPreemptedError(f"changes of tables that are being copied go to side topics: table={','.join(waits)}.")
 
-    async def _tell(self, table: _Table, now: TableCopy) -> None:
+    async def _record_progress(self, table: _TableCopyTask, now: TableCopy) -> None:
         generation = self._desk.rows[table.info.name].generation
 
-        def told(found: CaptureTableRow | None) -> CaptureTableRow | None:
-            return replace(found, copy=now) if found is not None and _is_ours(found, generation, now.epoch) else found
+        def with_progress(found: CaptureTableRow | None) -> CaptureTableRow | None:
+            return (
+                replace(found, copy=now) if found is not None and _is_same_copy(found, generation, now.epoch) else found
+            )
 
-        row = await self._desk.change(table.info.name, told)
+        row = await self._desk.update_row(table.info.name, with_progress)
         if row is None or row.copy != now:
             raise ClosedError(f"another session copies the table: table={table.info.name}.")
 
-    async def _complete(self, snapshot: Snapshot, table: _Table) -> bool:
+    async def _record_complete(self, snapshot: ExportedSnapshot, table: _TableCopyTask) -> bool:
         """Record that the table is completely in its topic. Returns False if it is refused or taken over."""
         if table.failed:
             return False
-        table.settle()
-        name, oid, plan, now = table.info.name, table.info.oid, table.plan, table.now(snapshot.lsn)
+        table.collect_durable_chunks()
+        name, oid, plan, now = table.info.name, table.info.oid, table.plan, table.current_state(snapshot.lsn)
         assert now.done == plan.count, (now, plan)
         taken = TableSnapshot(
             plan.xmin, plan.xmax, plan.xip, plan.lsn, now.rows, tuple(lane.next for lane in table.target.lanes),
@@ -395,29 +402,29 @@ class Copy:
         )  # fmt: skip
         generation, ends = self._desk.rows[name].generation, taken.offsets
         found_as = snapshot.attributes[oid]
-        columns, attached = columns_of(snapshot.relations[oid], found_as), snapshot.partitions.get(oid)
+        columns, attached = captured_columns_of(snapshot.relations[oid], found_as), snapshot.partitions.get(oid)
 
-        def copied(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        def with_snapshot(found: CaptureTableRow | None) -> CaptureTableRow | None:
             # Another session may have started the copy over in the meantime; then this one is obsolete.
-            if found is None or not _is_ours(found, generation, plan.epoch):
+            if found is None or not _is_same_copy(found, generation, plan.epoch):
                 return found
             found = replace(
                 found, columns=columns, partitions=None if attached is None else tuple(attached),
                 attached=tuple((attached or {}).values()), evolved=(), attributes=found_as.count,
-                storage=found_as.storage, types=types_as(found_as),
+                storage=found_as.storage, types=serialize_types(found_as),
             )  # fmt: skip
             if found.aside is not None:  # the changes in it come first (side_topic.py)
                 return replace(found, copy=now, aside=replace(found.aside, ends=ends))
             return replace(found, snapshot=taken, copy=None, reason="")
 
         try:
-            row = await self._desk.change(name, copied)
+            row = await self._desk.update_row(name, with_snapshot)
         except InvalidError as error:
             await self._refuse(table.info, error)
             return False
         return row is not None and (row.snapshot == taken or (row.aside is not None and row.aside.ends == ends))
 
 
-def _is_ours(found: CaptureTableRow, generation: int, epoch: int) -> bool:
+def _is_same_copy(found: CaptureTableRow, generation: int, epoch: int) -> bool:
     held = found.copy.epoch if found.copy is not None else 0
     return found.generation == generation and found.state == "captured" and held == epoch and found.snapshot is None

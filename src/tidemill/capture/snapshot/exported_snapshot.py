@@ -20,36 +20,42 @@ from collections.abc import AsyncIterator, Sequence
 
 from tidemill.base.errors import MissingError, TidemillError
 from tidemill.base.lsn import Lsn
-from tidemill.capture.catalog.columns import Attributes, attributes_of
-from tidemill.capture.catalog.table_discovery import TableInfo, describe, list_partitions
+from tidemill.capture.catalog.columns import TableAttributes, read_attributes
+from tidemill.capture.catalog.table_discovery import TableInfo, describe_tables, list_partitions
 from tidemill.capture.changes import Relation
-from tidemill.capture.postgres.connection import BURST_BYTES, Wire, identifier, literal, scope
-from tidemill.capture.postgres.errors import SqlError, may_pass
-from tidemill.capture.postgres.pg_snapshot import PgSnapshot, since
-from tidemill.capture.setup.blockers import table_holder
-from tidemill.capture.setup.publication import LOCK_ATTEMPTS, LOCK_PAUSE_S, LOCK_TIMEOUT_MS, LOCKED, TableLockedError
+from tidemill.capture.postgres.connection import BURST_BYTES, PgConnection, from_clause_name, identifier, literal
+from tidemill.capture.postgres.errors import SqlError, is_transient
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot, xid_condition
+from tidemill.capture.setup.blockers import find_table_blocker
+from tidemill.capture.setup.publication import (
+    LOCK_ATTEMPTS,
+    LOCK_PAUSE_S,
+    LOCK_SQLSTATES,
+    LOCK_TIMEOUT_MS,
+    TableLockedError,
+)
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 
-DESCRIBED_AT_ONCE = 250
+TABLES_PER_QUERY = 250
 """Tables per query, so that describing thousands of tables shows progress."""
 
 
-class Snapshot:
+class ExportedSnapshot:
     """One open snapshot transaction on its own connection. Call begin, then rows for each of `tables`, then end."""
 
     seen: PgSnapshot
     lsn: int
     """WAL insert position right after `seen` was taken."""
 
-    def __init__(self, wire: Wire, tables: Sequence[TableInfo], progress: SnapshotProgress) -> None:
+    def __init__(self, wire: PgConnection, tables: Sequence[TableInfo], progress: SnapshotProgress) -> None:
         self._wire = wire
         self._progress = progress
         self.tables = list(tables)
         self.relations: dict[int, Relation] = {}
-        self.attributes: dict[int, Attributes] = {}
+        self.attributes: dict[int, TableAttributes] = {}
         self.partitions: dict[int, dict[int, int]] = {}
 
-    async def begin(self) -> dict[str, TidemillError]:
+    async def open_snapshot(self) -> dict[str, TidemillError]:
         """Take the snapshot and set `seen` and `lsn`. Returns the errors of tables that cannot be read, by name;
         `tables` has the others.
 
@@ -59,9 +65,9 @@ class Snapshot:
         await self._wire.query("SET row_security = off")
         failed: dict[str, TidemillError] = {}
         tries: Counter[str] = Counter()
-        while (table := await self._locked(failed)) is not None:
+        while (table := await self._lock_tables(failed)) is not None:
             await self._wire.query("ROLLBACK")
-            blocked = TableLockedError(table, holder := await table_holder(self._wire, table.oid))
+            blocked = TableLockedError(table, holder := await find_table_blocker(self._wire, table.oid))
             tries[table.name] += 1
             if tries[table.name] == LOCK_ATTEMPTS:
                 failed[table.name] = blocked
@@ -70,11 +76,11 @@ class Snapshot:
             await asyncio.sleep(LOCK_PAUSE_S)
         self._progress.held_by = self._progress.blocked = ""
         rows = await self._wire.query("SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text")
-        for start in range(0, len(self.tables), DESCRIBED_AT_ONCE):
-            self._progress.steps.step("describing tables", start, len(self.tables))
-            oids = [table.oid for table in self.tables[start : start + DESCRIBED_AT_ONCE]]
-            self.relations |= await describe(self._wire, oids)
-            self.attributes |= await attributes_of(self._wire, oids)
+        for start in range(0, len(self.tables), TABLES_PER_QUERY):
+            self._progress.steps.begin_table_step("describing tables", start, len(self.tables))
+            oids = [table.oid for table in self.tables[start : start + TABLES_PER_QUERY]]
+            self.relations |= await describe_tables(self._wire, oids)
+            self.attributes |= await read_attributes(self._wire, oids)
         for table in self.tables:
             if table.kind == "p":
                 self.partitions[table.oid] = await list_partitions(self._wire, table.oid)
@@ -86,7 +92,7 @@ class Snapshot:
         self.seen, self.lsn = PgSnapshot.parse(rows[0][0] or ""), Lsn.parse(rows[0][1] or "").value
         return failed
 
-    async def _locked(self, failed: dict[str, TidemillError]) -> TableInfo | None:
+    async def _lock_tables(self, failed: dict[str, TidemillError]) -> TableInfo | None:
         """Begin a transaction and lock the tables that have not failed. Returns a table that others have locked, or
         None when all remaining ones are locked.
         """
@@ -96,14 +102,14 @@ class Snapshot:
         for number, table in enumerate(self.tables, 1):
             if table.name in failed:
                 continue
-            self._progress.steps.step("locking tables", number, len(self.tables))
+            self._progress.steps.begin_table_step("locking tables", number, len(self.tables))
             await self._wire.query("SAVEPOINT one_table")
             try:
-                await self._wire.query(f"LOCK TABLE {_scope(table)} IN ACCESS SHARE MODE")
+                await self._wire.query(f"LOCK TABLE {_from_clause_name(table)} IN ACCESS SHARE MODE")
             except TidemillError as error:
-                if isinstance(error, SqlError) and error.sqlstate in LOCKED:
+                if isinstance(error, SqlError) and error.sqlstate in LOCK_SQLSTATES:
                     return table
-                if may_pass(error):
+                if is_transient(error):
                     raise
                 failed[table.name] = error
                 await self._wire.query("ROLLBACK TO one_table")
@@ -112,14 +118,14 @@ class Snapshot:
         await self._wire.query("SET LOCAL lock_timeout = 0")
         return None
 
-    async def estimate(self) -> int:
+    async def estimate_rows(self) -> int:
         oids = ", ".join(str(table.oid) for table in self.tables) or "0"
         total = await self._wire.value(
             f"SELECT coalesce(sum(greatest(reltuples, 0)), 0)::bigint FROM pg_class WHERE oid IN ({oids})"
         )
         return int(total or 0)
 
-    async def blocks(self, table: TableInfo) -> tuple[int, int]:
+    async def count_blocks(self, table: TableInfo) -> tuple[int, int]:
         """Return the number of blocks of a table with its partitions, and of the longest of these."""
         rows = await self._wire.query(
             f"WITH RECURSIVE tree(oid) AS (SELECT {table.oid}::oid UNION ALL SELECT i.inhrelid FROM tree t"
@@ -129,14 +135,14 @@ class Snapshot:
         )
         return int(rows[0][0] or 0), int(rows[0][1] or 0)
 
-    async def divided_since(self, table: TableInfo, xid: int) -> bool:
+    async def has_partition_attached_since(self, table: TableInfo, xid: int) -> bool:
         """Return whether a transaction that is not older than `xid` attached a partition. Such a partition may have
         been detached before, and changed in between, which the stream does not show.
         """
         if table.kind != "p":
             return False
         found = await self._wire.value(
-            f"SELECT EXISTS (SELECT FROM pg_inherits WHERE {since('xmin', str(xid))} AND"
+            f"SELECT EXISTS (SELECT FROM pg_inherits WHERE {xid_condition('xmin', str(xid))} AND"
             f" inhrelid IN (SELECT relid FROM pg_partition_tree({table.oid})))"
         )
         return found == "t"
@@ -145,13 +151,13 @@ class Snapshot:
         """Return a snapshot id for `join`, valid until `end`."""
         return await self._wire.value("SELECT pg_export_snapshot()") or ""
 
-    async def join(self, wire: Wire, exported: str) -> None:
+    async def join(self, wire: PgConnection, exported: str) -> None:
         """Let another connection read the same snapshot."""
         await wire.query("SET row_security = off")
         await wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await wire.query(f"SET TRANSACTION SNAPSHOT {literal(exported)}")
 
-    async def rows(self, wire: Wire, table: TableInfo, condition: str = "") -> AsyncIterator[list[bytes]]:
+    async def rows(self, wire: PgConnection, table: TableInfo, condition: str = "") -> AsyncIterator[list[bytes]]:
         """Yield lines of COPY's text format, some hundred kilobytes at a time, of the rows that satisfy `condition`.
         The caller must read to the end, because only then does the connection accept the next query.
         """
@@ -159,7 +165,7 @@ class Snapshot:
         where = f" WHERE {condition}" if condition else ""
         lines: list[bytes] = []
         size = 0
-        async for burst in wire.copy_out(f"COPY (SELECT {columns} FROM {_scope(table)}{where}) TO STDOUT"):
+        async for burst in wire.copy_out(f"COPY (SELECT {columns} FROM {_from_clause_name(table)}{where}) TO STDOUT"):
             lines += burst
             size += sum(map(len, burst))
             if size >= BURST_BYTES:
@@ -172,5 +178,5 @@ class Snapshot:
         await self._wire.query("COMMIT")
 
 
-def _scope(table: TableInfo) -> str:
-    return scope(table.schema, table.table, partitioned=table.kind == "p")
+def _from_clause_name(table: TableInfo) -> str:
+    return from_clause_name(table.schema, table.table, partitioned=table.kind == "p")

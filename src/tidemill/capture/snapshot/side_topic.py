@@ -30,38 +30,38 @@ from msgspec.structs import replace
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ConflictError, InvalidError
 from tidemill.base.runtime.coop import CoopBudget
-from tidemill.capture.changes import NEVER, Relation
+from tidemill.capture.changes import LSN_NEVER, Relation
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.naming import aside_name
+from tidemill.capture.naming import side_topic_name
 from tidemill.capture.setup.server_checks import SlotState
-from tidemill.capture.snapshot.side_topic_append import Appending
-from tidemill.capture.tables.table_setup import as_described, delete_topic, producer_id, source_of
+from tidemill.capture.snapshot.side_topic_append import SideTopicAppender
+from tidemill.capture.tables.table_setup import delete_topic, event_source_of, relation_of_row, stream_producer_id
 from tidemill.capture.tables.table_states import TableStates
-from tidemill.capture.topics.topic_writer import CapturedTable
-from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, SetAside, TableSnapshot, TopicRow
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, SideTopicState, TableSnapshot, TopicRow
 from tidemill.shards.api import Binding
 from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 
-FINISHED_RECORDS = 100_000
+MAX_RECORDS_BETWEEN_SESSIONS = 100_000
 """Maximum number of records that are appended between two sessions, while the stream is paused."""
 
 
-def first_snapshot(row: CaptureTableRow, partitions: int) -> TableSnapshot:
+def first_snapshot_of(row: CaptureTableRow, partitions: int) -> TableSnapshot:
     """Return the first snapshot of the copy, whose changes the stream has to skip. The side topic begins empty."""
     assert row.copy is not None
     copy = row.copy
     return TableSnapshot(copy.xmin, copy.xmax, copy.xip, copy.lsn, 0, (0,) * partitions)
 
 
-def as_copied(row: CaptureTableRow, relation: Relation) -> bool:
+def matches_copy(row: CaptureTableRow, relation: Relation) -> bool:
     """Return whether rows of this description match those of the copy."""
     as_begun = [(c.name, c.type_oid, c.type_mod, c.key_index) for c in row.columns]
     return as_begun == [(c.name, c.type_oid, c.type_mod, c.key_index) for c in relation.columns]
 
 
-async def carried_aside(
+async def prepare_side_topic(
     config: CaptureConfig,
     catalogue: Catalogue,
     desk: TableStates,
@@ -74,40 +74,42 @@ async def carried_aside(
     """
     if row.copy is None or row.snapshot is not None or not row.topic:
         return None
-    name = aside_name(row.topic)
+    name = side_topic_name(row.topic)
     topic = await catalogue.get(TopicRow, name)
     # If whole rows are no longer configured, the side topic might get rows that are not whole (RFC 0008).
-    if row.aside is not None and (topic is None or topic.topic_id != row.aside.topic_id or not config.whole):
-        await desk.give_up(row.table)
+    if row.aside is not None and (
+        topic is None or topic.topic_id != row.aside.topic_id or not config.requires_full_identity
+    ):
+        await desk.abandon_copy(row.table)
         return None
     if row.aside is None:
-        if now is None or not may_set_aside(config) or row.recopy or not as_copied(row, now):
+        if now is None or not allows_side_topics(config) or row.recopy or not matches_copy(row, now):
             return None
         main = await catalogue.get(TopicRow, row.topic)
         if main is None or main.topic_id != row.copy.topic_id or (topic is not None and topic.kind != "capture"):
             return None
-        topic = await _begun(catalogue, desk, row, name, main.partitions)
+        topic = await _create_side_topic(catalogue, desk, row, name, main.partitions)
         if topic is None:
             return None
     assert topic is not None
     row = desk.rows[row.table]
     assert row.aside is not None
     item = CapturedTable(
-        row.table, topic, producer_id(config), oid=row.oid, parked_lsn=row.aside.until_lsn or NEVER,
-        source=source_of(config, row, database),
+        row.table, topic, stream_producer_id(config), oid=row.oid, parked_lsn=row.aside.until_lsn or LSN_NEVER,
+        source=event_source_of(config, row, database),
     )  # fmt: skip
-    item.snapshot = first_snapshot(row, topic.partitions)
-    return item, as_described(row, now)
+    item.snapshot = first_snapshot_of(row, topic.partitions)
+    return item, relation_of_row(row, now)
 
 
-def may_set_aside(config: CaptureConfig) -> bool:
+def allows_side_topics(config: CaptureConfig) -> bool:
     """Return whether side topics are possible: the stream carries whole rows of every table at all times (chunks.py),
     and space for them is configured.
     """
-    return config.whole and config.copy_aside_max_mb > 0
+    return config.requires_full_identity and config.copy_aside_max_mb > 0
 
 
-async def _begun(
+async def _create_side_topic(
     catalogue: Catalogue, desk: TableStates, row: CaptureTableRow, name: str, partitions: int
 ) -> TopicRow | None:
     """Create the side topic and record it in the row. It has no compaction, because the offset arithmetic counts
@@ -121,19 +123,21 @@ async def _begun(
         return None
     copy = row.copy
 
-    def begun(found: CaptureTableRow | None) -> CaptureTableRow | None:
+    def with_side_topic(found: CaptureTableRow | None) -> CaptureTableRow | None:
         if found is None or found.copy != copy or found.aside is not None:
             return found
-        return replace(found, aside=SetAside(topic.topic_id))
+        return replace(found, aside=SideTopicState(topic.topic_id))
 
-    now = await desk.change(row.table, begun)
+    now = await desk.update_row(row.table, with_side_topic)
     if now is None or now.aside is None or now.aside.topic_id != topic.topic_id:
         return None
     log.info("changes of a table go to a side topic while it is copied", table=row.table, topic=name)
     return topic
 
 
-def joins_at(row: CaptureTableRow, latest: Binding | None, slot: SlotState) -> tuple[int, tuple[int, ...]] | None:
+def find_join_position(
+    row: CaptureTableRow, latest: Binding | None, slot: SlotState
+) -> tuple[int, tuple[int, ...]] | None:
     """Return, for a completely copied table, the position at which it may join (inclusive) and the offsets of its side
     topic there. None = no binding determines it yet. Pure.
 
@@ -148,7 +152,7 @@ def joins_at(row: CaptureTableRow, latest: Binding | None, slot: SlotState) -> t
     return (aside.until_lsn - 1, offsets) if latest.lsn >= aside.until_lsn - 1 else None
 
 
-def ready_to_join(row: CaptureTableRow, latest: Binding | None) -> bool:
+def is_ready_to_join(row: CaptureTableRow, latest: Binding | None) -> bool:
     """Return whether the stream is past the newest snapshot in which the copy was read, so that no other table's
     bindings wait for it, or past the end of the side topic. Pure.
     """
@@ -157,7 +161,7 @@ def ready_to_join(row: CaptureTableRow, latest: Binding | None) -> bool:
     return latest is not None and latest.lsn >= until
 
 
-async def join(
+async def join_stream(
     catalogue: Catalogue, desk: TableStates, row: CaptureTableRow, lsn: int, offsets: tuple[int, ...]
 ) -> bool:
     """Let the table join the stream with one write of its row. All of the side topic up to `offsets` is in the table's
@@ -171,20 +175,20 @@ async def join(
         copy.settled_lsn if copy.settled_lsn > copy.lsn else 0, lsn,
     )  # fmt: skip
 
-    def joined(found: CaptureTableRow | None) -> CaptureTableRow | None:
+    def with_joined_snapshot(found: CaptureTableRow | None) -> CaptureTableRow | None:
         if found is None or found.copy != copy or found.aside is None or found.aside.topic_id != aside.topic_id:
             return found
         return replace(found, snapshot=taken, copy=None, aside=None, reason="")
 
-    now = await desk.change(row.table, joined)
+    now = await desk.update_row(row.table, with_joined_snapshot)
     if now is None or now.snapshot != taken:
         return False
     log.info("a copied table joins the stream", table=row.table, lsn=lsn, appended=sum(offsets))
-    await delete_topic(catalogue, aside_name(row.topic))
+    await delete_topic(catalogue, side_topic_name(row.topic))
     return True
 
 
-async def join_ended(
+async def join_completed_copies(
     config: CaptureConfig, catalogue: Catalogue, desk: TableStates, topics: TopicLog, latest: Binding | None, slot:
     SlotState, clock: Clock,
 ) -> None:  # fmt: skip
@@ -194,26 +198,26 @@ async def join_ended(
     TableStateUnknownError.
     """
     for row in [row for row in desk.rows.values() if row.copy is not None and row.snapshot is None]:
-        at = joins_at(row, latest, slot)
+        at = find_join_position(row, latest, slot)
         topic = await catalogue.get(TopicRow, row.topic) if at is not None else None
         held = row.copy.topic_id if row.copy is not None else ""
         if at is None or topic is None or topic.topic_id != held or row.recopy:
             continue
-        appending = appending_of(config, row, topics, clock)
-        if sum(at[1]) - await appending.look() <= FINISHED_RECORDS:
-            await appending.to(at[1])
-            await join(catalogue, desk, row, *at)
+        appending = create_appender(config, row, topics, clock)
+        if sum(at[1]) - await appending.read_appended_count() <= MAX_RECORDS_BETWEEN_SESSIONS:
+            await appending.append_up_to(at[1])
+            await join_stream(catalogue, desk, row, *at)
 
 
-def appending_of(config: CaptureConfig, row: CaptureTableRow, topics: TopicLog, clock: Clock) -> Appending:
+def create_appender(config: CaptureConfig, row: CaptureTableRow, topics: TopicLog, clock: Clock) -> SideTopicAppender:
     assert row.aside is not None and row.copy is not None
-    own = producer_id(config)
-    return Appending(topics, row.copy.topic_id, row.aside.topic_id, row.aside.ends, own, CoopBudget(clock))
+    own = stream_producer_id(config)
+    return SideTopicAppender(topics, row.copy.topic_id, row.aside.topic_id, row.aside.ends, own, CoopBudget(clock))
 
 
-async def sweep(catalogue: Catalogue, desk: TableStates) -> None:
+async def delete_unused_side_topics(catalogue: Catalogue, desk: TableStates) -> None:
     """Delete side topics that no row refers to, because the process that created or abandoned them died."""
-    rows = {aside_name(row.topic): row for row in desk.rows.values() if row.topic}
+    rows = {side_topic_name(row.topic): row for row in desk.rows.values() if row.topic}
     for topic in await catalogue.list(TopicRow):
         row = rows.get(topic.name)
         if row is not None and (row.aside is None or row.aside.topic_id != topic.topic_id):

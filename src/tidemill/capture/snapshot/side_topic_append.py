@@ -41,7 +41,7 @@ Batch = tuple[int, int, bytearray]
 """Side topic offsets [start, end), and the bytes for the topic."""
 
 
-class Appending:
+class SideTopicAppender:
     """Append task of one table. `ends`: next offset per partition of its topic when its copy was complete."""
 
     def __init__(
@@ -56,34 +56,34 @@ class Appending:
         self.appended = [0] * len(ends)
         """Number of appended records per partition, as far as is known."""
 
-    async def look(self) -> int:
+    async def read_appended_count(self) -> int:
         """Return how many records are appended. Raises the topic's errors."""
         for partition in range(len(self._ends)):
-            await self._look(partition)
+            await self._read_appended(partition)
         return sum(self.appended)
 
-    async def to(self, offsets: Sequence[int], moved: Callable[[int], None] = lambda _: None) -> int:
+    async def append_up_to(self, offsets: Sequence[int], moved: Callable[[int], None] = lambda _: None) -> int:
         """Append the side topic's records below these offsets, and return how many records were appended. `moved` is
         called with the total number of appended records as it grows. Raises UnavailableError, UnknownOutcomeError,
         CorruptError, MissingError.
         """
-        before = await self.look()
+        before = await self.read_appended_count()
         for partition, end in enumerate(offsets):
             failures = 0
             while self.appended[partition] < end:
                 known = self.appended[partition]
                 try:
-                    await self._go_on(partition, end, moved)
+                    await self._append_batches(partition, end, moved)
                 except _RETRIABLE as error:
                     log.warning("the side topic is not appended yet", topic=self._topic_id, cause=str(error))
                     await asyncio.sleep(min(PAUSE_MAX_S, PAUSE_S * 2 ** min(failures, 10)))
-                    await self._look(partition)
+                    await self._read_appended(partition)
                     failures = failures + 1 if known == self.appended[partition] else 0
                     if failures == ATTEMPTS:
                         raise
         return sum(self.appended) - before
 
-    async def _look(self, partition: int) -> None:
+    async def _read_appended(self, partition: int) -> None:
         for attempt in range(ATTEMPTS):
             try:
                 high = (await self._topics.offsets(self._topic_id, partition)).high_watermark
@@ -99,28 +99,28 @@ class Appending:
             )
         self.appended[partition] = high - self._ends[partition]
 
-    async def _go_on(self, partition: int, end: int, moved: Callable[[int], None]) -> None:
+    async def _append_batches(self, partition: int, end: int, moved: Callable[[int], None]) -> None:
         """Append batches until all are appended, or one fails. No batch is in flight afterwards."""
         flying: deque[tuple[Batch, asyncio.Future[ProduceResult]]] = deque()
         try:
             at, known = self.appended[partition], False
             while at < end:
-                for batch in self._batches(await self._read(partition, at), partition, at, end):
+                for batch in self._renumber_batches(await self._fetch_batches(partition, at), partition, at, end):
                     if len(flying) == (IN_FLIGHT if known else 1):
-                        await self._landed(partition, *flying.popleft(), moved)
+                        await self._await_batch(partition, *flying.popleft(), moved)
                         known = True
                     future = self._topics.produce_nowait(self._topic_id, partition, batch[2])
                     flying.append((batch, future))
                     at = batch[1]
-                    if self._pace.due:
-                        await self._pace.rest()
+                    if self._pace.is_used_up:
+                        await self._pace.wait_for_turn()
             while flying:
-                await self._landed(partition, *flying.popleft(), moved)
+                await self._await_batch(partition, *flying.popleft(), moved)
         finally:
             # The batches after a failed one fail too: the position is looked up when all have ended.
             await asyncio.gather(*(future for _, future in flying), return_exceptions=True)
 
-    async def _landed(
+    async def _await_batch(
         self, partition: int, batch: Batch, future: asyncio.Future[ProduceResult], moved: Callable[[int], None]
     ) -> None:
         start, end, _ = batch
@@ -134,7 +134,7 @@ class Appending:
         self.appended[partition] = max(self.appended[partition], end)
         moved(sum(self.appended))
 
-    async def _read(self, partition: int, at: int) -> Sequence[Buffer]:
+    async def _fetch_batches(self, partition: int, at: int) -> Sequence[Buffer]:
         read = FetchRead(self._aside_id, partition, at, READ_BYTES)
         (fetched,) = await self._topics.fetch([read], max_wait_s=0.0, min_bytes=0, max_bytes=READ_BYTES)
         if fetched.error is not None:
@@ -144,7 +144,7 @@ class Appending:
             raise UnavailableError(f"the side topic is not readable yet: topic={self._aside_id} offset={at}.")
         return fetched.batches
 
-    def _batches(self, found: Sequence[Buffer], partition: int, at: int, end: int) -> Iterator[Batch]:
+    def _renumber_batches(self, found: Sequence[Buffer], partition: int, at: int, end: int) -> Iterator[Batch]:
         """Yield the batches from `at` up to `end`, in the form that the topic needs."""
         for data in found:
             header = parse_header(data)
@@ -155,7 +155,7 @@ class Appending:
                 raise CorruptError(f"the side topic has a gap: topic={self._aside_id} at={at} found={start}.")
             sequence = (self._ends[partition] + start) % SEQUENCE_MODULUS
             if (start, stop) == (header.base_offset, header.next_offset):
-                yield start, stop, _numbered(data, self._producer_id, sequence)
+                yield start, stop, _renumber(data, self._producer_id, sequence)
             else:
                 records = [record for record in decode_batch(data).records if start <= record.offset < stop]
                 whole = encode_batch(
@@ -165,7 +165,7 @@ class Appending:
             at = stop
 
 
-def _numbered(data: Buffer, producer_id: int, sequence: int) -> bytearray:
+def _renumber(data: Buffer, producer_id: int, sequence: int) -> bytearray:
     """Return the same records in a batch of this producer, epoch 0, with this sequence."""
     batch = bytearray(data)
     fields = list(HEADER.unpack_from(batch))

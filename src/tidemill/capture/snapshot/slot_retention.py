@@ -21,13 +21,13 @@ PIN_BYTES = 64 << 20
 """Four segments: a smaller distance can be that of two checkpoints."""
 
 
-class Retained:
+class WalRetention:
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._seen: deque[tuple[float, int]] = deque()
         self._headroom: int | None = None
 
-    def saw(self, now_s: float, retained_bytes: int, headroom_bytes: int | None) -> None:
+    def record(self, now_s: float, retained_bytes: int, headroom_bytes: int | None) -> None:
         """Note what the server reported at `now_s`, of a monotonic clock."""
         self._seen.append((now_s, retained_bytes))
         self._headroom = headroom_bytes

@@ -11,7 +11,7 @@ PART_S = 0.25
 """Seconds of rows written at a time, so that waiting writes keep moving."""
 
 
-class Throttle:
+class CopyThrottle:
     """Rate limit of a copy. `rows_per_s` 0 = unlimited. At most `most_rows` are written at a time in any case."""
 
     def __init__(self, rows_per_s: int, most_rows: int, clock: Clock) -> None:
@@ -24,7 +24,7 @@ class Throttle:
         for at in range(0, len(lines), self._most_rows):
             yield lines[at : at + self._most_rows]
 
-    async def turn(self, rows: int) -> None:
+    async def wait_turn(self, rows: int) -> None:
         """Wait until this number of rows may be written. Callers are served in order of arrival, and unused time is not
         saved up.
         """

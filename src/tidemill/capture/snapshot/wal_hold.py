@@ -24,21 +24,21 @@ from tidemill.base.limits import MIB
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.table_setup import delete_topic
 from tidemill.capture.tables.table_states import TableStates
-from tidemill.capture.topics.topic_writer import CapturedTable
-from tidemill.metastore.catalogue import CaptureTableRow, SetAside, TopicRow
+from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.metastore.catalogue import CaptureTableRow, SideTopicState, TopicRow
 from tidemill.shards.api import Binding
 
-KEEPING_POLL_S = 0.5
+HOLD_POLL_S = 0.5
 RECORD_S = 5.0
 FIRST_RECORD_S = 1.0
 """First interval after the start of a session, whose knowledge of a side topic is what was last recorded."""
 
 
-def kept_for(desk: TableStates, carried: Sequence[CapturedTable], latest: Binding | None) -> list[str]:
+def tables_needing_wal(desk: TableStates, carried: Sequence[CapturedTable], latest: Binding | None) -> list[str]:
     """Return the names of the tables for whose copy WAL is retained. Pure."""
     bound = latest.offsets if latest is not None else {}
     unbound = {table.name for table in carried if table.topic.topic_id not in bound and table.name in desk.rows}
-    return sorted(unbound | desk.keeps_wal())
+    return sorted(unbound | desk.tables_retaining_wal())
 
 
 class WalHold:
@@ -66,7 +66,7 @@ class WalHold:
         self._carried = carried
         self._copies = False
         self._kept: tuple[object, list[str]] | None = None
-        self._aside = {name: (table, self._known(name).bytes) for name, table in aside.items()}
+        self._aside = {name: (table, self._recorded_size(name).bytes) for name, table in aside.items()}
         self._appended: dict[str, int] = {}
 
     @property
@@ -75,21 +75,21 @@ class WalHold:
         desk, latest = self._desk, self._latest()
         state = (desk.changes, tuple(desk.copying), latest)
         if self._kept is None or self._kept[0] != state:
-            self._kept = state, kept_for(desk, self._carried, latest)
+            self._kept = state, tables_needing_wal(desk, self._carried, latest)
         return self._kept[1]
 
-    def copies(self, on: bool) -> None:
+    def set_copying(self, on: bool) -> None:
         """Note that a copy without a side topic begins, or that all such copies ended without adding a table."""
         self._copies = on
-        self.settle()
+        self.update_hold()
 
-    def settle(self) -> None:
+    def update_hold(self) -> None:
         self._hold(self._copies or bool(self.tables))
 
-    def appended(self, name: str, records: int) -> None:
+    def record_appended(self, name: str, records: int) -> None:
         self._appended[name] = records
 
-    def sizes(self, name: str) -> SetAside | None:
+    def side_topic_size(self, name: str) -> SideTopicState | None:
         """Return the current size of a table's side topic."""
         row = self._desk.rows.get(name)
         if row is None or row.aside is None:
@@ -97,7 +97,7 @@ class WalHold:
         found = row.aside
         if name in self._aside and self._aside[name][0].topic.topic_id == found.topic_id:
             table, before = self._aside[name]
-            records = sum(max(lane.expected, lane.held) for lane in table.lanes)
+            records = sum(max(lane.expected_high_watermark, lane.held) for lane in table.lanes)
             found = replace(found, records=records, bytes=before + sum(lane.made_bytes for lane in table.lanes))
         return replace(found, appended=max(found.appended, self._appended.get(name, 0)))
 
@@ -107,49 +107,49 @@ class WalHold:
         """
         recorded_s = self._clock.monotonic_s() - RECORD_S + FIRST_RECORD_S
         while True:
-            await asyncio.sleep(KEEPING_POLL_S)
-            self.settle()
+            await asyncio.sleep(HOLD_POLL_S)
+            self.update_hold()
             for name in [*self._aside]:
-                await self._look(name)
+                await self._check_side_topic(name)
             if self._clock.monotonic_s() - recorded_s >= RECORD_S:
                 recorded_s = self._clock.monotonic_s()
                 for name in [*self._aside]:
-                    await self._record(name)
+                    await self._record_size(name)
 
-    def _known(self, name: str) -> SetAside:
+    def _recorded_size(self, name: str) -> SideTopicState:
         row = self._desk.rows.get(name)
-        return row.aside if row is not None and row.aside is not None else SetAside("")
+        return row.aside if row is not None and row.aside is not None else SideTopicState("")
 
-    async def _look(self, name: str) -> None:
+    async def _check_side_topic(self, name: str) -> None:
         table, _ = self._aside[name]
-        if self._known(name).topic_id != table.topic.topic_id:
+        if self._recorded_size(name).topic_id != table.topic.topic_id:
             # Its copy was abandoned, so its side topic is not needed any more.
             del self._aside[name]
             await self._retire(table.oid)
-            await self._forget(table)
+            await self._delete_side_topic(table)
             return
-        found = self.sizes(name)
+        found = self.side_topic_size(name)
         limit_mb = self._beside.config.copy_aside_max_mb
         if found is not None and not found.until_lsn and found.bytes > limit_mb * MIB:
             why = f"the side topic is full: bytes={found.bytes} copy_aside_max_mb={limit_mb}"
             async with self._beside.parking:
-                await self._desk.set_aside_until(name, await self._beside.wal_end(), why)
-                self.settle()
+                await self._desk.end_side_topic(name, await self._beside.read_wal_end(), why)
+                self.update_hold()
 
-    async def _forget(self, table: CapturedTable) -> None:
+    async def _delete_side_topic(self, table: CapturedTable) -> None:
         topic = await self._beside.catalogue.get(TopicRow, table.topic.name)
         if topic is not None and topic.topic_id == table.topic.topic_id:
             await delete_topic(self._beside.catalogue, topic.name)
 
-    async def _record(self, name: str) -> None:
+    async def _record_size(self, name: str) -> None:
         """Record the sizes for table listings and for the next session."""
-        now = self.sizes(name)
+        now = self.side_topic_size(name)
 
-        def recorded(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        def with_size(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.aside is None or now is None or found.aside.topic_id != now.topic_id:
                 return found
             aside = replace(found.aside, records=now.records, bytes=now.bytes, appended=now.appended)
             return replace(found, aside=aside)
 
-        if now is not None and now != self._known(name):
-            await self._desk.change(name, recorded)
+        if now is not None and now != self._recorded_size(name):
+            await self._desk.update_row(name, with_size)

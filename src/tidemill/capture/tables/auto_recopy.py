@@ -24,46 +24,53 @@ from msgspec.structs import replace
 from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import MIB
-from tidemill.capture.catalog.columns import Attributes, attributes_of
-from tidemill.capture.catalog.schema_versions import anew, schema_of, targets_of, widens
-from tidemill.capture.catalog.table_discovery import LOOK_TIMEOUT_MS
+from tidemill.capture.catalog.columns import TableAttributes, read_attributes
+from tidemill.capture.catalog.schema_versions import (
+    classify_type_change,
+    describe_recreated_columns,
+    shard_schema_of,
+    targets_of_attributes,
+)
+from tidemill.capture.catalog.table_discovery import PARTITION_CHECK_TIMEOUT_MS
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.postgres.control_connection import Control
+from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.postgres.errors import SqlError
-from tidemill.capture.tables.table_states import TableStates, accept, recopy
+from tidemill.capture.tables.table_states import TableStates, accept_instruction, recopy_instruction
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
-from tidemill.shards.parts.schema_evolution import changes_to, evolved
+from tidemill.shards.parts.schema_evolution import evolve_schema, schema_changes
 
 log = structlog.get_logger()
 
-CHANGED = "its columns have changed again since it was paused"
+CHANGED_AGAIN_REASON = "its columns have changed again since it was paused"
 
 
-def heals(row: CaptureTableRow, found: Attributes | None) -> bool:
+def can_copy_resolve(row: CaptureTableRow, found: TableAttributes | None) -> bool:
     """Return whether every shard of the table can take over a copy of the table as the database has it now. Pure."""
     if found is None or not row.columns or any(not c.attnum or not c.type_oid for c in row.columns):
         return False
     now = found.by_name
     key = [c.name for c in sorted((c for c in row.columns if c.key_index >= 0), key=lambda c: c.key_index)]
-    if anew(row, found) or found.key != key or any(c.name not in now for c in row.columns):
+    if describe_recreated_columns(row, found) or found.key != key or any(c.name not in now for c in row.columns):
         return False
     for column in row.columns:
         old, new = (column.type_oid, column.type_mod), (now[column.name].type_oid, now[column.name].type_mod)
-        if old != new and not widens(old, new)[0]:
+        if old != new and not classify_type_change(old, new)[0]:
             return False
     try:
-        have = schema_of(row.columns)
-        evolved(have, changes_to(have, schema_of(columns_found(found))))
+        have = shard_schema_of(row.columns)
+        evolve_schema(have, schema_changes(have, shard_schema_of(columns_of_copy(found))))
     except InvalidError:
         return False
     return True
 
 
-def columns_found(found: Attributes) -> list[CapturedColumn]:
+def columns_of_copy(found: TableAttributes) -> list[CapturedColumn]:
     """Return the columns that a copy taken now would have."""
     keys = {c.name: c.key_index for c in found.columns}
-    return [CapturedColumn(t.name, t.type_name, keys[t.name], t.type_oid, t.type_mod) for t in targets_of(found)]
+    return [
+        CapturedColumn(t.name, t.type_name, keys[t.name], t.type_oid, t.type_mod) for t in targets_of_attributes(found)
+    ]
 
 
 class AutoRecopy:
@@ -71,13 +78,13 @@ class AutoRecopy:
     one that waits for an operator.
     """
 
-    def __init__(self, config: CaptureConfig, control: Control, desk: TableStates, clock: Clock) -> None:
+    def __init__(self, config: CaptureConfig, control: ControlConnection, desk: TableStates, clock: Clock) -> None:
         self._config = config
         self._control = control
         self._desk = desk
         self._clock = clock
 
-    async def due(self) -> set[str]:
+    async def find_due_tables(self) -> set[str]:
         """Return the names of the tables to copy now, after the check of each one. Raises TableStateUnknownError, and
         the connection's errors.
         """
@@ -85,24 +92,26 @@ class AutoRecopy:
         for row in [row for row in self._desk.rows.values() if row.again_ms and row.parked_lsn]:
             if self._config.copy_again and self._clock.now_ms() < row.again_ms:
                 continue
-            why = await self._why_not(row)
+            why = await self._find_obstacle(row)
             if why is None:
                 names.add(row.table)
             elif why:
-                await self._leave(row, why, accept if why == CHANGED else recopy)
+                await self._leave_to_operator(
+                    row, why, accept_instruction if why == CHANGED_AGAIN_REASON else recopy_instruction
+                )
         return names
 
-    async def _why_not(self, row: CaptureTableRow) -> str | None:
+    async def _find_obstacle(self, row: CaptureTableRow) -> str | None:
         """Return why the table must not be copied; None = it may be, "" = not known now."""
         if not self._config.copy_again:
             return "copy_again is off for this capture"
-        found = (await self._control.ask(lambda wire: attributes_of(wire, [row.oid]))).get(row.oid)
+        found = (await self._control.run(lambda wire: read_attributes(wire, [row.oid]))).get(row.oid)
         if found is None:
             return ""  # dropped or renamed: the catalogue watcher reports that
-        if not heals(row, found):
-            return CHANGED
+        if not can_copy_resolve(row, found):
+            return CHANGED_AGAIN_REASON
         try:
-            size_bytes = await self._control.ask(lambda wire: table_bytes(wire, row.oid))
+            size_bytes = await self._control.run(lambda wire: read_table_bytes(wire, row.oid))
         except SqlError as error:
             log.warning("the size of a table is not known yet", table=row.table, cause=str(error))
             return ""
@@ -110,21 +119,23 @@ class AutoRecopy:
             return f"it exceeds copy_again_max_mb: {size_bytes // MIB} of {self._config.copy_again_max_mb} MiB"
         return None
 
-    async def _leave(self, row: CaptureTableRow, why: str, way: Callable[[str], str] = recopy) -> None:
-        def left(found: CaptureTableRow | None) -> CaptureTableRow | None:
+    async def _leave_to_operator(
+        self, row: CaptureTableRow, why: str, way: Callable[[str], str] = recopy_instruction
+    ) -> None:
+        def without_schedule(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or not found.again_ms or found.parked_lsn != row.parked_lsn:
                 return found
             return replace(found, again_ms=0, fix=f"It is not re-snapshotted automatically: {why}. {way(row.table)}")
 
         log.warning("a paused table is not re-snapshotted automatically", table=row.table, cause=why)
-        await self._desk.change(row.table, left)
+        await self._desk.update_row(row.table, without_schedule)
 
 
-async def table_bytes(wire: Wire, oid: int) -> int:
+async def read_table_bytes(wire: PgConnection, oid: int) -> int:
     """Return the size of a table with its partitions, without indexes. Raises SqlError if a lock is not available."""
     await wire.query("BEGIN")
     try:
-        await wire.query(f"SET LOCAL lock_timeout = {LOOK_TIMEOUT_MS}")
+        await wire.query(f"SET LOCAL lock_timeout = {PARTITION_CHECK_TIMEOUT_MS}")
         found = await wire.value(
             "SELECT coalesce(sum(pg_table_size(oid)), 0)::bigint FROM"
             f" (SELECT {oid}::regclass AS oid UNION SELECT relid FROM pg_partition_tree({oid})) AS tree"

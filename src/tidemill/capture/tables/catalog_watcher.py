@@ -15,26 +15,32 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.capture.catalog.catalog_cache import CachedQuery
-from tidemill.capture.catalog.columns import attributes_of
-from tidemill.capture.catalog.schema_diff import against_catalogue
-from tidemill.capture.catalog.table_discovery import Refusal, TableInfo, came_with_rows, describe, list_partitions
+from tidemill.capture.catalog.columns import read_attributes
+from tidemill.capture.catalog.schema_diff import diff_against_catalogue
+from tidemill.capture.catalog.table_discovery import (
+    Refusal,
+    TableInfo,
+    describe_tables,
+    find_rows_before_attachment,
+    list_partitions,
+)
 from tidemill.capture.postgres.errors import SqlError
-from tidemill.capture.setup.publication import LOCKED, Entry, give_back, unpublished
-from tidemill.capture.tables.auto_recopy import heals
+from tidemill.capture.setup.publication import LOCK_SQLSTATES, PublishedTable, find_unpublished, restore_identity
+from tidemill.capture.tables.auto_recopy import can_copy_resolve
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.schema_change import PendingSchema
-from tidemill.capture.tables.table_setup import delete_topics, gone
-from tidemill.capture.tables.table_states import accept
+from tidemill.capture.tables.table_setup import delete_topics, explain_missing_table
+from tidemill.capture.tables.table_states import accept_instruction
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
 log = structlog.get_logger()
 
-LOOKS = 3
+MAX_PARTITION_CHECKS = 3
 """Checks of a new partition for rows. If none of them completes, the table is re-snapshotted."""
 
 
-class Watching:
+class CatalogWatcher:
     """Comparison of the catalogue with the rows. Every transaction at or below `flushed()` is bound."""
 
     def __init__(
@@ -48,61 +54,64 @@ class Watching:
         self._mending = mending
         self._coming = coming
         self._flushed = flushed
-        self._published = CachedQuery(beside.control, beside.ask_published)
+        self._published = CachedQuery(beside.control, beside.query_published)
         self._digests: dict[int, str] = {}
         self._looks: dict[int, dict[int, int]] = {}
         """New partitions by table that were not checked yet, and the number of failed checks."""
         self._kept_identities: dict[int, str] = {}
         """Reason why an identity was not restored at the last attempt. It is retried each time, and logged once."""
 
-    async def compare(self) -> list[TableInfo]:
+    async def compare_catalogue(self) -> list[TableInfo]:
         """Compare the catalogue with the captured tables, and return all existing tables. Raises errors of the control
         connection and of the catalogue.
         """
-        found = await self._beside.tables.now()
-        choice = await self._beside.choice(found)
+        found = await self._beside.tables.fetch()
+        choice = await self._beside.choose_tables(found)
         wanted = {table.name: table for table in choice.tables}
         for oid in self._coming.outdated:
             self._digests.pop(oid, None)
-        for row in [row for row in self._desk.rows.values() if row.flows]:
+        for row in [row for row in self._desk.rows.values() if row.is_streaming]:
             table = wanted.get(row.table)
             if table is None:
                 why = choice.refused.get(row.table)
                 if why is not None and any((t.name, t.oid) == (row.table, row.oid) for t in found):
-                    await self._beside.park_refused(row.table, why)
+                    await self._beside.pause_refused(row.table, why)
                 else:
-                    await self._beside.park(row.table, *gone(row, found), state="dropped")
+                    await self._beside.pause_at_wal_end(row.table, *explain_missing_table(row, found), state="dropped")
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
-                await self._look_closely(row.table, table)
-        for row in [row for row in self._desk.rows.values() if not row.flows and row.state != "dropped"]:
+                await self._check_description(row.table, table)
+        for row in [row for row in self._desk.rows.values() if not row.is_streaming and row.state != "dropped"]:
             # A copy in progress refuses its own table. An interrupted set-up may leave a row without a table.
             ended = row.state != "captured" or row.table not in self._desk.copying
             if ended and row.table not in wanted and row.table not in choice.refused:
-                await self._desk.gone(row.table, *gone(row, found))
-        published = await self._published.now() or {}
-        await self._look_at_followed(found, published)
+                await self._desk.record_dropped(row.table, *explain_missing_table(row, found))
+        published = await self._published.fetch() or {}
+        await self._check_followed_tables(found, published)
         flowing = [
             row
             for row in self._desk.rows.values()
-            if row.flows and row.table in wanted and row.oid == wanted[row.table].oid and altered(row, published)
+            if row.is_streaming
+            and row.table in wanted
+            and row.oid == wanted[row.table].oid
+            and is_publication_altered(row, published)
         ]
         missing = [row.oid for row in flowing if row.oid not in published]
-        lacking = await self._unpublished(missing)  # but not dropped since the tables were listed
+        lacking = await self._find_unpublished(missing)  # but not dropped since the tables were listed
         for row in flowing:
             if row.oid in published or row.oid in lacking:
                 # Changes are missing from some point on. The next session finds the same, and re-snapshots the table.
                 raise UnavailableError(f"the publication of a captured table was altered: table={row.table}.")
         for row in [row for row in self._desk.rows.values() if row.aside is not None]:
-            if row.table in wanted and altered(row, published):
-                await self._desk.give_up(row.table)  # what changes from here on is in no stream
+            if row.table in wanted and is_publication_altered(row, published):
+                await self._desk.abandon_copy(row.table)  # what changes from here on is in no stream
         await self._desk.refuse_all(choice.refused)
         for info in found:
-            await self._desk.identified(info)
-        await self._prune(wanted, choice.refused, found)
-        self._forget_gone(found)
+            await self._desk.store_identity(info)
+        await self._prune_rows(wanted, choice.refused, found)
+        self._forget_dropped_tables(found)
         return found
 
-    async def _look_at_followed(self, found: list[TableInfo], published: Mapping[int, Entry]) -> None:
+    async def _check_followed_tables(self, found: list[TableInfo], published: Mapping[int, PublishedTable]) -> None:
         """Check tables that are paused, or re-snapshotted, and whose stream continues for some shapes
         (unaffected_columns.py).
         """
@@ -112,22 +121,22 @@ class Watching:
             if followed is None:
                 continue
             if table is None or table.name != followed.table:
-                self._desk.narrow(oid, None)
+                self._desk.update_unaffected_columns(oid, None)
             elif entry is None or entry.rows != followed.publication:
-                self._desk.narrow(oid, None, "the publication of its table was altered")
+                self._desk.update_unaffected_columns(oid, None, "the publication of its table was altered")
             elif self._digests.get(oid) != table.digest:
-                now = (await self._control.ask(lambda wire, oid=oid: attributes_of(wire, [oid]))).get(oid)  # type: ignore[misc]
-                self._desk.narrow(oid, now)
+                now = (await self._control.run(lambda wire, oid=oid: read_attributes(wire, [oid]))).get(oid)  # type: ignore[misc]
+                self._desk.update_unaffected_columns(oid, now)
                 self._digests[oid] = table.digest
             else:
-                self._desk.still_followed(oid)
+                self._desk.end_if_unfollowed(oid)
 
-    async def _unpublished(self, oids: list[int]) -> set[int]:
+    async def _find_unpublished(self, oids: list[int]) -> set[int]:
         if not oids:
             return set()
-        return await self._control.ask(lambda wire: unpublished(wire, self._config.publication, oids))
+        return await self._control.run(lambda wire: find_unpublished(wire, self._config.publication, oids))
 
-    def _forget_gone(self, found: list[TableInfo]) -> None:
+    def _forget_dropped_tables(self, found: list[TableInfo]) -> None:
         """Forget what this session remembers of tables that no longer exist."""
         oids = {table.oid for table in found}
         for oid in self._digests.keys() - oids:
@@ -135,27 +144,27 @@ class Watching:
         for oid in self._looks.keys() - oids:
             del self._looks[oid]
         self._coming.outdated.intersection_update(oids)
-        self._mending.forget_but(oids)
-        self._desk.following.forget_but(oids)
+        self._mending.forget_others(oids)
+        self._desk.following.forget_others(oids)
         noted = {oid for row in self._desk.rows.values() for oid in row.identities}
         for oid in self._kept_identities.keys() - noted:
             del self._kept_identities[oid]
 
-    async def _look_closely(self, name: str, table: TableInfo) -> None:
-        now = (await self._control.ask(lambda wire: describe(wire, [table.oid]))).get(table.oid)
+    async def _check_description(self, name: str, table: TableInfo) -> None:
+        now = (await self._control.run(lambda wire: describe_tables(wire, [table.oid]))).get(table.oid)
         row = self._desk.rows[name]
-        if now is None or not row.flows:
+        if now is None or not row.is_streaming:
             return
-        why = await self._coming.look(name, against_catalogue(row.columns, now))
+        why = await self._coming.judge_description(name, diff_against_catalogue(row.columns, now))
         if why:
             self._coming.forget(name)
-            found = (await self._control.ask(lambda wire: attributes_of(wire, [table.oid]))).get(table.oid)
-            said, again = f"its description changed: {why}", heals(row, found)
-            await self._beside.park(name, said, accept(name), again=again, found=found)
-        elif why is not None and (table.kind != "p" or await self._same_partitions(name, table)):
+            found = (await self._control.run(lambda wire: read_attributes(wire, [table.oid]))).get(table.oid)
+            said, again = f"its description changed: {why}", can_copy_resolve(row, found)
+            await self._beside.pause_at_wal_end(name, said, accept_instruction(name), again=again, found=found)
+        elif why is not None and (table.kind != "p" or await self._check_partitions(name, table)):
             self._digests[table.oid] = table.digest
 
-    async def _same_partitions(self, name: str, table: TableInfo) -> bool:
+    async def _check_partitions(self, name: str, table: TableInfo) -> bool:
         """Return whether the partitions are the same; otherwise pause the table. The rows that arrive with an attached
         partition, or leave with a detached or dropped one, are in no message of the stream. A partition that was empty
         when attached brings all its rows through the stream. Changes made in a partition while it was detached are in
@@ -163,7 +172,7 @@ class Watching:
         """
         row = self._desk.rows[name]
         known, attached = row.partitions, dict(zip(row.partitions or (), row.attached, strict=False))
-        now = await self._control.ask(lambda wire: list_partitions(wire, table.oid))
+        now = await self._control.run(lambda wire: list_partitions(wire, table.oid))
         said = first = ""
         before, later = self._looks.pop(table.oid, {}), dict[int, int]()
         if known is not None and set(known) - set(now):
@@ -172,12 +181,12 @@ class Watching:
             said = "a partition was detached and attached again: changes in between are not in the stream"
         for oid in sorted(set(now) - set(known)) if known is not None and not said else ():
             try:
-                full = await self._control.ask(lambda wire, oid=oid: came_with_rows(wire, oid))  # type: ignore[misc]
+                full = await self._control.run(lambda wire, oid=oid: find_rows_before_attachment(wire, oid))  # type: ignore[misc]
             except (SqlError, MissingError) as error:
                 # A partition whose check has to wait must not prevent the checks of the others.
                 log.warning("a new partition is not checked yet", table=name, partition=oid, cause=str(error))
-                later[oid] = before.get(oid, 0) + _gave_up(error)
-                if later[oid] == LOOKS:
+                later[oid] = before.get(oid, 0) + _is_too_slow(error)
+                if later[oid] == MAX_PARTITION_CHECKS:
                     said = f"a partition was attached, and it is unknown whether it had rows: {error.message}"
                     break
                 continue
@@ -189,16 +198,20 @@ class Watching:
                 said = f"a partition was attached with rows that are not in the stream: partition={full}"
                 break
         if said:
-            await self._beside.park(name, said, again=True, first=first)
+            await self._beside.pause_at_wal_end(name, said, again=True, first=first)
             return False
         if later:
             self._looks[table.oid] = later
         seen = {oid: by for oid, by in now.items() if oid not in later}
         if (known, row.attached) != (tuple(seen), tuple(seen.values())):
-            await self._desk.change(name, lambda found: _divided(found, seen, now) if found is not None else None)
+            await self._desk.update_row(
+                name, lambda found: _with_partitions(found, seen, now) if found is not None else None
+            )
         return not later
 
-    async def _prune(self, wanted: dict[str, TableInfo], refused: dict[str, Refusal], found: list[TableInfo]) -> None:
+    async def _prune_rows(
+        self, wanted: dict[str, TableInfo], refused: dict[str, Refusal], found: list[TableInfo]
+    ) -> None:
         """Delete rows and topics of dropped tables that no pipeline reads, and reasons that are no longer needed."""
         exist = {table.name for table in found}
         old = [
@@ -216,27 +229,27 @@ class Watching:
         for row in old:
             if f"capture:{self._config.name}:{row.table}" in read or row.parked_lsn - 1 > self._flushed():
                 continue
-            if row.identities and not self._config.manual and not await self._given_back(row, wanted):
+            if row.identities and not self._config.manual and not await self._restore_identities(row, wanted):
                 continue
             await delete_topics(self._catalogue, row.topic)
-            await self._desk.change(row.table, lambda _: None)
+            await self._desk.update_row(row.table, lambda _: None)
             log.info("a dropped table is deleted from the catalogue", capture=self._config.name, table=row.table)
 
-    async def _given_back(self, row: CaptureTableRow, wanted: dict[str, TableInfo]) -> bool:
+    async def _restore_identities(self, row: CaptureTableRow, wanted: dict[str, TableInfo]) -> bool:
         """Restore the original identity of a table that leaves the capture; False = not yet. While the table is
         published it must have a full one (publication.py), and a table that is added under another name keeps the
         identity that it got for that.
         """
-        if await self._desk.hand_over(row):
+        if await self._desk.move_identities(row):
             return True
         if any(table.oid == row.oid for table in wanted.values()):
             return False
-        published = await self._beside.published() or {}
+        published = await self._beside.read_published() or {}
         if row.oid in published:
             return False
         for oid, (relation, before) in row.identities.items():
             try:
-                await self._control.ask(lambda wire, oid=oid, b=before: give_back(wire, oid, b, attempts=1))  # type: ignore[misc]
+                await self._control.run(lambda wire, oid=oid, b=before: restore_identity(wire, oid, b, attempts=1))  # type: ignore[misc]
             except (SqlError, InvalidError) as error:
                 if self._kept_identities.get(oid) != str(error):
                     log.warning("an identity is not restored yet", relation=relation, cause=str(error))
@@ -246,7 +259,7 @@ class Watching:
         return True
 
 
-def altered(row: CaptureTableRow, published: Mapping[int, Entry]) -> bool:
+def is_publication_altered(row: CaptureTableRow, published: Mapping[int, PublishedTable]) -> bool:
     """Return whether the table is no longer published by the rows under which it was copied (publication.py), even if
     the definition is the same again.
     """
@@ -254,14 +267,14 @@ def altered(row: CaptureTableRow, published: Mapping[int, Entry]) -> bool:
     return entry is None or (bool(row.publication) and entry.rows != row.publication)
 
 
-def _gave_up(error: TidemillError) -> bool:
+def _is_too_slow(error: TidemillError) -> bool:
     """Return whether a check of a new partition took too long, as the next one would. In contrast, a lock is released
     eventually, and a dropped table is no longer a partition.
     """
-    return isinstance(error, SqlError) and error.sqlstate not in LOCKED
+    return isinstance(error, SqlError) and error.sqlstate not in LOCK_SQLSTATES
 
 
-def _divided(row: CaptureTableRow, partitions: Mapping[int, int], there: Collection[int]) -> CaptureTableRow:
+def _with_partitions(row: CaptureTableRow, partitions: Mapping[int, int], there: Collection[int]) -> CaptureTableRow:
     """Return the row with these partitions, without identities of relations that are not `there` any more."""
     kept = {oid: noted for oid, noted in row.identities.items() if oid == row.oid or oid in there}
     return replace(row, partitions=tuple(partitions), attached=tuple(partitions.values()), identities=kept)

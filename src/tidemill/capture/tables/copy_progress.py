@@ -5,10 +5,10 @@ from __future__ import annotations
 from tidemill.base.clock import Clock
 from tidemill.base.limits import MIB
 from tidemill.base.lsn import Lsn
-from tidemill.metastore.catalogue import SetAside
+from tidemill.metastore.catalogue import SideTopicState
 
 
-class Steps:
+class SetUpSteps:
     """The work of a set-up or a copy before and after its rows: how much is done, and the current step."""
 
     def __init__(self) -> None:
@@ -16,14 +16,14 @@ class Steps:
         self.doing = ""
         self._furthest = ("", -1)
 
-    def step(self, what: str, number: int, of: int) -> None:
+    def begin_table_step(self, what: str, number: int, of: int) -> None:
         """Begin the `number`th of `of` tables. A table that is retried is no progress."""
         if what != self._furthest[0] or number > self._furthest[1]:
             self._furthest = what, number
             self.count += 1
         self.doing = f"{what}: {number} of {of} tables"
 
-    def phase(self, what: str) -> None:
+    def begin_phase(self, what: str) -> None:
         """Begin a step that is not counted by tables."""
         self._furthest = what, -1
         self.count += 1
@@ -44,7 +44,7 @@ class SnapshotProgress:
         self._clock = clock
         self._started_s = clock.monotonic_s()
         self._ended_s: float | None = None
-        self.steps = Steps()
+        self.steps = SetUpSteps()
         self.rows = 0
         self.estimate = 0
         self.chunks = 0
@@ -55,14 +55,14 @@ class SnapshotProgress:
         self.held_by = ""
         self.blocked = ""
         self.done = False
-        self.aside: SetAside | None = None
+        self.aside: SideTopicState | None = None
         """The side topic of the table that is being copied."""
         self._appends = False
         self._earlier = 0
         self._retained_bytes = 0
         self._headroom_bytes: int | None = None
 
-    def expect(self, rows: int, chunks: int, chunks_done: int) -> None:
+    def add_table(self, rows: int, chunks: int, chunks_done: int) -> None:
         """Add a table that is cut into chunks, of which an earlier session copied `chunks_done` chunks with `rows`
         rows.
         """
@@ -71,7 +71,7 @@ class SnapshotProgress:
         self.chunks += chunks
         self.chunks_done += chunks_done
 
-    def saw_wal(self, retained_bytes: int, headroom_bytes: int | None) -> None:
+    def record_wal(self, retained_bytes: int, headroom_bytes: int | None) -> None:
         """Note the WAL that the slot retains, and how much more it may retain; None = no limit."""
         self._retained_bytes, self._headroom_bytes = retained_bytes, headroom_bytes
 

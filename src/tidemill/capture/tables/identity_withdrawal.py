@@ -20,15 +20,20 @@ import structlog
 from tidemill.base.errors import InvalidError
 from tidemill.capture.catalog.foreign_publications import Objections
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.errors import SqlError
-from tidemill.capture.setup.publication import IdentityRequiredError, give_back, published_tables, unpublish
+from tidemill.capture.setup.publication import (
+    IdentityRequiredError,
+    read_published_tables,
+    restore_identity,
+    unpublish_table,
+)
 from tidemill.metastore.catalogue import CaptureTableRow
 
 log = structlog.get_logger()
 
 
-class Withheld(msgspec.Struct, frozen=True):
+class UnwantedFullIdentity(msgspec.Struct, frozen=True):
     """A table or partition that the capture set to FULL, although it must not be."""
 
     row: CaptureTableRow
@@ -37,15 +42,15 @@ class Withheld(msgspec.Struct, frozen=True):
     before: str
 
 
-async def withheld(
-    wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow], objections: Objections
-) -> list[Withheld]:
+async def find_unwanted_full_identities(
+    wire: PgConnection, config: CaptureConfig, rows: Iterable[CaptureTableRow], objections: Objections
+) -> list[UnwantedFullIdentity]:
     """Return the relations that are FULL although a publication objects, of all whose earlier identity was noted
     (publication.py). Empty for a manual capture.
     """
     must_not = {oid for each in objections.values() for oid in each.relations}
     noted = {
-        oid: Withheld(row, oid, relation, before)
+        oid: UnwantedFullIdentity(row, oid, relation, before)
         for row in rows
         for oid, (relation, before) in row.identities.items()
         if oid in must_not
@@ -57,7 +62,7 @@ async def withheld(
     return [noted[int(oid or 0)] for (oid,) in whole]
 
 
-async def withdraw(wire: Wire, config: CaptureConfig, one: Withheld) -> bool:
+async def withdraw_identity(wire: PgConnection, config: CaptureConfig, one: UnwantedFullIdentity) -> bool:
     """Restore an identity that causes no failure. Returns False if the table's lock is not available now, or if no
     identity works.
     """
@@ -65,13 +70,13 @@ async def withdraw(wire: Wire, config: CaptureConfig, one: Withheld) -> bool:
     for identity in dict.fromkeys((one.before, "DEFAULT")):
         try:
             try:
-                await give_back(wire, one.oid, identity, attempts=1)
+                await restore_identity(wire, one.oid, identity, attempts=1)
             except IdentityRequiredError as needed:
                 # While only the capture's own publication requires another identity, the table is removed from that
                 # publication.
-                if needed.publications != {config.publication} or not await _unpublished(wire, config, one.row):
+                if needed.publications != {config.publication} or not await _unpublish(wire, config, one.row):
                     raise
-                await give_back(wire, one.oid, identity, attempts=1)
+                await restore_identity(wire, one.oid, identity, attempts=1)
         except (SqlError, InvalidError) as error:
             why = str(error)
             continue
@@ -81,6 +86,6 @@ async def withdraw(wire: Wire, config: CaptureConfig, one: Withheld) -> bool:
     return False
 
 
-async def _unpublished(wire: Wire, config: CaptureConfig, row: CaptureTableRow) -> bool:
-    published = await published_tables(wire, config.publication) or {}
-    return row.oid in published and await unpublish(wire, config, published[row.oid].name)
+async def _unpublish(wire: PgConnection, config: CaptureConfig, row: CaptureTableRow) -> bool:
+    published = await read_published_tables(wire, config.publication) or {}
+    return row.oid in published and await unpublish_table(wire, config, published[row.oid].name)

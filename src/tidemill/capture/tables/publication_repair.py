@@ -9,6 +9,7 @@ publication makes statements fail, the identity that the capture set is withdraw
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Container
 from contextlib import suppress
 
@@ -17,13 +18,13 @@ import structlog
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.catalog.foreign_publications import Objections
-from tidemill.capture.catalog.table_discovery import Hazard, Refusal, TableInfo, hazards
-from tidemill.capture.naming import odd
-from tidemill.capture.postgres.connection import Wire, identifier
-from tidemill.capture.setup.publication import not_full, publish, unpublish
+from tidemill.capture.catalog.table_discovery import Hazard, Refusal, TableInfo, find_hazards
+from tidemill.capture.naming import has_invalid_bytes
+from tidemill.capture.postgres.connection import PgConnection, identifier
+from tidemill.capture.setup.publication import find_partial_identities, publish_tables, unpublish_table
 from tidemill.capture.tables.context import SideLoopContext
-from tidemill.capture.tables.identity_withdrawal import withdraw, withheld
-from tidemill.capture.tables.table_states import recopy
+from tidemill.capture.tables.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
+from tidemill.capture.tables.table_states import recopy_instruction
 from tidemill.metastore.catalogue import CaptureTableRow
 
 log = structlog.get_logger()
@@ -35,68 +36,69 @@ class PublicationRepair:
         self._config = beside.config
         self._control = beside.control
         self._desk = beside.desk
-        self._hazards = CachedQuery(beside.control, self._ask_hazards)
+        self._hazards = CachedQuery(beside.control, self._query_hazards)
         self._no_identity: dict[int, str] = {}
         """Reason why a table did not get a full replica identity at the last attempt, which is repeated each second.
         Logged once.
         """
 
-    def forget_but(self, oids: Container[int]) -> None:
+    def forget_others(self, oids: Container[int]) -> None:
         for oid in [oid for oid in self._no_identity if oid not in oids]:
             del self._no_identity[oid]
 
-    async def mend(self) -> None:
+    async def repair(self) -> None:
         """Repair all published tables whose statements would fail, or whose rows lack the old one."""
         config = self._config
-        objected = await self._beside.objections()
-        await self.withdraw(objected)
-        for hazard in await self._hazards.now():
-            row = self._desk.by_oid(hazard.oid)
+        objected = await self._beside.fetch_objections()
+        await self.withdraw_identities(objected)
+        for hazard in await self._hazards.fetch():
+            row = self._desk.find_carried(hazard.oid)
             objection = objected.get(hazard.oid)
             if objection is not None and objection.refuses and not (hazard.virtual or hazard.breaks):
                 continue  # it must not have a full replica identity
             if config.manual:
-                await self._tell_hazard(hazard, row)
+                await self._pause_for_hazard(hazard, row)
                 continue
-            if row is not None and not hazard.virtual and config.whole and objection is None:
+            if row is not None and not hazard.virtual and config.requires_full_identity and objection is None:
                 # Noted before the connection is asked to alter it: the time that consensus takes must not look like a
                 # silent server.
-                earlier = await self._control.ask(lambda wire, oid=hazard.oid: not_full(wire, oid))  # type: ignore[misc]
+                earlier = await self._control.run(lambda wire, oid=hazard.oid: find_partial_identities(wire, oid))  # type: ignore[misc]
                 mended = False
                 # An identity that cannot be noted is not altered: a table is paused for a name that is not UTF-8
                 # (table_discovery.py).
-                if not any(odd(name) for noted in earlier.values() for name in noted):
-                    await self._desk.note(row.table, earlier)
-                    mended = await self._control.ask(lambda wire, table=hazard.table: self._full(wire, table))  # type: ignore[misc]
+                if not any(has_invalid_bytes(name) for noted in earlier.values() for name in noted):
+                    await self._desk.store_identities(row.table, earlier)
+                    repair = functools.partial(self._set_full_identity, table=hazard.table)
+                    mended = await self._control.run(repair)
                 if mended or not hazard.breaks:
                     continue
             if hazard.virtual or hazard.breaks:
-                await self._control.ask(lambda wire, name=hazard.name: unpublish(wire, self._config, name))  # type: ignore[misc]
-                self._desk.narrow(hazard.oid, None, "its table is no longer published")
+                await self._control.run(lambda wire, name=hazard.name: unpublish_table(wire, self._config, name))  # type: ignore[misc]
+                self._desk.update_unaffected_columns(hazard.oid, None, "its table is no longer published")
             if row is not None and not (hazard.virtual or hazard.breaks):
                 said = "its replica identity does not include its primary key"
-                await self._beside.park(row.table, said, _mend_by(hazard))
+                await self._beside.pause_at_wal_end(row.table, said, _repair_instruction(hazard))
             elif row is not None:
                 what = "a virtual generated column" if hazard.virtual else "its replica identity, which was removed,"
-                lacks = hazard.breaks and not hazard.virtual and not config.whole
-                await self._beside.park(
-                    row.table, f"{what} would make its UPDATE and DELETE fail", _mend_by(hazard) if lacks else "",
-                    again=not hazard.virtual and not lacks,
+                lacks = hazard.breaks and not hazard.virtual and not config.requires_full_identity
+                await self._beside.pause_at_wal_end(
+                    row.table, f"{what} would make its UPDATE and DELETE fail", _repair_instruction(hazard) if lacks
+                    else "", again=not hazard.virtual and not lacks,
                 )  # fmt: skip
         if not config.manual:
-            await self._unpublish_parked()
+            await self._unpublish_paused()
 
-    async def guard(self, ended: asyncio.Event, every_s: float) -> None:
+    async def guard_identities(self, ended: asyncio.Event, every_s: float) -> None:
         """Check identities until the stream begins, whose watch then takes over: no identity may make the application's
         statements fail.
         """
         while not ended.is_set():
-            await self.withdraw(await self._beside.objections(), streams=False)
+            await self.withdraw_identities(await self._beside.fetch_objections(), streams=False)
             with suppress(TimeoutError):
                 async with asyncio.timeout(every_s):
                     await ended.wait()
 
-    async def withdraw(self, objected: Objections, *, streams: bool = True) -> None:
+    async def withdraw_identities(self, objected: Objections, *, streams: bool = True) -> None:
         """Withdraw identities that publications object to, and pause or refuse their tables. `streams`: False while no
         stream runs; then a table is not paused here but at the first row that lacks its old one. Raises
         UnavailableError if a copy blocks the withdrawal: the next session begins with it (identity_withdrawal.py).
@@ -104,22 +106,24 @@ class PublicationRepair:
         if not objected:
             return
         rows, left = self._desk.rows, set()
-        for one in await self._control.ask(lambda wire: withheld(wire, self._config, rows.values(), objected)):
-            if not await self._control.ask(lambda wire, one=one: withdraw(wire, self._config, one)):  # type: ignore[misc]
+        for one in await self._control.run(
+            lambda wire: find_unwanted_full_identities(wire, self._config, rows.values(), objected)
+        ):
+            if not await self._control.run(lambda wire, one=one: withdraw_identity(wire, self._config, one)):  # type: ignore[misc]
                 left.add(one.row.table)
         for row in [row for row in rows.values() if row.oid in objected and objected[row.oid].refuses]:
             why = Refusal("refused", objected[row.oid].reason, objected[row.oid].fix, again=True)
-            if row.flows and streams:
-                await self._beside.park_refused(row.table, why)
+            if row.is_streaming and streams:
+                await self._beside.pause_refused(row.table, why)
             elif row.snapshot is None and row.state == "captured":
-                await self._desk.refuse(row.table, why, row.oid)
+                await self._desk.refuse_table(row.table, why, row.oid)
                 if row.table in left:
                     raise UnavailableError(f"a copy blocks the replica identity that a table must have: {why.reason}")
 
-    async def _ask_hazards(self, wire: Wire) -> list[Hazard]:
-        return await hazards(wire, self._config.publication, self._config.whole)
+    async def _query_hazards(self, wire: PgConnection) -> list[Hazard]:
+        return await find_hazards(wire, self._config.publication, self._config.requires_full_identity)
 
-    async def _tell_hazard(self, hazard: Hazard, row: CaptureTableRow | None) -> None:
+    async def _pause_for_hazard(self, hazard: Hazard, row: CaptureTableRow | None) -> None:
         """Pause a table of a manual capture, which alters nothing. A table whose old rows must be whole flows until the
         stream meets a row that is not.
         """
@@ -128,18 +132,22 @@ class PublicationRepair:
         what = "a virtual generated column" if hazard.virtual else "its replica identity"
         if hazard.virtual or hazard.breaks:
             drop = f"ALTER PUBLICATION {identifier(self._config.publication)} DROP TABLE {hazard.name}"
-            await self._beside.park(
+            await self._beside.pause_at_wal_end(
                 row.table, f"{what} makes its UPDATE and DELETE fail while it is published",
-                f"Run {drop}; {recopy(row.table)}",
+                f"Run {drop}; {recopy_instruction(row.table)}",
             )  # fmt: skip
         else:
-            await self._beside.park(row.table, f"{what} does not include its primary key", _mend_by(hazard))
+            await self._beside.pause_at_wal_end(
+                row.table, f"{what} does not include its primary key", _repair_instruction(hazard)
+            )
 
-    async def _full(self, wire: Wire, table: TableInfo) -> bool:
+    async def _set_full_identity(self, wire: PgConnection, table: TableInfo) -> bool:
         """Set a published table and its partitions to a full replica identity again. Returns False while others hold
         its lock.
         """
-        done = await publish(wire, self._config, [table], {table.oid}, attempts=1, note=self._desk.note)
+        done = await publish_tables(
+            wire, self._config, [table], {table.oid}, attempts=1, note=self._desk.store_identities
+        )
         for error in done.failed.values():
             if self._no_identity.get(table.oid) != str(error):
                 log.warning("a captured table has no full replica identity yet", table=table.name, cause=str(error))
@@ -148,7 +156,7 @@ class PublicationRepair:
             self._no_identity.pop(table.oid, None)
         return not done.failed
 
-    async def _unpublish_parked(self) -> None:
+    async def _unpublish_paused(self) -> None:
         """Remove paused tables from the publication: the stream carries nothing of them, so PostgreSQL need not decode
         them, and they must not block the application. A table that shapes still follow is carried
         (unaffected_columns.py).
@@ -157,22 +165,22 @@ class PublicationRepair:
         used this connection, so a check while this task has the connection remains valid.
         """
 
-        def parked() -> set[int]:
+        def paused_oids() -> set[int]:
             rows = self._desk.rows.values()
             kept = {row.oid for row in rows if row.recopy or row.again_ms or row.state == "captured"}
             kept |= self._desk.following.oids
             return {row.oid for row in rows if row.parked_lsn} - kept - {*self._desk.copying.values()}
 
-        async def take_out(wire: Wire, oid: int, name: str) -> None:
-            if oid in parked():
-                await unpublish(wire, self._config, name)
+        async def unpublish_if_paused(wire: PgConnection, oid: int, name: str) -> None:
+            if oid in paused_oids():
+                await unpublish_table(wire, self._config, name)
 
-        if not parked():
+        if not paused_oids():
             return
-        published = await self._beside.published() or {}
-        for oid in parked() & published.keys():
-            await self._control.ask(lambda wire, oid=oid: take_out(wire, oid, published[oid].name))  # type: ignore[misc]
+        published = await self._beside.read_published() or {}
+        for oid in paused_oids() & published.keys():
+            await self._control.run(lambda wire, oid=oid: unpublish_if_paused(wire, oid, published[oid].name))  # type: ignore[misc]
 
 
-def _mend_by(hazard: Hazard) -> str:
-    return f"Run {hazard.lacking}; {recopy(hazard.table.name)}"
+def _repair_instruction(hazard: Hazard) -> str:
+    return f"Run {hazard.lacking}; {recopy_instruction(hazard.table.name)}"

@@ -13,15 +13,15 @@ import msgspec
 from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.metastore.catalogue import Accepted, CaptureTableRow, Catalogue
+from tidemill.metastore.catalogue import AcceptedSchemaChange, CaptureTableRow, Catalogue
 from tidemill.shards.api import ShardSchema
-from tidemill.shards.parts.pg_columns import as_held
-from tidemill.shards.parts.schema import difference
-from tidemill.shards.parts.schema_evolution import changes_to
+from tidemill.shards.parts.pg_columns import with_existing_timestamps
+from tidemill.shards.parts.schema import describe_difference
+from tidemill.shards.parts.schema_evolution import schema_changes
 from tidemill.shards.state.state import ShardState
 
 
-class Becoming(msgspec.Struct, frozen=True):
+class ShardEffect(msgspec.Struct, frozen=True):
     """Effect on one shard: `kept` unchanged, `grown` by `changes`, or re-created without its former
     content, because of `changes`.
     """
@@ -29,54 +29,54 @@ class Becoming(msgspec.Struct, frozen=True):
     shard: str
     how: str
     changes: str = ""
-    accepted: Accepted | None = None
+    accepted: AcceptedSchemaChange | None = None
     """The acceptance that is required for this; None = none"""
     instants: tuple[str, ...] = ()
     """Columns that are clock times in the table (timestamp without a zone) and remain instants in the shard"""
 
 
-def becoming(state: ShardState, wanted: ShardSchema) -> Becoming:
+def predict_shard_effect(state: ShardState, wanted: ShardSchema) -> ShardEffect:
     """Return the effect on a shard if a table with the schema `wanted` feeds it. Pure. A column keeps the timestamp
     type that the shard has (RFC 0007).
     """
-    held = as_held(wanted.columns, state.schema)
+    held = with_existing_timestamps(wanted.columns, state.schema)
     instants = tuple(c.name for c, other in zip(held, wanted.columns, strict=True) if c.type != other.type)
     wanted = replace(wanted, columns=held)
     names = tuple(column.name for column in state.schema.columns)
     try:
-        changes = changes_to(state.schema, wanted, names)
+        changes = schema_changes(state.schema, wanted, names)
     except InvalidError:
-        said = difference(state.schema, wanted)
-        return Becoming(state.name, "anew", said, Accepted(state.shard_id, anew=True))
-    accepted = Accepted(state.shard_id, changes.retire) if changes.retire else None
-    return Becoming(state.name, "grown" if changes else "kept", str(changes), accepted, instants)
+        said = describe_difference(state.schema, wanted)
+        return ShardEffect(state.name, "anew", said, AcceptedSchemaChange(state.shard_id, anew=True))
+    accepted = AcceptedSchemaChange(state.shard_id, changes.retire) if changes.retire else None
+    return ShardEffect(state.name, "grown" if changes else "kept", str(changes), accepted, instants)
 
 
-async def ask(catalogue: Catalogue, capture: str, table: str) -> CaptureTableRow:
+async def request_recopy(catalogue: Catalogue, capture: str, table: str) -> CaptureTableRow:
     """Request another copy of a table, into a new generation of its topic. Raises MissingError for an unknown table,
     InvalidError for a table that is not captured.
     """
 
-    def asked(found: CaptureTableRow) -> CaptureTableRow:
+    def with_request(found: CaptureTableRow) -> CaptureTableRow:
         return replace(found, recopy=True, accepted=())
 
-    return await _change(catalogue, capture, table, asked)
+    return await _change_captured_table(catalogue, capture, table, with_request)
 
 
-async def accept(
-    catalogue: Catalogue, capture: str, table: str, shards: Sequence[Accepted], *, copied: bool
+async def accept_effects(
+    catalogue: Catalogue, capture: str, table: str, shards: Sequence[AcceptedSchemaChange], *, copied: bool
 ) -> CaptureTableRow:
     """Accept that these shards change as the table did. `copied`: the table is re-snapshotted for that. Raises the
-    errors of `ask`.
+    errors of `request_recopy`.
     """
 
-    def asked(found: CaptureTableRow) -> CaptureTableRow:
+    def with_acceptance(found: CaptureTableRow) -> CaptureTableRow:
         return replace(found, recopy=copied or found.recopy, accepted=tuple(shards))
 
-    return await _change(catalogue, capture, table, asked)
+    return await _change_captured_table(catalogue, capture, table, with_acceptance)
 
 
-async def _change(
+async def _change_captured_table(
     catalogue: Catalogue, capture: str, table: str, change: Callable[[CaptureTableRow], CaptureTableRow]
 ) -> CaptureTableRow:
     def changed(found: CaptureTableRow | None) -> CaptureTableRow:

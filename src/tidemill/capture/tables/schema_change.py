@@ -19,70 +19,82 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import Lsn
-from tidemill.capture.catalog.columns import Attributes, attributes_of, type_names
-from tidemill.capture.catalog.schema_diff import against_catalogue, against_stream
+from tidemill.capture.catalog.columns import TableAttributes, read_attributes, read_type_names
+from tidemill.capture.catalog.schema_diff import diff_against_catalogue, diff_against_stream
 from tidemill.capture.catalog.schema_versions import (
-    Step,
-    anew,
-    described,
-    next_version,
-    reads_otherwise,
-    targets,
-    targets_of,
-    types_as,
-    version_of,
+    SchemaStep,
+    columns_at_version,
+    describe_altered_types,
+    describe_recreated_columns,
+    find_version,
+    plan_next_version,
+    serialize_types,
+    targets_of_attributes,
+    targets_of_message,
 )
-from tidemill.capture.catalog.table_discovery import describe
+from tidemill.capture.catalog.table_discovery import describe_tables
 from tidemill.capture.changes import Relation
-from tidemill.capture.postgres.control_connection import Control
+from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.postgres.pgoutput import RelationMessage
-from tidemill.capture.setup.server_checks import heartbeat
-from tidemill.capture.tables.auto_recopy import heals
-from tidemill.capture.tables.table_states import TableStates, accept
+from tidemill.capture.setup.server_checks import emit_heartbeat
+from tidemill.capture.tables.auto_recopy import can_copy_resolve
+from tidemill.capture.tables.table_states import TableStates, accept_instruction
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 
 
-async def follow(
-    desk: TableStates, control: Control, message: RelationMessage, now: Relation | None, xid: int, lsn: int
+async def follow_description(
+    desk: TableStates, control: ControlConnection, message: RelationMessage, now: Relation | None, xid: int, lsn: int
 ) -> int:
     """Return the version of the next rows of the stream. The catalogue has a new version before this returns. If the
     new description cannot be carried, the table is paused before this transaction. The caller excludes the watcher.
 
     `now`: the table once transaction `xid`, which commits at `lsn`, is visible. Raises TableStateUnknownError.
     """
-    row = desk.followed(message.oid, xid, lsn)
+    row = desk.find_receiving(message.oid, xid, lsn)
     if row is None:
         return 1
     said: list[str] = []
     name = Relation(message.oid, message.schema, message.table, ()).name
     if name != row.table:
         said.append(f"the table is now named {name}")
-    found = (await control.ask(lambda wire: attributes_of(wire, [message.oid]))).get(message.oid)
-    version = version_of(row, message, lsn)
+    found = (await control.run(lambda wire: read_attributes(wire, [message.oid]))).get(message.oid)
+    version = find_version(row, message, lsn)
     if version:
-        key = against_catalogue(row.columns, now) if now is not None and now.columns else ""
-        said += [difference for difference in (anew(row, found), key if "primary key" in key else "") if difference]
+        key = diff_against_catalogue(row.columns, now) if now is not None and now.columns else ""
+        said += [
+            difference
+            for difference in (describe_recreated_columns(row, found), key if "primary key" in key else "")
+            if difference
+        ]
     else:
         asked = {(c.type_oid, c.type_mod) for c in message.columns}
-        names = await control.ask(lambda wire: type_names(wire, asked))
-        step = next_version(row, targets(message, names), found) if not _past(row, lsn) else ""
-        if isinstance(step, Step) and not said:
+        names = await control.run(lambda wire: read_type_names(wire, asked))
+        step = (
+            plan_next_version(row, targets_of_message(message, names), found)
+            if not _is_before_newest_version(row, lsn)
+            else ""
+        )
+        if isinstance(step, SchemaStep) and not said:
             try:
                 return await desk.evolve(row.table, step, lsn)
             except InvalidError as error:
                 step = f"{error.message} {error.fix}"
-        then = described(row.columns, 1 + sum(at <= lsn for at in row.evolved))
-        said.append(anew(row, found) or against_stream(then, message, now) or "its columns are in another order")
+        then = columns_at_version(row.columns, 1 + sum(at <= lsn for at in row.evolved))
+        said.append(
+            describe_recreated_columns(row, found)
+            or diff_against_stream(then, message, now)
+            or "its columns are in another order"
+        )
         said += [step] if isinstance(step, str) and step else []
     if said:
-        again = name == row.table and heals(row, found)
+        again = name == row.table and can_copy_resolve(row, found)
         said_all = "its description changed: " + "; ".join(said)
         columns = found if name == row.table else None
-        await desk.park(row.table, lsn, said_all, accept(row.table), again=again, found=columns)
+        await desk.pause_table(row.table, lsn, said_all, accept_instruction(row.table), again=again, found=columns)
     return version or row.version
 
 
-def _past(row: CaptureTableRow, lsn: int) -> bool:
+def _is_before_newest_version(row: CaptureTableRow, lsn: int) -> bool:
     """Return whether a transaction from before the newest version is sent again."""
     return bool(row.evolved) and lsn < row.evolved[-1]
 
@@ -95,7 +107,7 @@ class PendingSchema:
     def __init__(
         self,
         desk: TableStates,
-        control: Control,
+        control: ControlConnection,
         flushed: Callable[[], int],
         parking: asyncio.Lock,
         learn: Callable[[Relation], None],
@@ -110,83 +122,85 @@ class PendingSchema:
         self._parking = parking
         self._learn = learn
         self.outdated = outdated
-        self._seen: dict[str, tuple[Attributes, int]] = {}
+        self._seen: dict[str, tuple[TableAttributes, int]] = {}
 
     @property
     def waits(self) -> bool:
         rows = self._desk.rows
-        return any(name in rows and rows[name].flows for name in self._seen)
+        return any(name in rows and rows[name].is_streaming for name in self._seen)
 
     def forget(self, name: str) -> None:
         self._seen.pop(name, None)
 
-    async def look(self, name: str, difference: str) -> str | None:
+    async def judge_description(self, name: str, difference: str) -> str | None:
         """Judge the catalogue's description of a table that flows. Returns why it cannot be carried, "" if it matches
         the stored description, and None while the stream has not passed it. Raises TableStateUnknownError, and the
         errors of the connection.
         """
         row = self._desk.rows[name]
-        found = (await self._control.ask(lambda wire: attributes_of(wire, [row.oid]))).get(row.oid)
+        found = (await self._control.run(lambda wire: read_attributes(wire, [row.oid]))).get(row.oid)
         if found is None:
             return None
-        self._desk.following.describe(row, found)
-        other = "; ".join(part for part in (anew(row, found), reads_otherwise(row, found)) if part)
+        self._desk.following.store_baseline(row, found)
+        other = "; ".join(
+            part for part in (describe_recreated_columns(row, found), describe_altered_types(row, found)) if part
+        )
         if other:
             return "; ".join(part for part in (other, difference) if part)
-        step = next_version(row, targets_of(found), found) if difference else ""
-        if difference and not isinstance(step, Step):
+        step = plan_next_version(row, targets_of_attributes(found), found) if difference else ""
+        if difference and not isinstance(step, SchemaStep):
             return f"{difference}; {step}" if step else difference
-        if not difference and row == _as_seen(row, found) and row.oid not in self.outdated:
+        if not difference and row == _with_seen_attributes(row, found) and row.oid not in self.outdated:
             self.forget(name)
             return ""
-        if not await self._passed(name, found):
+        if not await self._is_passed(name, found):
             return None
         end = self._seen.pop(name)[1]
         async with self._parking:
             if self._desk.rows[name].columns != row.columns:
                 return None
-            if isinstance(step, Step):
+            if isinstance(step, SchemaStep):
                 try:
                     version = await self._desk.evolve(name, step, end)
                 except InvalidError as error:
                     return f"{difference}; {error.message} {error.fix}"
-                await self._show(row.oid, step.columns, version)
-                await self._control.ask(heartbeat)  # a binding, which makes pipelines check the table
+                await self._show_to_followers(row.oid, step.columns, version)
+                await self._control.run(emit_heartbeat)  # a binding, which makes pipelines check the table
                 return None  # the attributes are stored at the next check
             if row.oid in self.outdated:
-                await self._show(row.oid, row.columns, row.version)
+                await self._show_to_followers(row.oid, row.columns, row.version)
                 return None
-            seen = _as_seen(row, found)
+            seen = _with_seen_attributes(row, found)
 
-            def settled(now: CaptureTableRow | None) -> CaptureTableRow | None:
-                if now is None or now.columns != row.columns or not now.flows:
+            def with_attributes(now: CaptureTableRow | None) -> CaptureTableRow | None:
+                if now is None or now.columns != row.columns or not now.is_streaming:
                     return now
                 return replace(
                     now, columns=seen.columns, attributes=seen.attributes, storage=seen.storage, types=seen.types
                 )
 
-            await self._desk.change(name, settled)
+            await self._desk.update_row(name, with_attributes)
         return ""
 
-    async def _show(self, oid: int, columns: Sequence[CapturedColumn], version: int) -> None:
+    async def _show_to_followers(self, oid: int, columns: Sequence[CapturedColumn], version: int) -> None:
         """Show these columns to followers, if the table still has them."""
-        now = (await self._control.ask(lambda wire: describe(wire, [oid]))).get(oid)
-        if now is not None and not against_catalogue(columns, now):
+        now = (await self._control.run(lambda wire: describe_tables(wire, [oid]))).get(oid)
+        if now is not None and not diff_against_catalogue(columns, now):
             self._learn(replace(now, version=version))
             self.outdated.discard(oid)
 
-    async def _passed(self, name: str, found: Attributes) -> bool:
+    async def _is_passed(self, name: str, found: TableAttributes) -> bool:
         """Return whether the stream has passed the WAL end at which this description was seen."""
         seen, end = self._seen.get(name, (None, 0))
         if seen != found:
-            at = await self._control.ask(lambda wire: wire.value("SELECT pg_current_wal_insert_lsn()"))
+            at = await self._control.run(lambda wire: wire.value("SELECT pg_current_wal_insert_lsn()"))
             self._seen[name] = (found, Lsn.parse(at or "0/0").value)
-            await self._control.ask(heartbeat)  # so that an idle stream passes it immediately
+            await self._control.run(emit_heartbeat)  # so that an idle stream passes it immediately
             return False
         return self._flushed() >= end
 
 
-def _as_seen(row: CaptureTableRow, found: Attributes) -> CaptureTableRow:
+def _with_seen_attributes(row: CaptureTableRow, found: TableAttributes) -> CaptureTableRow:
     """Return the row with the attributes that identify the next change of its table; rows of an older version get
     column numbers too.
     """
@@ -196,4 +210,4 @@ def _as_seen(row: CaptureTableRow, found: Attributes) -> CaptureTableRow:
             replace(c, attnum=now[c.name].attnum, type_oid=now[c.name].type_oid, type_mod=now[c.name].type_mod)
             for c in columns
         )
-    return replace(row, columns=columns, attributes=found.count, storage=found.storage, types=types_as(found))
+    return replace(row, columns=columns, attributes=found.count, storage=found.storage, types=serialize_types(found))

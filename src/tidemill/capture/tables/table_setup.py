@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from tidemill.base.errors import ConflictError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.capture.catalog.columns import Attributes
-from tidemill.capture.catalog.table_discovery import Choice, Refusal, TableInfo
+from tidemill.capture.catalog.columns import TableAttributes
+from tidemill.capture.catalog.table_discovery import Refusal, TableChoice, TableInfo
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.encode.debezium_json import Source
-from tidemill.capture.naming import aside_name, split_name
-from tidemill.capture.postgres.errors import may_pass
-from tidemill.capture.setup.publication import Entry, TableLockedError
+from tidemill.capture.encode.debezium_json import EventSource
+from tidemill.capture.naming import side_topic_name, split_name
+from tidemill.capture.postgres.errors import is_transient
+from tidemill.capture.setup.publication import PublishedTable, TableLockedError
 from tidemill.capture.tables.table_states import TableStates
-from tidemill.capture.topics.topic_writer import CapturedTable
+from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, Catalogue, TopicRow
 
 PRODUCER_ID_BASE = 1 << 62
@@ -25,10 +25,10 @@ PRODUCER_ID_BASE = 1 << 62
 """
 
 
-MOST_EPOCHS = (1 << 15) - 1
+MAX_EPOCH = (1 << 15) - 1
 
 
-def producer_id(config: CaptureConfig) -> int:
+def stream_producer_id(config: CaptureConfig) -> int:
     return PRODUCER_ID_BASE | zlib.crc32(config.name.encode())
 
 
@@ -36,23 +36,23 @@ def copy_producer_id(config: CaptureConfig) -> int:
     """Return the producer id for copies. It differs from the stream's, whose sequences are offsets, because the
     sequences of a copy restart with each epoch (partition_writer.py).
     """
-    return producer_id(config) | 1 << 32
+    return stream_producer_id(config) | 1 << 32
 
 
-async def without_taken(config: CaptureConfig, catalogue: Catalogue, choice: Choice) -> Choice:
+async def refuse_taken_topics(config: CaptureConfig, catalogue: Catalogue, choice: TableChoice) -> TableChoice:
     """Refuse, before anything is altered, each table whose topic name belongs to Kafka producers."""
     tables, refused = [], dict(choice.refused)
     for table in choice.tables:
-        name = config.topic_of(table.schema, table.table)
+        name = config.topic_name_of(table.schema, table.table)
         topic = await catalogue.get(TopicRow, name, fresh=False)
         if topic is not None and topic.kind != "capture":
-            refused[table.name] = _taken(name)
+            refused[table.name] = _topic_taken_refusal(name)
         else:
             tables.append(table)
-    return Choice(tuple(tables), refused)
+    return TableChoice(tuple(tables), refused)
 
 
-def _taken(topic: str) -> Refusal:
+def _topic_taken_refusal(topic: str) -> Refusal:
     return Refusal(
         "refused",
         f"a topic of this name belongs to Kafka producers: topic={topic}.",
@@ -66,7 +66,7 @@ async def start_table(
     desk: TableStates,
     table: TableInfo,
     relation: Relation,
-    published: Entry,
+    published: PublishedTable,
 ) -> TopicRow | None:
     """Write the table's row without a snapshot, and create its topic under a new id, so that it contains nothing of an
     earlier attempt. Returns None if the table is refused, which `desk` reports. That includes a registry that does not
@@ -75,50 +75,50 @@ async def start_table(
 
     earlier, now_ms = desk.rows.get(table.name), desk.now_ms
     if earlier is not None and earlier.oid != table.oid:
-        await desk.hand_over(earlier)
-    columns = columns_of(relation)
+        await desk.move_identities(earlier)
+    columns = captured_columns_of(relation)
     try:
         # Before anything of an earlier copy is deleted.
-        topic_name = (earlier.topic if earlier is not None else "") or config.topic_of(table.schema, table.table)
-        schemas = await desk.registered(config.envelope, topic_name, columns)
+        topic_name = (earlier.topic if earlier is not None else "") or config.topic_name_of(table.schema, table.table)
+        schemas = await desk.register_schemas(config.envelope, topic_name, columns)
     except (InvalidError, UnavailableError, UnknownOutcomeError) as error:
-        await desk.refuse(table.name, refusal_of(error), table.oid)
+        await desk.refuse_table(table.name, refusal_for(error), table.oid)
         return None
 
     def started(found: CaptureTableRow | None) -> CaptureTableRow:
         found = found or CaptureTableRow(config.name, table.name)
         return CaptureTableRow(
-            config.name, table.name, found.topic or config.topic_of(table.schema, table.table),
+            config.name, table.name, found.topic or config.topic_name_of(table.schema, table.table),
             generation=found.generation + (found.columns != () or found.snapshot is not None), oid=table.oid,
             columns=columns, identities=found.identities, identities_asked=found.identities_asked,
             envelope=config.envelope, schemas=schemas,
             accepted=found.accepted if found.recopy or found.again_ms or found.snapshot is None else (),
             again_last_ms=now_ms if found.again_ms and not found.recopy else found.again_last_ms,
-            identity="FULL" if config.whole else table.identity, publication=published.rows,
+            identity="FULL" if config.requires_full_identity else table.identity, publication=published.rows,
             reason=found.reason if found.state == "captured" and found.snapshot is None else "",
         )  # fmt: skip
 
     try:
-        row = await desk.change(table.name, started)
+        row = await desk.update_row(table.name, started)
         assert row is not None
         topic = await catalogue.get(TopicRow, row.topic)
         if topic is not None and topic.kind != "capture":
-            await desk.refuse(table.name, _taken(row.topic), table.oid)
+            await desk.refuse_table(table.name, _topic_taken_refusal(row.topic), table.oid)
             return None
         if topic is not None:
             await catalogue.delete(TopicRow, row.topic)
-        return await catalogue.create_topic(row.topic, config.partitions, kind="capture", config=config.topic_configs)
+        return await catalogue.create_topic(row.topic, config.partitions, kind="capture", config=config.topic_config)
     except (InvalidError, ConflictError) as error:
-        await desk.refuse(table.name, refusal_of(error), table.oid)
+        await desk.refuse_table(table.name, refusal_for(error), table.oid)
         return None
 
 
-def says_whole_rows(config: CaptureConfig, table: TableInfo) -> bool:
+def has_whole_rows(config: CaptureConfig, table: TableInfo) -> bool:
     """Return whether every UPDATE in the stream carries the whole old row."""
-    return config.whole or table.identity == "FULL"
+    return config.requires_full_identity or table.identity == "FULL"
 
 
-async def go_on_with(
+async def resume_copy(
     config: CaptureConfig, catalogue: Catalogue, desk: TableStates, table: TableInfo, relation: Relation
 ) -> TopicRow | None:
     """Return the topic of an interrupted copy, after raising the copy's epoch in the row for the session that resumes
@@ -127,36 +127,36 @@ async def go_on_with(
     row = desk.rows.get(table.name)
     if row is None or row.copy is None or row.oid != table.oid or row.recopy or row.envelope != config.envelope:
         return None
-    if not says_whole_rows(config, table) or columns_of(relation) != row.columns or row.copy.epoch >= MOST_EPOCHS:
+    if not has_whole_rows(config, table) or captured_columns_of(relation) != row.columns or row.copy.epoch >= MAX_EPOCH:
         return None
     topic = await catalogue.get(TopicRow, row.topic)
     if topic is None or topic.topic_id != row.copy.topic_id:
         return None
     held, taken = row.copy, replace(row.copy, epoch=row.copy.epoch + 1)
 
-    def gone_on(found: CaptureTableRow | None) -> CaptureTableRow | None:
+    def with_next_epoch(found: CaptureTableRow | None) -> CaptureTableRow | None:
         if found is None or found.copy != held or found.recopy:
             return found
         reason = found.reason if found.state == "captured" else ""
         return replace(found, state="captured", reason=reason, fix="", since_ms=0, copy=taken)
 
-    now = await desk.change(table.name, gone_on)
-    return await kept_so(config, catalogue, topic) if now is not None and now.copy == taken else None
+    now = await desk.update_row(table.name, with_next_epoch)
+    return await update_topic_config(config, catalogue, topic) if now is not None and now.copy == taken else None
 
 
-def source_of(config: CaptureConfig, row: CaptureTableRow, database: str) -> Source | None:
+def event_source_of(config: CaptureConfig, row: CaptureTableRow, database: str) -> EventSource | None:
     """Return the source block of the table's events; None if its records are plain rows."""
-    return Source(config.name, database, row.schemas) if row.envelope != "row" else None
+    return EventSource(config.name, database, row.schemas) if row.envelope != "row" else None
 
 
-async def kept_so(config: CaptureConfig, catalogue: Catalogue, topic: TopicRow) -> TopicRow:
+async def update_topic_config(config: CaptureConfig, catalogue: Catalogue, topic: TopicRow) -> TopicRow:
     """Return the topic of a table that continues, with the configs set to the current ones."""
-    if topic.config == config.topic_configs:
+    if topic.config == config.topic_config:
         return topic
-    return await catalogue.change_topic(topic.name, lambda row: replace(row, config=config.topic_configs))
+    return await catalogue.change_topic(topic.name, lambda row: replace(row, config=config.topic_config))
 
 
-def columns_of(relation: Relation, found: Attributes | None = None) -> tuple[CapturedColumn, ...]:
+def captured_columns_of(relation: Relation, found: TableAttributes | None = None) -> tuple[CapturedColumn, ...]:
     numbers = {c.name: c.attnum for c in found.columns} if found is not None else {}
     return tuple(
         CapturedColumn(c.name, c.type_name, c.key_index, c.type_oid, c.type_mod, numbers.get(c.name, 0))
@@ -164,7 +164,7 @@ def columns_of(relation: Relation, found: Attributes | None = None) -> tuple[Cap
     )
 
 
-def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
+def relation_of_row(table: CaptureTableRow, now: Relation | None) -> Relation:
     """Return the relation as of its newest version. The catalogue adds what an older version did not store."""
     schema, name = split_name(table.table)
     known = {c.name: c for c in now.columns} if now is not None else {}
@@ -176,12 +176,12 @@ def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
     return Relation(table.oid, schema, name, tuple(columns), table.version)
 
 
-def refusal_of(error: TidemillError) -> Refusal:
-    fix = error.fix or f"{'It' if may_pass(error) else 'Repair it; it'} is retried automatically."
+def refusal_for(error: TidemillError) -> Refusal:
+    fix = error.fix or f"{'It' if is_transient(error) else 'Repair it; it'} is retried automatically."
     return Refusal("refused", error.message, fix, error.held_by if isinstance(error, TableLockedError) else "")
 
 
-def gone(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
+def explain_missing_table(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
     """Return (reason, fix) for a table that is no longer captured."""
     drop = "remove it from its pipeline and drop its shard"
     for table in found:
@@ -204,11 +204,13 @@ async def delete_topic(catalogue: Catalogue, name: str) -> None:
 async def delete_topics(catalogue: Catalogue, name: str) -> None:
     """Delete the topic of a table and its side topic."""
     if name:
-        await delete_topic(catalogue, aside_name(name))
+        await delete_topic(catalogue, side_topic_name(name))
         await delete_topic(catalogue, name)
 
 
-def copy_target(config: CaptureConfig, row: CaptureTableRow, topic: TopicRow, source: Source | None) -> CapturedTable:
+def create_copy_target(
+    config: CaptureConfig, row: CaptureTableRow, topic: TopicRow, source: EventSource | None
+) -> CapturedTable:
     """Return the topic of a table as the target of its copy."""
     epoch = row.copy.epoch if row.copy is not None else 0
     return CapturedTable(row.table, topic, copy_producer_id(config), oid=row.oid, source=source, epoch=epoch)

@@ -32,44 +32,44 @@ from msgspec.structs import replace
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.base.lsn import Lsn
-from tidemill.base.pgtypes.avro import AVRO, Described
+from tidemill.base.pgtypes.avro import AVRO, ColumnDescription
 from tidemill.base.status.status import StatusTracker
-from tidemill.capture.catalog.columns import Attributes
-from tidemill.capture.catalog.schema_versions import Step
+from tidemill.capture.catalog.columns import TableAttributes
+from tidemill.capture.catalog.schema_versions import SchemaStep
 from tidemill.capture.catalog.table_discovery import Refusal, TableInfo
-from tidemill.capture.changes import NEVER
+from tidemill.capture.changes import LSN_NEVER
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.encode.schema_registration import NoSchemas, Schemas, registered
-from tidemill.capture.naming import readable
+from tidemill.capture.encode.schema_registration import NoSchemaRegistrar, SchemaRegistrar, register_schemas
+from tidemill.capture.naming import to_readable
 from tidemill.capture.setup.publication import Identities
 from tidemill.capture.tables.copy_progress import SnapshotProgress
-from tidemill.capture.tables.unaffected_columns import Following
-from tidemill.capture.topics.commit_boundaries import in_snapshot
+from tidemill.capture.tables.unaffected_columns import FollowedTables
+from tidemill.capture.topics.commit_boundaries import is_in_snapshot
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
 
 log = structlog.get_logger()
 
-REASON_CHARS = 600
+MAX_REASON_CHARS = 600
 """Length limit of a reason in a row and a stage status: a table of 1,600 columns may differ in all of them."""
 
 
-def recopy(table: str) -> str:
+def recopy_instruction(table: str) -> str:
     return f"Run tidemill capture recopy '{table}': later changes are not carried, so the table is re-snapshotted."
 
 
-def accept(table: str) -> str:
+def accept_instruction(table: str) -> str:
     return (
         f"Run tidemill capture accept '{table}': it shows the effect on each shard, and re-snapshots the table once you"
         f" agree. tidemill capture recopy '{table}' re-snapshots it without changing a shard that would lose data."
     )
 
 
-def by_itself(again_ms: int, waits: bool) -> str:
+def automatic_recopy_notice(again_ms: int, waits: bool) -> str:
     at = f" from {datetime.fromtimestamp(again_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC" if waits else ""
     return f"It is re-snapshotted automatically{at}, concurrently with the stream."
 
 
-FRUITLESS_TRIES = 10
+MAX_FRUITLESS_ATTEMPTS = 10
 """Limit of attempts to resume an interrupted copy without completing another chunk. Then its WAL is released."""
 
 
@@ -81,7 +81,7 @@ class RecopyRequiredError(UnavailableError):
     """The copy of a table is not a state of the database."""
 
 
-def asked_of(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
+def with_asked_identities(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
     """Return the row with the identities that an administrator is asked to replace by FULL. Identities that the capture
     itself has to restore remain as they were noted.
     """
@@ -104,9 +104,9 @@ class TableStates:
         clock: Clock,
         tracker: StatusTracker,
         on_park: Callable[[int, int, frozenset[str]], bool] = lambda *_: False,
-        schemas: Schemas | None = None,
+        schemas: SchemaRegistrar | None = None,
     ) -> None:
-        self._schemas = schemas or NoSchemas()
+        self._schemas = schemas or NoSchemaRegistrar()
         self._config = config
         self._catalogue = catalogue
         self._clock = clock
@@ -117,7 +117,7 @@ class TableStates:
         """
         self._on_park = on_park
         self._on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False
-        self.following = Following()
+        self.following = FollowedTables()
         self._changing = asyncio.Lock()
         self.rows: dict[str, CaptureTableRow] = {}
         self.changes = 0
@@ -141,15 +141,17 @@ class TableStates:
     ) -> None:
         self._on_park, self._on_narrow = on_park, on_narrow
 
-    def narrow(self, oid: int, found: Attributes | None, reason: str = "its table's definition changed") -> None:
+    def update_unaffected_columns(
+        self, oid: int, found: TableAttributes | None, reason: str = "its table's definition changed"
+    ) -> None:
         """Update the unaffected columns of a followed, paused table from the database's description; None = the stream
         lacks changes.
         """
         if self.following.get(oid) is not None:
-            self.following.narrowed(oid, found)
-            self.still_followed(oid, reason)
+            self.following.narrow_columns(oid, found)
+            self.end_if_unfollowed(oid, reason)
 
-    def still_followed(self, oid: int, reason: str = "") -> None:
+    def end_if_unfollowed(self, oid: int, reason: str = "") -> None:
         """Stop following a table that no shape follows any more, so that it is paused like any other."""
         if not self._on_narrow(oid, reason, self.following.columns(oid)):
             self.following.end(oid)
@@ -158,38 +160,38 @@ class TableStates:
     def now_ms(self) -> int:
         return self._clock.now_ms()
 
-    def know(self, rows: dict[str, CaptureTableRow]) -> None:
+    def replace_rows(self, rows: dict[str, CaptureTableRow]) -> None:
         """Replace the rows by the current ones; stage statuses follow."""
         self.rows = dict(rows)
         self.changes += 1
         for name in [*self._told]:
-            if name not in rows or rows[name].flows:
-                self._heal(name)
+            if name not in rows or rows[name].is_streaming:
+                self._remove_status(name)
         for row in rows.values():
-            self._tell(row)
+            self._publish_status(row)
 
-    def by_oid(self, oid: int, lsn: int = NEVER) -> CaptureTableRow | None:
+    def find_carried(self, oid: int, lsn: int = LSN_NEVER) -> CaptureTableRow | None:
         """Return the table that is carried under this oid, as of a transaction at `lsn` (default: any future one)."""
-        return next((row for row in self.rows.values() if row.oid == oid and _carried(row, lsn)), None)
+        return next((row for row in self.rows.values() if row.oid == oid and _is_carried(row, lsn)), None)
 
-    def followed(self, oid: int, xid: int, lsn: int) -> CaptureTableRow | None:
+    def find_receiving(self, oid: int, xid: int, lsn: int) -> CaptureTableRow | None:
         """Return the table that receives this transaction's changes under this oid, or None if its snapshot contains
         the transaction. PostgreSQL may send such a transaction again after a crash, with an outdated description.
         """
-        row = self.by_oid(oid, lsn)
-        return None if row is None or in_snapshot(xid, lsn, row.snapshot) else row
+        row = self.find_carried(oid, lsn)
+        return None if row is None or is_in_snapshot(xid, lsn, row.snapshot) else row
 
-    def served(self) -> set[int]:
+    def served_oids(self) -> set[int]:
         """Return the oids of the relations that followers may treat as captured."""
         return {row.oid for row in self.rows.values() if row.state == "captured" and row.aside is None}
 
-    def held_by(self, name: str) -> str:
+    def blocker_of(self, name: str) -> str:
         """Return the blocker that prevented the last attempt to add the table, "" = none."""
         why = self._refusals.get(name)
         return why.held_by if why is not None else ""
 
     # changes of state -----------------------------------------------------------------------------
-    async def park(
+    async def pause_table(
         self,
         name: str,
         lsn: int,
@@ -199,7 +201,7 @@ class TableStates:
         state: str = "parked",
         again: bool = False,
         first: str = "",
-        found: Attributes | None = None,
+        found: TableAttributes | None = None,
     ) -> None:
         """Pause a table durably: carry none of its transactions at or above `lsn`.
 
@@ -210,13 +212,13 @@ class TableStates:
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
-        reason = f"{readable(reason)[:REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
+        reason = f"{to_readable(reason)[:MAX_REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
         now_ms, pause_ms = self._clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
         void = row.snapshot is not None and lsn < row.snapshot.exact_lsn
-        columns = self.following.parking(row, found) if not void else frozenset[str]()
-        self.following.parked(row, columns, self._on_park(row.oid, lsn, columns))
+        columns = self.following.columns_to_follow(row, found) if not void else frozenset[str]()
+        self.following.record_pause(row, columns, self._on_park(row.oid, lsn, columns))
 
-        def parked(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        def as_paused(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or (found.parked_lsn and found.parked_lsn <= lsn) or found.generation != row.generation:
                 return found
             since_ms = found.since_ms if found.state == state and found.since_ms else now_ms
@@ -228,7 +230,7 @@ class TableStates:
             # At most one pause from now: the clock may have been wrong when the last pause began.
             from_ms = now_ms + max(0, min(pause_ms, found.again_last_ms + pause_ms - now_ms))
             again_ms = from_ms if again and self._config.copy_again else 0
-            said = by_itself(again_ms, again_ms > now_ms) if again_ms else fix or recopy(name)
+            said = automatic_recopy_notice(again_ms, again_ms > now_ms) if again_ms else fix or recopy_instruction(name)
             said = f"{first} {said}".strip()
             return replace(
                 found, state=state, reason=reason, fix=said, parked_lsn=lsn, since_ms=since_ms, again_ms=again_ms
@@ -236,41 +238,41 @@ class TableStates:
 
         log.error("a table is paused", capture=self._config.name, table=name, reason=reason)
         self._refusals.pop(name, None)
-        await self.change(name, parked)
+        await self.update_row(name, as_paused)
         if void:
             raise RecopyRequiredError(f"a table would be paused at a position before its copy is exact: table={name}.")
 
-    async def gone(self, name: str, reason: str, fix: str) -> None:
+    async def record_dropped(self, name: str, reason: str, fix: str) -> None:
         """Record that a table without a stream was dropped or is no longer wanted. The shard of a paused table ends
         where it was paused. The former reason and its fix are void.
         """
 
-        def ended(found: CaptureTableRow | None) -> CaptureTableRow | None:
-            if found is None or found.flows or found.state == "dropped":
+        def as_dropped(found: CaptureTableRow | None) -> CaptureTableRow | None:
+            if found is None or found.is_streaming or found.state == "dropped":
                 return found
             parked_at = f" parked_at={Lsn(found.parked_lsn)}" if found.parked_lsn else ""
             said = f"{reason}: table={name}{parked_at}."
             return replace(found, state="dropped", reason=said, fix=fix, since_ms=self._clock.now_ms(), again_ms=0)
 
         self._refusals.pop(name, None)
-        await self.change(name, ended)
+        await self.update_row(name, as_dropped)
 
-    async def refuse(self, name: str, why: Refusal, oid: int = 0, *, going_on: bool = False) -> None:
+    async def refuse_table(self, name: str, why: Refusal, oid: int = 0, *, going_on: bool = False) -> None:
         """Record why a table is not captured. A table that flows or is paused keeps its row; if a re-snapshot of it
         failed, its stage status says why. `going_on`: the table is not at fault, so a partial copy is resumed as long
         as it makes progress (FRUITLESS_TRIES).
         """
         known = self.rows.get(name)
-        going_on = going_on and known is not None and self._comes_further(known)
+        going_on = going_on and known is not None and self._count_attempt(known)
 
-        def refused(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        def as_refused(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None:
                 found = CaptureTableRow(self._config.name, name)
             elif found.snapshot is not None or found.parked_lsn:
                 return found
             since_ms = found.since_ms if found.state == why.state and found.since_ms else self._clock.now_ms()
             return replace(
-                found, state=why.state, reason=why.reason[:REASON_CHARS], fix=why.fix, since_ms=since_ms, oid=oid,
+                found, state=why.state, reason=why.reason[:MAX_REASON_CHARS], fix=why.fix, since_ms=since_ms, oid=oid,
                 copy=found.copy if going_on else None, aside=found.aside if going_on else None,
             )  # fmt: skip
 
@@ -280,17 +282,17 @@ class TableStates:
             self._refusals[name] = why
         told = (known.state, known.reason, known.fix) if known is not None else None
         given_up = known is not None and known.copy is not None and not going_on
-        if not kept and (given_up or told != (why.state, why.reason[:REASON_CHARS], why.fix)):
-            await self.change(name, refused)
+        if not kept and (given_up or told != (why.state, why.reason[:MAX_REASON_CHARS], why.fix)):
+            await self.update_row(name, as_refused)
         elif tried and known is not None:
-            self._tell(known)
+            self._publish_status(known)
 
     async def refuse_all(self, refused: Mapping[str, Refusal]) -> None:
         """Refuse each table of a choice, by name."""
         for name, why in refused.items():
-            await self.refuse(name, why)
+            await self.refuse_table(name, why)
 
-    def _comes_further(self, row: CaptureTableRow) -> bool:
+    def _count_attempt(self, row: CaptureTableRow) -> bool:
         """Count an attempt to resume the table's copy, and return whether another one is allowed."""
         if row.copy is None:
             return False
@@ -298,70 +300,70 @@ class TableStates:
         now = row.copy.done + (row.aside.appended if row.aside is not None else 0)
         tries = tries + 1 if (topic_id, done) == (row.copy.topic_id, now) else 1
         self._fruitless[row.table] = (row.copy.topic_id, now, tries)
-        return tries < FRUITLESS_TRIES
+        return tries < MAX_FRUITLESS_ATTEMPTS
 
-    async def note(self, name: str, identities: Identities) -> None:
+    async def store_identities(self, name: str, identities: Identities) -> None:
         """Store the replica identities that a table and its partitions have before they are set to FULL
         (publication.py).
         """
 
-        def noted(found: CaptureTableRow | None) -> CaptureTableRow:
+        def with_identities(found: CaptureTableRow | None) -> CaptureTableRow:
             found = found or CaptureTableRow(self._config.name, name)
             return replace(found, identities={**found.identities, **identities})
 
         known = self.rows.get(name)
-        if known is None or noted(known) != known:
-            await self.change(name, noted)
+        if known is None or with_identities(known) != known:
+            await self.update_row(name, with_identities)
 
-    async def asked(self, name: str, identities: Identities) -> None:
+    async def store_asked_identities(self, name: str, identities: Identities) -> None:
         """Store the replica identities that a table and its partitions have before an administrator is asked to set
         them to FULL.
         """
 
-        def noted(found: CaptureTableRow | None) -> CaptureTableRow:
-            return asked_of(found or CaptureTableRow(self._config.name, name), identities)
+        def with_identities(found: CaptureTableRow | None) -> CaptureTableRow:
+            return with_asked_identities(found or CaptureTableRow(self._config.name, name), identities)
 
         known = self.rows.get(name)
-        if known is None or noted(known) != known:
-            await self.change(name, noted)
+        if known is None or with_identities(known) != known:
+            await self.update_row(name, with_identities)
 
-    async def identified(self, table: TableInfo) -> None:
+    async def store_identity(self, table: TableInfo) -> None:
         """Store the current REPLICA IDENTITY of a table, for listings of tables."""
-        identity = readable(table.identity)  # an index name in it need not be UTF-8, but a catalogue value must be
+        identity = to_readable(table.identity)  # an index name in it need not be UTF-8, but a catalogue value must be
 
-        def known(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        def with_identity(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.oid != table.oid:
                 return found
             return replace(found, identity=identity)
 
         row = self.rows.get(table.name)
         if row is not None and row.oid == table.oid and row.identity != identity:
-            await self.change(table.name, known)
+            await self.update_row(table.name, with_identity)
 
-    async def hand_over(self, row: CaptureTableRow) -> bool:
+    async def move_identities(self, row: CaptureTableRow) -> bool:
         """Move the identities noted under an earlier name of a table to the row of its present name. Returns whether
         there is such a row.
         """
         others = [r for r in self.rows.values() if r.oid == row.oid and r.table != row.table]
         heir = next(iter(others), None) if row.oid else None  # 0: it has not been added yet
         if heir is not None and row.identities:
-            await self.note(heir.table, row.identities)
+            await self.store_identities(heir.table, row.identities)
         return heir is not None
 
-    async def evolve(self, name: str, step: Step, lsn: int) -> int:
+    async def evolve(self, name: str, step: SchemaStep, lsn: int) -> int:
         """Give the table the description that `step` ends in, from the transaction that commits at `lsn` on; return the
         new version. The catalogue has it before the first record under it is written. Raises TableStateUnknownError, or
         InvalidError if its schema is rejected, in which case nothing has changed.
         """
         row = self.rows[name]
         try:
-            ids = await self.registered(row.envelope, row.topic, step.columns)
+            ids = await self.register_schemas(row.envelope, row.topic, step.columns)
         except (UnavailableError, UnknownOutcomeError) as error:
             raise TableStateUnknownError(
                 f"a schema is possibly not registered: topic={row.topic} cause={error.message!r}."
             ) from error
 
-        def evolved(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        def as_evolved(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.columns != step.of or found.generation != row.generation:
                 return found
             return replace(
@@ -370,19 +372,21 @@ class TableStates:
             )  # fmt: skip
 
         log.info("a table's description evolves", capture=self._config.name, table=name, by=str(step), at=str(Lsn(lsn)))
-        now = await self.change(name, evolved)
+        now = await self.update_row(name, as_evolved)
         if now is None or now.columns != step.columns:
             raise TableStateUnknownError(f"another process changed a table's description: table={name}.")
         return now.version
 
-    async def registered(self, envelope: str, topic: str, columns: Sequence[Described]) -> tuple[tuple[int, int], ...]:
+    async def register_schemas(
+        self, envelope: str, topic: str, columns: Sequence[ColumnDescription]
+    ) -> tuple[tuple[int, int], ...]:
         """Return the ids of the schemas of records with these columns; empty if their envelope has no schemas. Raises
         InvalidError if a schema is rejected, UnavailableError or UnknownOutcomeError if the registry does not answer.
         Idempotent.
         """
-        return (await registered(self._schemas, topic, columns),) if envelope == AVRO else ()
+        return (await register_schemas(self._schemas, topic, columns),) if envelope == AVRO else ()
 
-    async def change(
+    async def update_row(
         self, name: str, change: Callable[[CaptureTableRow | None], CaptureTableRow | None]
     ) -> CaptureTableRow | None:
         """Change a table's row durably. Raises TableStateUnknownError, or InvalidError if nothing was written."""
@@ -396,25 +400,25 @@ class TableStates:
         old = self.rows.get(name)
         if row is None:
             self.rows.pop(name, None)
-            self._heal(name)
+            self._remove_status(name)
         else:
             self.rows[name] = row
             # A refused table that is retried has not recovered yet; a table that was paused has.
-            if row.flows or (row.state == "captured" and old is not None and old.parked_lsn):
-                self._heal(name)
-            self._tell(row)
+            if row.is_streaming or (row.state == "captured" and old is not None and old.parked_lsn):
+                self._remove_status(name)
+            self._publish_status(row)
         return row
 
     @property
-    def cut_off(self) -> dict[str, int]:
+    def interrupted_copies(self) -> dict[str, int]:
         """Tables whose interrupted copy waits to be resumed, and their completed chunks. WAL is retained for them."""
         return {row.table: row.copy.done for row in self.rows.values() if row.copy is not None}
 
-    def aside(self, oid: int) -> CaptureTableRow | None:
+    def find_side_topic_table(self, oid: int) -> CaptureTableRow | None:
         """Return the table whose changes under this oid go to a side topic."""
         return next((row for row in self.rows.values() if row.aside is not None and row.oid == oid), None)
 
-    def keeps_wal(self) -> set[str]:
+    def tables_retaining_wal(self) -> set[str]:
         """Return the tables for whose running or interrupted copy WAL is retained, because they have no side topic, or
         theirs has ended.
         """
@@ -424,7 +428,7 @@ class TableStates:
                 found.add(row.table)
         return found
 
-    async def set_aside_until(self, name: str, lsn: int, reason: str) -> None:
+    async def end_side_topic(self, name: str, lsn: int, reason: str) -> None:
         """End the side topic of a table: add no transaction at or above `lsn` to it, for this reason. The WAL from
         there on is retained, and sent again once the table has joined the stream there. As durable as a pause, and
         durable before that transaction is handed on. Raises TableStateUnknownError.
@@ -436,82 +440,82 @@ class TableStates:
         topic_id = row.aside.topic_id
         self._on_park(row.oid, lsn, self.following.columns(row.oid))
 
-        def ended(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        def with_ended_side_topic(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.aside is None or found.aside.topic_id != topic_id:
                 return found
             return replace(found, aside=replace(found.aside, until_lsn=lsn))
 
-        await self.change(name, ended)
+        await self.update_row(name, with_ended_side_topic)
 
-    async def give_up(self, name: str) -> None:
+    async def abandon_copy(self, name: str) -> None:
         """Abandon an interrupted copy. Raises TableStateUnknownError."""
-        await self.change(name, lambda found: replace(found, copy=None, aside=None) if found is not None else None)
+        await self.update_row(name, lambda found: replace(found, copy=None, aside=None) if found is not None else None)
 
     # stage statuses -------------------------------------------------------------------------------
-    def heal_capture(self) -> None:
+    def clear_capture_failures(self) -> None:
         """Clear the capture's failures: its positions belong to another history than those at which it failed."""
         for name in (self._config.mark, f"{self._config.mark}/topics"):
-            self._tracker.heal(name)
+            self._tracker.clear_failure(name)
             self._tracker.remove(name)
 
-    def tell_copy(self, progress: SnapshotProgress) -> None:
+    def publish_copy_status(self, progress: SnapshotProgress) -> None:
         """Publish the statuses of the tables that are copied concurrently with the stream: they move with the copied
         rows. The reason of an earlier refusal is reported until they move.
         """
         for name in self.copying:
             self._tracker.set(
                 self._config.table_mark(name), progress.moved, max(progress.expected, progress.moved + 1),
-                now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=self._sentence(name, progress),
+                now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=self._describe_copy(name, progress),
                 budget_ms=self._config.budget_ms, unit="rows",
                 progress=progress.moved + progress.chunks_done + progress.steps.count,
             )  # fmt: skip
             self._told.add(name)
 
-    def _sentence(self, name: str, progress: SnapshotProgress) -> str:
+    def _describe_copy(self, name: str, progress: SnapshotProgress) -> str:
         row = self.rows.get(name)
         return f"{progress.sentence}; {row.reason}" if row is not None and row.reason else progress.sentence
 
-    def copied(self) -> None:
+    def finish_copy(self) -> None:
         """Clear the tables of a copy that ended, successfully or not."""
         names, self.copying = [*self.copying], {}
         for name in names:
             self._tracker.remove(self._config.table_mark(name))
             self._told.discard(name)
             if name in self.rows:
-                self._tell(self.rows[name])
+                self._publish_status(self.rows[name])
 
-    def _tell(self, row: CaptureTableRow) -> None:
+    def _publish_status(self, row: CaptureTableRow) -> None:
         why = self._refusals.get(row.table)
-        if row.state == "left" or (row.state == "captured" and (why is None or not row.flows)):
+        if row.state == "left" or (row.state == "captured" and (why is None or not row.is_streaming)):
             return
         mark = self._config.table_mark(row.table)
         failure = self._tracker.failure(mark)
         if why is None or row.state == "refused":
             text = f"{row.reason} {row.fix}".strip()
         else:
-            text = f"{row.reason} {why.reason[:REASON_CHARS]} {why.fix}".strip()
+            text = f"{row.reason} {why.reason[:MAX_REASON_CHARS]} {why.fix}".strip()
         self._tracker.set(mark, row.parked_lsn, row.parked_lsn + 1, now_ms=row.since_ms, unit="lsn",
             upstream=f"{self._config.mark}/topics")  # fmt: skip
         if failure is None or failure.error != text:
             # No operator has to act on a table that resumes automatically, unless it takes too long.
-            parked = not row.flows and not row.again_ms
+            parked = not row.is_streaming and not row.again_ms
             self._tracker.fail(mark, text, now_ms=row.since_ms or self._clock.now_ms(), parked=parked,
                 held_by=why.held_by if why is not None else "")  # fmt: skip
         self._told.add(row.table)
 
-    def _heal(self, name: str) -> None:
+    def _remove_status(self, name: str) -> None:
         mark = self._config.table_mark(name)
         self._refusals.pop(name, None)
         self._fruitless.pop(name, None)
-        self._tracker.heal(mark)
+        self._tracker.clear_failure(mark)
         self._tracker.remove(mark)
         self._told.discard(name)
 
     def close(self) -> None:
         """Remove all stage statuses, because another process may continue the capture."""
         for name in [*self._told]:
-            self._heal(name)
+            self._remove_status(name)
 
 
-def _carried(row: CaptureTableRow, lsn: int) -> bool:
-    return row.flows or (row.snapshot is not None and lsn < row.parked_lsn)
+def _is_carried(row: CaptureTableRow, lsn: int) -> bool:
+    return row.is_streaming or (row.snapshot is not None and lsn < row.parked_lsn)

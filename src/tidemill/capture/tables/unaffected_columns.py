@@ -27,24 +27,28 @@ from collections.abc import Collection, Mapping
 import msgspec
 from msgspec.structs import replace
 
-from tidemill.capture.catalog.columns import Attributes
-from tidemill.capture.catalog.schema_versions import anew, reads_otherwise, targets_of
-from tidemill.capture.catalog.type_dependencies import reads_alike, written
+from tidemill.capture.catalog.columns import TableAttributes
+from tidemill.capture.catalog.schema_versions import (
+    describe_altered_types,
+    describe_recreated_columns,
+    targets_of_attributes,
+)
+from tidemill.capture.catalog.type_dependencies import is_compatible_type, serialize_type
 from tidemill.metastore.catalogue import CaptureTableRow
 
 
-class Followed(msgspec.Struct, frozen=True):
+class FollowedTable(msgspec.Struct, frozen=True):
     """A table that is paused, or was re-snapshotted since. `publication`: as in CaptureTableRow. `columns`: the
     unchanged ones.
     """
 
     table: str
-    before: Attributes
+    before: TableAttributes
     publication: tuple[int, ...]
     columns: frozenset[str]
 
 
-def unaltered(before: Attributes, now: Attributes | None) -> frozenset[str]:
+def find_unaltered_columns(before: TableAttributes, now: TableAttributes | None) -> frozenset[str]:
     """Return the names of the unchanged columns; empty if the key or the partitions changed."""
     if now is None or now.leaves != before.leaves or now.key != before.key:
         return frozenset()
@@ -53,45 +57,45 @@ def unaltered(before: Attributes, now: Attributes | None) -> frozenset[str]:
         column.name
         for column in before.columns
         if column.name in found
-        and _identity(before, column.name) == _identity(now, column.name)
-        and _types_alike(before, now, column.type_oid)
+        and _column_identity(before, column.name) == _column_identity(now, column.name)
+        and _is_type_unchanged(before, now, column.type_oid)
     )
     return same if same.issuperset(before.key) else frozenset()
 
 
-def _identity(attributes: Attributes, name: str) -> tuple[int, int, int, int, str]:
+def _column_identity(attributes: TableAttributes, name: str) -> tuple[int, int, int, int, str]:
     column = attributes.by_name[name]
     return column.attnum, column.type_oid, column.type_mod, column.key_index, column.written
 
 
-def _types_alike(before: Attributes, now: Attributes, type_oid: int) -> bool:
+def _is_type_unchanged(before: TableAttributes, now: TableAttributes, type_oid: int) -> bool:
     if type_oid not in before.types:
         return True
-    return type_oid in now.types and reads_alike(written(before.types[type_oid]), now.types[type_oid])
+    return type_oid in now.types and is_compatible_type(serialize_type(before.types[type_oid]), now.types[type_oid])
 
 
-def described_by(row: CaptureTableRow, found: Attributes) -> bool:
+def is_valid_baseline(row: CaptureTableRow, found: TableAttributes) -> bool:
     """Return whether the database describes the table as its row does, which makes `found` a valid baseline."""
-    if anew(row, found) or reads_otherwise(row, found):
+    if describe_recreated_columns(row, found) or describe_altered_types(row, found):
         return False
     key = [c.name for c in sorted((c for c in row.columns if c.key_index >= 0), key=lambda c: c.key_index)]
     ours = [(c.name, c.type_oid, c.type_mod) for c in row.columns]
-    return found.key == key and ours == [(t.name, t.type_oid, t.type_mod) for t in targets_of(found)]
+    return found.key == key and ours == [(t.name, t.type_oid, t.type_mod) for t in targets_of_attributes(found)]
 
 
-class Following:
+class FollowedTables:
     """Paused tables of one capture that shapes follow, over all its sessions."""
 
     def __init__(self) -> None:
-        self._described: dict[int, Attributes] = {}
-        self._followed: dict[int, Followed] = {}
+        self._described: dict[int, TableAttributes] = {}
+        self._followed: dict[int, FollowedTable] = {}
         self._told_lsn = -1
 
     @property
     def oids(self) -> frozenset[int]:
         return frozenset(self._followed)
 
-    def get(self, oid: int) -> Followed | None:
+    def get(self, oid: int) -> FollowedTable | None:
         return self._followed.get(oid)
 
     def columns(self, oid: int) -> frozenset[str]:
@@ -99,51 +103,51 @@ class Following:
         followed = self._followed.get(oid)
         return followed.columns if followed is not None else frozenset()
 
-    def describe(self, row: CaptureTableRow, found: Attributes) -> None:
+    def store_baseline(self, row: CaptureTableRow, found: TableAttributes) -> None:
         """Store the database's description of a table that flows, if it is a valid baseline."""
-        if row.flows and described_by(row, found):
+        if row.is_streaming and is_valid_baseline(row, found):
             self._described[row.oid] = found
 
-    def parking(self, row: CaptureTableRow, found: Attributes | None) -> frozenset[str]:
+    def columns_to_follow(self, row: CaptureTableRow, found: TableAttributes | None) -> frozenset[str]:
         """Return the columns whose shapes may continue, for a table that flows, or that is now paused at a lower
         position.
         """
         if found is not None and row.oid in self._followed:
-            return self.narrowed(row.oid, found)
+            return self.narrow_columns(row.oid, found)
         before = self._described.get(row.oid)
-        return unaltered(before, found) if before is not None and row.flows else frozenset()
+        return find_unaltered_columns(before, found) if before is not None and row.is_streaming else frozenset()
 
-    def parked(self, row: CaptureTableRow, columns: frozenset[str], followed: bool) -> None:
+    def record_pause(self, row: CaptureTableRow, columns: frozenset[str], followed: bool) -> None:
         """Note whether shapes of only these columns follow the table."""
         if not followed or not columns:
             self.end(row.oid)
         elif row.oid not in self._followed:
-            self._followed[row.oid] = Followed(row.table, self._described[row.oid], row.publication, columns)
+            self._followed[row.oid] = FollowedTable(row.table, self._described[row.oid], row.publication, columns)
 
-    def narrowed(self, oid: int, found: Attributes | None) -> frozenset[str]:
+    def narrow_columns(self, oid: int, found: TableAttributes | None) -> frozenset[str]:
         """Reduce the columns of a followed table to those that are still unchanged, and return them."""
         followed = self._followed[oid]
-        columns = followed.columns & unaltered(followed.before, found)
+        columns = followed.columns & find_unaltered_columns(followed.before, found)
         self._followed[oid] = replace(followed, columns=columns)
         return columns
 
     def end(self, oid: int) -> None:
         self._followed.pop(oid, None)
 
-    def forget_but(self, oids: Collection[int]) -> None:
+    def forget_others(self, oids: Collection[int]) -> None:
         """Forget all other tables, so that dropped ones do not accumulate in a long session."""
         for oid in self._described.keys() - oids:
             del self._described[oid]
 
     # sessions -------------------------------------------------------------------------------------
-    def told(self, lsn: int) -> None:
+    def record_confirmed(self, lsn: int) -> None:
         """Note that a session ends and has confirmed at most this LSN (inclusive) to PostgreSQL."""
         self._told_lsn = max(self._told_lsn, lsn)
 
-    def begin(
+    def begin_session(
         self,
         rows: Collection[CaptureTableRow],
-        found: Mapping[int, Attributes],
+        found: Mapping[int, TableAttributes],
         published: Mapping[int, tuple[int, ...]],
         confirmed_lsn: int,
     ) -> dict[int, frozenset[str]]:
@@ -155,14 +159,14 @@ class Following:
         for oid, followed in list(self._followed.items()):
             row = by_oid.get(oid)
             whole = published.get(oid) == followed.publication and confirmed_lsn <= self._told_lsn
-            if whole and row is not None and row.table == followed.table and self.narrowed(oid, found.get(oid)):
+            if whole and row is not None and row.table == followed.table and self.narrow_columns(oid, found.get(oid)):
                 goes_on[oid] = self.columns(oid)
             else:
                 self.end(oid)
-            if row is not None and row.flows:
+            if row is not None and row.is_streaming:
                 self.end(oid)
-        self.forget_but(by_oid.keys())
+        self.forget_others(by_oid.keys())
         for oid, attributes in found.items():
             if oid in by_oid:
-                self.describe(by_oid[oid], attributes)
+                self.store_baseline(by_oid[oid], attributes)
         return goes_on

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from tidemill.metastore.catalogue import CaptureTableRow
 
-LOOK_AGAIN_S = 10
+MAX_RETRY_AFTER_S = 10
 """Maximum time until a client should check a paused table again: an operator may have it re-snapshotted at any moment.
 """
 
 
-class Standing(NamedTuple):
+class TableUnavailability(NamedTuple):
     """Reason why a table is unavailable. `retry_after_s`: when to check again."""
 
     reason: str
@@ -24,19 +24,21 @@ class Standing(NamedTuple):
     passing: bool = False
 
 
-def standing_of(row: CaptureTableRow | None, now_ms: int) -> Standing | None:
+def unavailability_of(row: CaptureTableRow | None, now_ms: int) -> TableUnavailability | None:
     """Return None if the table flows, or its capture does not name it."""
     if row is None:
         return None
     if row.state == "captured":
-        return Standing(f"the table is being added: table={row.table}.", 1, passing=True)
+        return TableUnavailability(f"the table is being added: table={row.table}.", 1, passing=True)
     if row.state == "refused":
-        return Standing(f"the table is refused by its capture: {row.reason}", LOOK_AGAIN_S)
+        return TableUnavailability(f"the table is refused by its capture: {row.reason}", MAX_RETRY_AFTER_S)
     if row.state != "parked":
         return None
     if row.recopy:
-        return Standing(f"the table is paused until it is copied: {row.reason}", 1)
+        return TableUnavailability(f"the table is paused until it is copied: {row.reason}", 1)
     if row.again_ms:
         left_s = max(1, -(-(row.again_ms - now_ms) // 1000))
-        return Standing(f"the table is paused until it is copied: {row.reason}", min(LOOK_AGAIN_S, left_s))
-    return Standing(f"the table is paused until an operator has it copied: {row.reason}", LOOK_AGAIN_S)
+        return TableUnavailability(
+            f"the table is paused until it is copied: {row.reason}", min(MAX_RETRY_AFTER_S, left_s)
+        )
+    return TableUnavailability(f"the table is paused until an operator has it copied: {row.reason}", MAX_RETRY_AFTER_S)

@@ -25,23 +25,23 @@ import pyarrow.compute as pc
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import ORDINAL_STEP
 from tidemill.capture.decode.columnar_tuples import DELETE, INSERT, UPDATE, Int64s
-from tidemill.capture.encode.columnar_encoder import RECORD_OVERHEAD_BYTES, TOMBSTONE, LaneRows
-from tidemill.capture.encode.debezium_json import OPS, Tail
+from tidemill.capture.encode.columnar_encoder import RECORD_OVERHEAD_BYTES, TOMBSTONE, PartitionRows
+from tidemill.capture.encode.debezium_json import OPS, EventTail
 from tidemill.topics.batch import Record
-from tidemill.topics.batch.columnar_encode import join, records, sizes_of, varints
-from tidemill.topics.batch.encode import encode_records, frame_records, signed
+from tidemill.topics.batch.columnar_encode import encode_record_columns, encode_varints, join_fields, value_sizes
+from tidemill.topics.batch.encode import encode_records, encode_varint, frame_records
 
 POSITION_HEADER, OP_HEADER, XID_HEADER, VERSION_HEADER = "tm.pos", "tm.op", "tm.xid", "tm.version"
 UNCHANGED_HEADER, WAS_HEADER = "tm.unchanged", "tm.was"
 Headers = tuple[tuple[str, bytes], ...]
-LEAST_ROWS = 48
+MIN_COLUMNAR_ROWS = 48
 """Fewer rows of a batch are encoded faster one by one."""
-_OPS = {INSERT: b"insert", UPDATE: b"update", DELETE: b"delete", TOMBSTONE: b"delete"}
-_EVENTS = {INSERT: OPS["insert"], UPDATE: OPS["update"], DELETE: OPS["delete"], TOMBSTONE: b""}
-_TENS = 10 ** np.arange(1, 19, dtype=np.int64)
+_ROW_OPS = {INSERT: b"insert", UPDATE: b"update", DELETE: b"delete", TOMBSTONE: b"delete"}
+_EVENT_OPS = {INSERT: OPS["insert"], UPDATE: OPS["update"], DELETE: OPS["delete"], TOMBSTONE: b""}
+_POWERS_OF_TEN = 10 ** np.arange(1, 19, dtype=np.int64)
 
 
-def headers_of(position: ChangePosition, op: bytes, xid: bytes, version: int) -> Headers:
+def build_headers(position: ChangePosition, op: bytes, xid: bytes, version: int) -> Headers:
     """Return the headers of a record. `version`: of the table's description under which the record is written."""
     at = b"%d_%d" % (position.commit_lsn, position.ordinal)
     headers = ((POSITION_HEADER, at), (OP_HEADER, op), (XID_HEADER, xid))
@@ -56,8 +56,8 @@ class RowRange:
     __slots__ = ("commit_lsn", "end", "rows", "shift", "start", "step", "tail", "time_ms", "xid")
 
     def __init__(
-        self, rows: LaneRows, start: int, end: int, commit_lsn: int, shift: int, xid: int, time_ms: int,
-        tail: Tail | None = None, step: int = ORDINAL_STEP,
+        self, rows: PartitionRows, start: int, end: int, commit_lsn: int, shift: int, xid: int, time_ms: int,
+        tail: EventTail | None = None, step: int = ORDINAL_STEP,
     ) -> None:  # fmt: skip
         self.tail = tail
         self.rows = rows
@@ -77,7 +77,7 @@ class RowRange:
         size = self.rows.sums[self.end] - self.rows.sums[self.start]
         return size if self.tail is None else size + int(self.tail_sizes().sum())
 
-    def sums(self) -> tuple[list[int], int]:
+    def cumulative_sizes(self) -> tuple[list[int], int]:
         """Return the sums of the records' sizes before each row, and the row at which they begin."""
         if self.tail is None:
             return self.rows.sums, 0
@@ -91,19 +91,19 @@ class RowRange:
     def tail_sizes(self) -> Int64s:
         """Return the sizes of the events' tails; a tombstone has none."""
         assert self.tail is not None
-        sizes = self.tail.size_bytes + 1 + np.searchsorted(_TENS, self.ordinals(), side="right")
+        sizes = self.tail.size_bytes + 1 + np.searchsorted(_POWERS_OF_TEN, self.ordinals(), side="right")
         sizes[self.rows.kinds[self.start : self.end] == TOMBSTONE] = 0
         return sizes
 
     def position(self, row: int) -> ChangePosition:
         return ChangePosition(self.commit_lsn, self.shift + self.step * int(self.rows.places[row]))
 
-    def part(self, start: int, end: int) -> RowRange:
+    def subrange(self, start: int, end: int) -> RowRange:
         return RowRange(
             self.rows, start, end, self.commit_lsn, self.shift, self.xid, self.time_ms, self.tail, self.step
         )
 
-    def joins(self, after: RowRange) -> bool:
+    def is_followed_by(self, after: RowRange) -> bool:
         """Return whether `after` follows directly, in the same transaction, with nothing between them that has an
         ordinal.
         """
@@ -116,45 +116,45 @@ class RowRange:
         return [
             Record(
                 rows.key(row),
-                self._value(row),
-                headers_of(self.position(row), _OPS[int(rows.kinds[row])], xid, rows.version),
+                self._value_at(row),
+                build_headers(self.position(row), _ROW_OPS[int(rows.kinds[row])], xid, rows.version),
                 self.time_ms,
             )
             for row in range(self.start, self.end)
         ]
 
-    def _value(self, row: int) -> bytes | None:
+    def _value_at(self, row: int) -> bytes | None:
         value = self.rows.value(row)
         if value is None or self.tail is None:
             return value
-        return value + self.tail.of(self.position(row).ordinal, _EVENTS[int(self.rows.kinds[row])])
+        return value + self.tail.encode(self.position(row).ordinal, _EVENT_OPS[int(self.rows.kinds[row])])
 
 
-Entry = Record | RowRange
+BatchEntry = Record | RowRange
 
 
-def record_bytes(record: Record) -> int:
+def record_size_bytes(record: Record) -> int:
     """Return the size of a record by which batches are cut."""
     return len(record.key or b"") + len(record.value or b"") + RECORD_OVERHEAD_BYTES
 
 
-def cut(entries: Sequence[Entry], limit_bytes: int) -> Iterator[tuple[list[Entry], int]]:
+def cut_batches(entries: Sequence[BatchEntry], limit_bytes: int) -> Iterator[tuple[list[BatchEntry], int]]:
     """Yield batches and their numbers of records. A batch ends with the record that brings it to the limit."""
-    batch: list[Entry] = []
+    batch: list[BatchEntry] = []
     count = size = 0
     for entry in entries:
         if isinstance(entry, Record):
             batch.append(entry)
-            count, size = count + 1, size + record_bytes(entry)
+            count, size = count + 1, size + record_size_bytes(entry)
             if size >= limit_bytes:
                 yield batch, count
                 batch, count, size = [], 0, 0
             continue
-        start, (sums, base) = entry.start, entry.sums()
+        start, (sums, base) = entry.start, entry.cumulative_sizes()
         while start < entry.end:
             at = start - base
             end = min(bisect_left(sums, sums[at] + limit_bytes - size, at + 1) + base, entry.end)
-            batch.append(entry.part(start, end))
+            batch.append(entry.subrange(start, end))
             count, size = count + end - start, size + sums[end - base] - sums[at]
             start = end
             if size >= limit_bytes:
@@ -164,12 +164,12 @@ def cut(entries: Sequence[Entry], limit_bytes: int) -> Iterator[tuple[list[Entry
         yield batch, count
 
 
-def encode_entries(
-    entries: Sequence[Entry], count: int, *, producer_id: int, base_sequence: int, epoch: int = 0
+def encode_entries_batch(
+    entries: Sequence[BatchEntry], count: int, *, producer_id: int, base_sequence: int, epoch: int = 0
 ) -> bytes:
     """Encode one batch of `count` records."""
     ranged = sum(len(entry) for entry in entries if isinstance(entry, RowRange))
-    if ranged < LEAST_ROWS:
+    if ranged < MIN_COLUMNAR_ROWS:
         entries = [each for entry in entries for each in (entry.records() if isinstance(entry, RowRange) else [entry])]
     times_ms = [entry.timestamp_ms if isinstance(entry, Record) else entry.time_ms for entry in entries]
     first_ms = times_ms[0]
@@ -194,7 +194,7 @@ def _encode_ranges(ranges: list[RowRange], first: int, first_ms: int) -> memoryv
     counts = [len(each) for each in ranges]
     of_range = pa.array(np.repeat(np.arange(len(ranges)), counts)) if len(ranges) > 1 else None
 
-    def each(values: list[bytes]) -> Any:
+    def repeat_per_record(values: list[bytes]) -> Any:
         """Return a constant of every range, repeated for each of its records."""
         column = pa.array(values, pa.binary())
         return column.take(of_range) if of_range is not None else pa.repeat(column[0], counts[0])
@@ -203,21 +203,24 @@ def _encode_ranges(ranges: list[RowRange], first: int, first_ms: int) -> memoryv
     steps = np.repeat([entry.step for entry in ranges], counts)
     ordinals = np.repeat([entry.shift for entry in ranges], counts) + steps * places
     numbers = pa.array(ordinals).cast(pa.string()).view(pa.binary())
-    commits = each([b"%d_" % entry.commit_lsn for entry in ranges])
+    commits = repeat_per_record([b"%d_" % entry.commit_lsn for entry in ranges])
     middles = pa.concat_arrays([entry.rows.middles[entry.start : entry.end] for entry in ranges])
     kinds = np.concatenate([entry.rows.kinds[entry.start : entry.end] for entry in ranges])
-    values = [] if ranges[0].tail is None else _values(ranges, each, numbers, kinds)
+    values = [] if ranges[0].tail is None else _encode_event_values(ranges, repeat_per_record, numbers, kinds)
     rests = [
-        middles, *values, each([_COUNTS[entry.rows.version > 1] + _name(POSITION_HEADER) for entry in ranges]),
-        varints(sizes_of(numbers) + sizes_of(commits)), commits, numbers,
+        middles, *values, repeat_per_record([_COUNTS[entry.rows.version > 1] + _encode_name(POSITION_HEADER) for entry
+        in ranges]), encode_varints(value_sizes(numbers) + value_sizes(commits)), commits, numbers,
         _OP_COLUMN.take(pa.array(_OP_AT[kinds])),
-        each([_field(b"%d" % entry.xid) + _version(entry.rows.version) for entry in ranges]),
+        repeat_per_record([_encode_field(b"%d" % entry.xid) + _encode_version_header(entry.rows.version) for entry in
+        ranges]),
     ]  # fmt: skip
     times = np.repeat([entry.time_ms - first_ms for entry in ranges], counts)
-    return records(first, times, rests)
+    return encode_record_columns(first, times, rests)
 
 
-def _values(ranges: Sequence[RowRange], each: Callable[[list[bytes]], Any], numbers: Any, kinds: Any) -> list[Any]:
+def _encode_event_values(
+    ranges: Sequence[RowRange], each: Callable[[list[bytes]], Any], numbers: Any, kinds: Any
+) -> list[Any]:
     """Return the values of events, with their lengths."""
     heads = pa.concat_arrays([entry.rows.heads[entry.start : entry.end] for entry in ranges])
     tails = [entry.tail for entry in ranges if entry.tail is not None]
@@ -225,30 +228,32 @@ def _values(ranges: Sequence[RowRange], each: Callable[[list[bytes]], Any], numb
     places = []
     if tails[0].around:
         around = np.repeat([t.around for t in tails], [len(entry) for entry in ranges])
-        places = [varints(around + sizes_of(numbers)), each([t.place for t in tails])]
-    values = join(heads, each([t.first for t in tails]), *places, numbers, each([t.second for t in tails]), ops,
+        places = [encode_varints(around + value_sizes(numbers)), each([t.place for t in tails])]
+    values = join_fields(heads, each([t.first for t in tails]), *places, numbers, each([t.second for t in tails]), ops,
                   each([t.third for t in tails]))  # fmt: skip
     deleted = kinds == TOMBSTONE
     if not deleted.any():
-        return [varints(sizes_of(values)), values]
+        return [encode_varints(value_sizes(values)), values]
     values = pc.if_else(pa.array(deleted), pa.scalar(b""), values)
-    return [varints(np.where(deleted, -1, sizes_of(values))), values]
+    return [encode_varints(np.where(deleted, -1, value_sizes(values))), values]
 
 
-def _name(header: str) -> bytes:
-    return _field(header.encode())
+def _encode_name(header: str) -> bytes:
+    return _encode_field(header.encode())
 
 
-def _field(content: bytes) -> bytes:
-    return signed(len(content)) + content
+def _encode_field(content: bytes) -> bytes:
+    return encode_varint(len(content)) + content
 
 
-def _version(version: int) -> bytes:
-    return _name(VERSION_HEADER) + _field(b"%d" % version) if version > 1 else b""
+def _encode_version_header(version: int) -> bytes:
+    return _encode_name(VERSION_HEADER) + _encode_field(b"%d" % version) if version > 1 else b""
 
 
-_COUNTS = (signed(3), signed(4))
+_COUNTS = (encode_varint(3), encode_varint(4))
 _OP_AT = np.zeros(256, np.int64)
-_OP_AT[list(_OPS)] = np.arange(len(_OPS))
-_EVENT_COLUMN = pa.array(list(_EVENTS.values()), pa.binary())
-_OP_COLUMN = pa.array([_name(OP_HEADER) + _field(op) + _name(XID_HEADER) for op in _OPS.values()], pa.binary())
+_OP_AT[list(_ROW_OPS)] = np.arange(len(_ROW_OPS))
+_EVENT_COLUMN = pa.array(list(_EVENT_OPS.values()), pa.binary())
+_OP_COLUMN = pa.array(
+    [_encode_name(OP_HEADER) + _encode_field(op) + _encode_name(XID_HEADER) for op in _ROW_OPS.values()], pa.binary()
+)

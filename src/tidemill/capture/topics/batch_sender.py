@@ -21,9 +21,9 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ClosedError, CorruptError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.runtime.tasks import Tasks, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence
 from tidemill.capture.topics.batch_builder import RowRange
-from tidemill.capture.topics.partition_writer import LaneBatch, PartitionWriter, Round
+from tidemill.capture.topics.partition_writer import PartitionBatch, PartitionWriter, SendRound
 from tidemill.topics.api import OutOfOrderSequenceError, ProduceResult, TopicLog
 from tidemill.topics.batch import Record
 
@@ -32,14 +32,15 @@ log = structlog.get_logger()
 ROUNDS_IN_FLIGHT = 3
 """Fewer than the five batches that a partition remembers per producer, so a repeated batch is recognised."""
 BACKLOG_BYTES = 16 << 20
-"""Limit of queued and in-flight bytes together: above it `room` waits, and with it the collector and the socket."""
+"""Limit of queued and in-flight bytes together: above it `wait_for_room` waits, and with it the collector and the
+socket."""
 ROUND_BYTES = 2 << 20
-GAP_S = 0.01
+MIN_ROUND_GAP_S = 0.01
 """Minimum time between small rounds. The cost of a round does not depend on its size: a batch for each partition, an
 object, an append to each log. At 300 transactions a second, each sent alone, rounds used a quarter of the event loop,
 at the expense of shapes.
 """
-SMALL_BYTES = 64 << 10
+SMALL_ROUND_BYTES = 64 << 10
 RECORD_MEMORY_BYTES = 600
 """Memory of a waiting record in addition to its key and value: objects, headers, its transaction's boundary."""
 ROW_MEMORY_BYTES = 250
@@ -66,7 +67,7 @@ class BatchSender:
         self._backlog_bytes = backlog_bytes
         self._rand = rand
         self._on_durable = on_durable
-        self._under_way: deque[Round] = deque()
+        self._under_way: deque[SendRound] = deque()
         self._dirty: dict[PartitionWriter, None] = {}
         self._position = ChangePosition(0, 0)
         self._open_bytes = 0
@@ -83,7 +84,7 @@ class BatchSender:
         """Earliest time of a small round, by the event loop's clock."""
         self._changed = asyncio.Event()
         self._failure: TidemillError | None = None
-        self._tasks = Tasks(self._task_failed)
+        self._tasks = Tasks(self._on_task_failed)
 
     # synchronous calls ----------------------------------------------------------------------------
     def add(self, lane: PartitionWriter, record: Record) -> None:
@@ -96,7 +97,7 @@ class BatchSender:
         self._open_bytes += lane.add_rows(rows) + ROW_MEMORY_BYTES * len(rows)
         self._dirty[lane] = None
 
-    def kick(self, position: ChangePosition | None = None) -> None:
+    def schedule_round(self, position: ChangePosition | None = None) -> None:
         """Note that everything up to `position` has been added, and send it at the end of this turn of the event loop,
         or of the gap after the last round, if there is room.
 
@@ -110,11 +111,11 @@ class BatchSender:
             elif not self._dirty:
                 self._on_durable(position)
         if self._dirty and not self._due_soon:
-            self._schedule()
+            self._schedule_round()
 
-    def _schedule(self) -> None:
+    def _schedule_round(self) -> None:
         loop = asyncio.get_running_loop()
-        self._due_soon = self._open_bytes >= SMALL_BYTES or loop.time() >= self._next_s
+        self._due_soon = self._open_bytes >= SMALL_ROUND_BYTES or loop.time() >= self._next_s
         if self._due is not None:
             if not self._due_soon:
                 return
@@ -125,27 +126,27 @@ class BatchSender:
         """Return the size of what waits to become durable, and its limit."""
         return {"backlog_bytes": self._open_bytes + self._flight_bytes, "backlog_bytes_limit": self._backlog_bytes}
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the error that made sending fail, if any."""
         if self._failure is not None:
             raise self._failure
 
     # waiting --------------------------------------------------------------------------------------
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until the backlog is small enough to add more."""
         most_open = min(ROUND_BYTES, self._backlog_bytes // 2)
         while self._open_bytes > most_open and self._open_bytes + self._flight_bytes > self._backlog_bytes:
-            await self._change()
+            await self._wait_for_change()
 
-    async def drained(self) -> None:
+    async def wait_drained(self) -> None:
         """Wait until everything added is durable."""
         while self._dirty or self._under_way:
-            await self._change()
+            await self._wait_for_change()
 
     async def failed(self) -> None:
         """Wait for the failure and raise it."""
         while True:
-            await self._change()
+            await self._wait_for_change()
 
     async def aclose(self) -> None:
         """Stop sending. Batches in flight end on their own; the next writer that opens the partitions finds or rejects
@@ -161,28 +162,30 @@ class BatchSender:
         self._due, self._due_soon = None, False
         if not self._dirty or self._failure is not None or len(self._under_way) >= ROUNDS_IN_FLIGHT:
             return
-        self._next_s = asyncio.get_running_loop().time() + GAP_S
-        round_ = Round(self._position)
+        self._next_s = asyncio.get_running_loop().time() + MIN_ROUND_GAP_S
+        round_ = SendRound(self._position)
         self._under_way.append(round_)
         dirty, self._dirty, self._open_bytes = self._dirty, {}, 0
         try:
             batches = [(lane, batch) for lane in dirty for batch in lane.close_batches(round_)]
         except Exception as error:
             # Its records have offsets and are in no batch, so nothing behind them may be reported as durable.
-            self._fail(UnavailableError(f"records cannot be encoded: {sentence(error)}."))
+            self._fail(UnavailableError(f"records cannot be encoded: {error_sentence(error)}."))
             return
         for lane, batch in batches:
             self._flight_bytes += len(batch.data)
             if lane not in self.repairing:
-                self._send(lane, batch)
+                self._send_batch(lane, batch)
 
-    def _send(self, lane: PartitionWriter, batch: LaneBatch) -> None:
+    def _send_batch(self, lane: PartitionWriter, batch: PartitionBatch) -> None:
         batch.in_flight = True
         # The log patches offsets in place, so a batch that may be sent again is sent as a copy.
         future = self._topics.produce_nowait(lane.topic_id, lane.partition, bytearray(batch.data))
-        future.add_done_callback(lambda ended: self._ended(lane, batch, ended))
+        future.add_done_callback(lambda ended: self._on_batch_ended(lane, batch, ended))
 
-    def _ended(self, lane: PartitionWriter, batch: LaneBatch, future: asyncio.Future[ProduceResult]) -> None:
+    def _on_batch_ended(
+        self, lane: PartitionWriter, batch: PartitionBatch, future: asyncio.Future[ProduceResult]
+    ) -> None:
         batch.in_flight = False
         self._changed.set()
         error = ClosedError("the produce call was cancelled.") if future.cancelled() else future.exception()
@@ -199,16 +202,16 @@ class BatchSender:
             lane.failures = 0
             batch.done = True
             while lane.pending and lane.pending[0].done:
-                self._landed(lane.pending.popleft())
+                self._on_batch_durable(lane.pending.popleft())
         elif isinstance(error, _RETRIABLE):
             if lane not in self.repairing and self._failure is None:
                 self.repairing[lane] = None
-                self._tasks.spawn(self._repair(lane, error), name=f"repair {lane.topic}/{lane.partition}")
+                self._tasks.spawn(self._repair_partition(lane, error), name=f"repair {lane.topic}/{lane.partition}")
         else:
             translated = error if isinstance(error, TidemillError) else UnavailableError(f"produce failed: {error!r}.")
             self._fail(translated)
 
-    def _landed(self, batch: LaneBatch) -> None:
+    def _on_batch_durable(self, batch: PartitionBatch) -> None:
         self._flight_bytes -= len(batch.data)
         self.landed_bytes += len(batch.data)
         batch.round.left -= 1
@@ -217,10 +220,10 @@ class BatchSender:
             durable = self._under_way.popleft().position
         if durable is not None:
             self._on_durable(durable)
-            self.kick()
+            self.schedule_round()
         self._changed.set()
 
-    async def _repair(self, lane: PartitionWriter, cause: BaseException) -> None:
+    async def _repair_partition(self, lane: PartitionWriter, cause: BaseException) -> None:
         """Repair a partition after a failed batch, with which the later ones failed: wait until nothing of this
         partition is in flight, check what the log contains after all, and send the rest again, with the same sequences
         in the same order.
@@ -233,7 +236,7 @@ class BatchSender:
             pause_s = min(REPAIR_PAUSE_MAX_S, REPAIR_PAUSE_S * 2 ** min(lane.failures, 10))
             await asyncio.sleep(self._rand.uniform(pause_s / 2, pause_s))
             while any(batch.in_flight for batch in lane.pending):
-                await self._change()
+                await self._wait_for_change()
             try:
                 high_watermark = (await self._topics.offsets(lane.topic_id, lane.partition)).high_watermark
             except (UnavailableError, UnknownOutcomeError):
@@ -242,9 +245,9 @@ class BatchSender:
             break
         # No await from here on: new batches are still added to `pending`.
         del self.repairing[lane]
-        for batch in lane.landed(high_watermark):
-            self._landed(batch)
-        if high_watermark > lane.expected:
+        for batch in lane.remove_landed(high_watermark):
+            self._on_batch_durable(batch)
+        if high_watermark > lane.expected_high_watermark:
             # A predecessor's batch with other boundaries landed late: the same records, further than ours. The next
             # session counts from the new tail, and detects by its position if they were not the same.
             self._fail(
@@ -254,16 +257,16 @@ class BatchSender:
             )
             return
         for batch in lane.pending:
-            self._send(lane, batch)
+            self._send_batch(lane, batch)
 
     # failure --------------------------------------------------------------------------------------
-    async def _change(self) -> None:
-        self.check()
+    async def _wait_for_change(self) -> None:
+        self.raise_failure()
         self._changed.clear()
         await self._changed.wait()
-        self.check()
+        self.raise_failure()
 
-    def _task_failed(self, _: str, error: BaseException) -> None:
+    def _on_task_failed(self, _: str, error: BaseException) -> None:
         self._fail(
             error if isinstance(error, TidemillError) else UnavailableError(f"the topic writer failed: {error!r}.")
         )

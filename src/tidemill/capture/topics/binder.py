@@ -32,18 +32,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tidemill.base.clock import Clock
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.status.histogram import Stages
-from tidemill.capture.topics.commit_boundaries import Boundary, merged
+from tidemill.base.status.histogram import StageHistograms
+from tidemill.capture.topics.commit_boundaries import CommitBoundary, merge_boundaries
 from tidemill.metastore.catalogue import TableSnapshot
 from tidemill.shards.api import Binding, Remap
-from tidemill.shards.bindings.minter import Minter
+from tidemill.shards.bindings.minter import BindingMinter
 
-MERGE_ABOVE = 256
+MAX_UNMERGED_BOUNDARIES = 256
 FIRST_IDLE_MS = 500
 """Delay after a commit until the end of its WAL is bound, and confirmed; later only every `idle_ms`."""
 
 
-def where_to_start(
+def compute_start(
     snapshots: Mapping[str, TableSnapshot], latest: Binding | None
 ) -> tuple[dict[str, list[int]], int, int | None]:
     """Return the arguments of `Binder.start_at` for tables by topic id: next offsets, gate and late LSN. Pure."""
@@ -72,16 +72,16 @@ class Binder:
         *,
         interval_ms: int = 50,
         idle_ms: int = 5_000,
-        stages: Stages | None = None,
+        stages: StageHistograms | None = None,
         on_stored: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._clock = clock
         self._on_stored = on_stored
         self._hurried = False
-        self._stages = stages or Stages()
+        self._stages = stages or StageHistograms()
         self._timed_ms = 0
         """Commit time of the newest binding."""
-        self._minter = Minter(remap, clock, interval_ms=interval_ms)
+        self._minter = BindingMinter(remap, clock, interval_ms=interval_ms)
         self._on_bound = on_bound
         self._idle_ms = self._pause_ms = idle_ms
         self._offsets: dict[str, list[int]] = {}
@@ -90,7 +90,7 @@ class Binder:
         self._source_time_ms = 0
         self._bound_to: ChangePosition | None = None
         self._early_tags: list[str] = []
-        self._ready: deque[Boundary] = deque()
+        self._ready: deque[CommitBoundary] = deque()
         self._wake = asyncio.Event()
         self.gate = 0
 
@@ -119,7 +119,7 @@ class Binder:
             self.gate = max(gate, self._lsn)
             self._lsn = late_lsn
 
-    def durable(self, boundaries: Sequence[Boundary]) -> None:
+    def add_durable(self, boundaries: Sequence[CommitBoundary]) -> None:
         """Queue durable boundaries, in commit order. Synchronous. While minting is slow, boundaries without tags are
         merged, to bound memory.
         """
@@ -127,8 +127,8 @@ class Binder:
         if newest is not None:
             self._stages.add("durable", [newest.commit_time_ms], self._clock.now_ms())
         for boundary in boundaries:
-            if len(self._ready) >= MERGE_ABOVE and not self._ready[-1].tags:
-                self._ready[-1] = merged(self._ready[-1], boundary)
+            if len(self._ready) >= MAX_UNMERGED_BOUNDARIES and not self._ready[-1].tags:
+                self._ready[-1] = merge_boundaries(self._ready[-1], boundary)
             else:
                 self._ready.append(boundary)
         self._wake.set()
@@ -142,12 +142,12 @@ class Binder:
             if self._ready:
                 await self._mint_ready()
             else:
-                await self._idle()
+                await self._wait_idle()
 
-    async def _idle(self) -> None:
+    async def _wait_idle(self) -> None:
         """Wait until there is more to bind, or the idle LSN is due. Without either, wait indefinitely."""
         self._wake.clear()
-        if not self._moved():
+        if not self._has_unbound_progress():
             await self._wake.wait()
             return
         try:
@@ -157,59 +157,59 @@ class Binder:
             # Possibly the first binding at or above the gate, so it carries the tags from below.
             tags, self._early_tags = self._early_tags or [""], []
             for tag in tags:
-                await self._mint(tag)
+                await self._mint_binding(tag)
             self._pause_ms = self._idle_ms
 
-    def hurry(self) -> None:
+    def bind_soon(self) -> None:
         """Bind the idle LSN as soon as it has moved."""
         self._hurried = True
         self._wake.set()
 
-    def _moved(self) -> bool:
+    def _has_unbound_progress(self) -> bool:
         if not self._offsets or self._lsn < self.gate:
             return False
-        return self.latest is None or self._lsn > self.latest.lsn or self._changed()
+        return self.latest is None or self._lsn > self.latest.lsn or self._have_offsets_changed()
 
-    async def settle(self) -> None:
+    async def bind_idle_lsn(self) -> None:
         """Bind the idle LSN that PostgreSQL received before it was due. Called after `run` has ended, so that a restore
         of the present state does not find the slot ahead of it. Does not pass a commit that is not reported, because
         its markers still have to be bound.
         """
         self._fold_progress()
-        if self._bound_to is None and not self._early_tags and self._moved():
-            await self._mint("")
+        if self._bound_to is None and not self._early_tags and self._has_unbound_progress():
+            await self._mint_binding("")
 
     async def _mint_ready(self) -> None:
         self._pause_ms = min(self._idle_ms, FIRST_IDLE_MS)
         if not any(boundary.tags for boundary in self._ready):
-            await self._minter.until_due()
+            await self._minter.wait_until_due()
         before = self.latest.lsn if self.latest is not None else -1
-        tags = self._fold()
+        tags = self._fold_to_marker()
         if self._lsn >= self.gate:
             tags, self._early_tags = [*self._early_tags, *tags], []
             for tag in tags:
-                await self._mint(tag)
-            if not tags and (self._lsn > before or self._changed()):
-                await self._mint("")
-            self._report()
+                await self._mint_binding(tag)
+            if not tags and (self._lsn > before or self._have_offsets_changed()):
+                await self._mint_binding("")
+            self._report_bound()
         else:
             self._early_tags += tags
 
-    def _fold(self) -> list[str]:
+    def _fold_to_marker(self) -> list[str]:
         """Move to the newest ready boundary, but not past one with markers that still have to be bound."""
         while self._ready:
             boundary = self._ready.popleft()
-            self._take(boundary)
-            if boundary.tags and not self._bound_before(boundary):
+            self._fold_boundary(boundary)
+            if boundary.tags and not self._is_already_bound(boundary):
                 return list(boundary.tags)
         return []
 
     def _fold_progress(self) -> None:
         """Process leading boundaries without a transaction, which move the LSN only."""
         while self._ready and not self._ready[0].commit:
-            self._take(self._ready.popleft())
+            self._fold_boundary(self._ready.popleft())
 
-    def _take(self, boundary: Boundary) -> None:
+    def _fold_boundary(self, boundary: CommitBoundary) -> None:
         for topic_id, partition, offset in boundary.offsets:
             self._offsets[topic_id][partition] = offset
         self._lsn = max(self._lsn, boundary.lsn)
@@ -217,7 +217,7 @@ class Binder:
             self._source_time_ms = max(self._source_time_ms, boundary.commit_time_ms)
             self._bound_to = boundary.last
 
-    def _bound_before(self, boundary: Boundary) -> bool:
+    def _is_already_bound(self, boundary: CommitBoundary) -> bool:
         """Return whether a session that died before it could report them has already bound its markers. Bindings are
         minted in commit order.
         """
@@ -226,22 +226,22 @@ class Binder:
             return False
         return latest.lsn > boundary.lsn or latest.tag == boundary.tags[-1]
 
-    def _report(self) -> None:
+    def _report_bound(self) -> None:
         if self._bound_to is not None:
             self._on_bound(self._bound_to)
             self._bound_to = None
 
-    def _changed(self) -> bool:
-        offsets = self._snapshot()
-        return self.latest is None or self._minter.whole(self.latest, offsets) != offsets
+    def _have_offsets_changed(self) -> bool:
+        offsets = self._current_offsets()
+        return self.latest is None or self._minter.offsets_of(self.latest, offsets) != offsets
 
-    def _snapshot(self) -> dict[str, tuple[int, ...]]:
+    def _current_offsets(self) -> dict[str, tuple[int, ...]]:
         return {topic_id: tuple(offsets) for topic_id, offsets in self._offsets.items()}
 
-    async def _mint(self, tag: str) -> None:
+    async def _mint_binding(self, tag: str) -> None:
         """Store one binding for the current boundary."""
         time_ms = self._source_time_ms
-        await self._minter.mint(Binding(0, self._snapshot(), self._lsn, time_ms, tag, self._era))
+        await self._minter.mint(Binding(0, self._current_offsets(), self._lsn, time_ms, tag, self._era))
         self._hurried = False
         self._on_stored(self._lsn)
         if time_ms > self._timed_ms:

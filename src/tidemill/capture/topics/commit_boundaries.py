@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.postgres.pg_snapshot import sees
+from tidemill.capture.postgres.pg_snapshot import is_xid_visible
 from tidemill.metastore.catalogue import TableSnapshot
 
 
-class Boundary(msgspec.Struct, frozen=True):
+class CommitBoundary(msgspec.Struct, frozen=True):
     """The end of one transaction (or, with `commit` false, of WAL without one, from a keepalive).
 
     lsn       inclusive: every transaction whose commit record starts at or below it is covered
@@ -27,13 +27,13 @@ class Boundary(msgspec.Struct, frozen=True):
     tags: tuple[str, ...] = ()
 
 
-def merged(earlier: Boundary, later: Boundary) -> Boundary:
+def merge_boundaries(earlier: CommitBoundary, later: CommitBoundary) -> CommitBoundary:
     """Merge two successive boundaries, the earlier of which has no tags, to one with everything that a binding at the
     later one needs.
     """
     offsets = {(topic_id, partition): offset for topic_id, partition, offset in (*earlier.offsets, *later.offsets)}
     newest = later if later.commit else earlier
-    return Boundary(
+    return CommitBoundary(
         lsn=later.lsn,
         last=newest.last,
         commit=newest.commit,
@@ -43,7 +43,7 @@ def merged(earlier: Boundary, later: Boundary) -> Boundary:
     )
 
 
-def in_snapshot(xid: int, commit_lsn: int, snapshot: TableSnapshot | None) -> bool:
+def is_in_snapshot(xid: int, commit_lsn: int, snapshot: TableSnapshot | None) -> bool:
     """Return whether the stream must skip this transaction, because the snapshot contains it.
 
     A transaction that the snapshot sees wrote its commit record before the snapshot was taken, so a commit at or after
@@ -52,4 +52,4 @@ def in_snapshot(xid: int, commit_lsn: int, snapshot: TableSnapshot | None) -> bo
     """
     if snapshot is None or commit_lsn <= snapshot.joined_lsn:
         return snapshot is not None
-    return commit_lsn < snapshot.lsn and sees(xid, snapshot.xmin, snapshot.xmax, snapshot.xip)
+    return commit_lsn < snapshot.lsn and is_xid_visible(xid, snapshot.xmin, snapshot.xmax, snapshot.xip)

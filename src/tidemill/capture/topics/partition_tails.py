@@ -12,7 +12,7 @@ OPEN_ATTEMPTS = 100
 TAIL_FETCH_BYTES = 1 << 20
 
 
-async def high_watermark(topics: TopicLog, topic_id: str, partition: int) -> int:
+async def read_high_watermark(topics: TopicLog, topic_id: str, partition: int) -> int:
     """Return the high watermark. Waits for a partition that is just being opened, or whose creation is not known
     everywhere yet.
     """
@@ -26,7 +26,7 @@ async def high_watermark(topics: TopicLog, topic_id: str, partition: int) -> int
     raise AssertionError("unreachable")
 
 
-async def last_record(topics: TopicLog, topic_id: str, partition: int, end: int) -> Record | None:
+async def read_last_record(topics: TopicLog, topic_id: str, partition: int, end: int) -> Record | None:
     """Return the record before the high watermark `end`; None if retention has removed it."""
     read = FetchRead(topic_id, partition, end - 1, TAIL_FETCH_BYTES)
     for attempt in range(OPEN_ATTEMPTS):

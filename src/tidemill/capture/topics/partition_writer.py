@@ -22,14 +22,20 @@ from collections import deque
 
 from tidemill.base.errors import CorruptError
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.topics.batch_builder import Entry, RowRange, cut, encode_entries, record_bytes
+from tidemill.capture.topics.batch_builder import (
+    BatchEntry,
+    RowRange,
+    cut_batches,
+    encode_entries_batch,
+    record_size_bytes,
+)
 from tidemill.topics.batch import Record
 
 SEQUENCE_MODULUS = 1 << 31
 BATCH_BYTES = 512 << 10
 
 
-class Round:
+class SendRound:
     """Everything that was waiting when the round was closed: all records up to `position`, of all partitions."""
 
     __slots__ = ("left", "position")
@@ -39,12 +45,12 @@ class Round:
         self.left = 0
 
 
-class LaneBatch:
+class PartitionBatch:
     """An encoded batch of the offsets [start, end)."""
 
     __slots__ = ("data", "done", "end", "in_flight", "round", "start")
 
-    def __init__(self, start: int, end: int, data: bytes, round_: Round) -> None:
+    def __init__(self, start: int, end: int, data: bytes, round_: SendRound) -> None:
         self.start = start
         self.end = end
         self.data = data
@@ -61,13 +67,13 @@ class PartitionWriter:
         self.next = 0
         self.held = 0
         self.tail: ChangePosition | None = None
-        self.pending: deque[LaneBatch] = deque()
+        self.pending: deque[PartitionBatch] = deque()
         self.failures = 0
         self.producer_id = producer_id
         self.epoch = epoch
         self._first = 0
         """Offset of sequence 0."""
-        self._open: list[Entry] = []
+        self._open: list[BatchEntry] = []
         self._open_count = 0
         self.made_bytes = 0
         """Total size of the batches that it has encoded."""
@@ -89,17 +95,17 @@ class PartitionWriter:
         self.next = self.held = opened + 1
         self._first = opened
 
-    def take(self, position: ChangePosition) -> bool:
+    def assign_offset(self, position: ChangePosition) -> bool:
         """Assign an offset to the record at `position`; return True if it still has to be written (call `add`)."""
         offset = self.next
         self.next = offset + 1
         if offset >= self.held:
             return True
         if offset == self.held - 1:
-            self._meets(offset, position)
+            self._check_tail(offset, position)
         return False
 
-    def take_rows(self, rows: RowRange) -> int:
+    def assign_offsets(self, rows: RowRange) -> int:
         """Assign offsets to the records of these rows; return the first row that still has to be written."""
         offset = self.next
         self.next = offset + len(rows)
@@ -107,10 +113,10 @@ class PartitionWriter:
             return rows.start
         fresh = rows.start + self.held - offset
         if fresh <= rows.end:
-            self._meets(self.held - 1, rows.position(fresh - 1))
+            self._check_tail(self.held - 1, rows.position(fresh - 1))
         return min(fresh, rows.end)
 
-    def _meets(self, offset: int, position: ChangePosition) -> None:
+    def _check_tail(self, offset: int, position: ChangePosition) -> None:
         if self.tail is not None and self.tail != position:
             raise CorruptError(
                 f"the stream does not match the topic's tail: topic={self.topic} partition={self.partition}"
@@ -119,37 +125,39 @@ class PartitionWriter:
             )
 
     def add(self, record: Record) -> int:
-        """Queue the record that `take` has just assigned an offset to; return its size in bytes."""
+        """Queue the record that `assign_offset` has just assigned an offset to; return its size in bytes."""
         self._open.append(record)
         self._open_count += 1
-        return record_bytes(record)
+        return record_size_bytes(record)
 
     def add_rows(self, rows: RowRange) -> int:
-        """Queue rows that `take_rows` has just assigned offsets to; return the size of their records in bytes."""
+        """Queue rows that `assign_offsets` has just assigned offsets to; return the size of their records in bytes."""
         last = self._open[-1] if self._open else None
-        if isinstance(last, RowRange) and last.joins(rows):
-            self._open[-1] = last.part(last.start, rows.end)
+        if isinstance(last, RowRange) and last.is_followed_by(rows):
+            self._open[-1] = last.subrange(last.start, rows.end)
         else:
             self._open.append(rows)
         self._open_count += len(rows)
         return rows.size_bytes
 
-    def close_batches(self, round_: Round) -> list[LaneBatch]:
+    def close_batches(self, round_: SendRound) -> list[PartitionBatch]:
         """Encode the queued records in batches of about BATCH_BYTES, and append them to `pending`."""
         start = self.next - self._open_count
         entries, self._open, self._open_count = self._open, [], 0
-        batches: list[LaneBatch] = []
-        for batch, count in cut(entries, BATCH_BYTES):
+        batches: list[PartitionBatch] = []
+        for batch, count in cut_batches(entries, BATCH_BYTES):
             sequence = (start - self._first) % SEQUENCE_MODULUS
-            data = encode_entries(batch, count, producer_id=self.producer_id, base_sequence=sequence, epoch=self.epoch)
+            data = encode_entries_batch(
+                batch, count, producer_id=self.producer_id, base_sequence=sequence, epoch=self.epoch
+            )
             self.made_bytes += len(data)
-            batches.append(LaneBatch(start, start + count, data, round_))
+            batches.append(PartitionBatch(start, start + count, data, round_))
             start += count
         self.pending.extend(batches)
         round_.left += len(batches)
         return batches
 
-    def landed(self, high_watermark: int) -> list[LaneBatch]:
+    def remove_landed(self, high_watermark: int) -> list[PartitionBatch]:
         """Remove and return the batches that the log contains after all. Called after a failure, with nothing in
         flight.
         """
@@ -159,11 +167,11 @@ class PartitionWriter:
         return out
 
     @property
-    def quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """True if nothing is queued or pending: all its records are in the log."""
         return not self._open and not self.pending
 
     @property
-    def expected(self) -> int:
+    def expected_high_watermark(self) -> int:
         """High watermark according to this writer: no pending batch is below it."""
         return self.pending[0].start if self.pending else self.next - self._open_count

@@ -47,9 +47,8 @@ stay unbound.
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -58,106 +57,41 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import CorruptError, InvalidError, UnavailableError, UnknownOutcomeError
-from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.runtime.tasks import is_fault, sentence
-from tidemill.capture.changes import NEVER, Change, Fragment, Relation
-from tidemill.capture.decode.copy_text import block_of, rows_of
-from tidemill.capture.decode.row_blocks import Block, Rows, parts_of
-from tidemill.capture.decode.transaction_builder import key_changed
-from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.base.runtime.tasks import is_fault
+from tidemill.capture.changes import LSN_NEVER, Change, Fragment, Relation
+from tidemill.capture.decode.copy_text import decode_block, decode_rows
+from tidemill.capture.decode.row_blocks import RowBlock, SegmentRows, parts_of
+from tidemill.capture.decode.transaction_builder import is_key_changed
+from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.delivery.sinks import FlushNotices
-from tidemill.capture.encode.columnar_encoder import ONE_BY_ONE, Encoded, Events, JsonEvents, encode
+from tidemill.capture.encode.columnar_encoder import (
+    EncodedBlock,
+)
 from tidemill.capture.encode.debezium_avro import AvroEncoder
-from tidemill.capture.encode.debezium_avro_columnar import AvroEvents
-from tidemill.capture.encode.debezium_json import NEW_KEY_HEADER, OLD_KEY_HEADER, OPS, SNAPSHOT_OP, EventEncoder, Source
-from tidemill.capture.encode.row_encoder import RowEncoder
-from tidemill.capture.topics.batch_builder import POSITION_HEADER, UNCHANGED_HEADER, WAS_HEADER, RowRange, headers_of
+from tidemill.capture.encode.debezium_json import (
+    NEW_KEY_HEADER,
+    OLD_KEY_HEADER,
+    OPS,
+    SNAPSHOT_OP,
+    EventEncoder,
+)
+from tidemill.capture.topics.batch_builder import POSITION_HEADER, UNCHANGED_HEADER, WAS_HEADER, RowRange, build_headers
 from tidemill.capture.topics.batch_sender import BACKLOG_BYTES, BatchSender
-from tidemill.capture.topics.commit_boundaries import Boundary, in_snapshot
-from tidemill.capture.topics.partition_tails import OPEN_ATTEMPTS, high_watermark, last_record
+from tidemill.capture.topics.captured_table import MAX_ROW_BYTES, CapturedTable, OnFault
+from tidemill.capture.topics.commit_boundaries import CommitBoundary
+from tidemill.capture.topics.partition_tails import OPEN_ATTEMPTS, read_high_watermark, read_last_record
 from tidemill.capture.topics.partition_writer import PartitionWriter
-from tidemill.metastore.catalogue import TableSnapshot, TopicRow
 from tidemill.topics.api import TopicLog
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.records import Headers
 
 log = structlog.get_logger()
 
-ROW_BYTES = KAFKA_REQUEST_BYTES * 3 // 4
-"""Maximum size of key and value of one record. A larger record could not be fetched by a Kafka client, and encoding it
-needs several times its size, so it pauses its table.
-"""
-
 RETIRE_POLL_S = 0.02
 
 
-class CapturedTable:
-    """Topic of one table: its partition writers, which transactions it already contains, and which it must never
-    contain (`parked_lsn`). `source`: origin for records that are events; None = records are rows.
-    """
-
-    def __init__(
-        self, name: str, topic: TopicRow, producer_id: int, *, oid: int, parked_lsn: int = NEVER,
-        source: Source | None = None, epoch: int = 0,
-    ) -> None:  # fmt: skip
-        self.name = name
-        self.source = source
-        self.oid = oid
-        self.parked_lsn = parked_lsn
-        self.topic = topic
-        self.lanes = [
-            PartitionWriter(topic.name, topic.topic_id, p, producer_id, epoch) for p in range(topic.partitions)
-        ]
-        self.snapshot: TableSnapshot | None = None
-        self.bound_lsn = -1
-        self._encoder: RowEncoder | None = None
-        self._events: EventEncoder | AvroEncoder | None = None
-
-    def encoder(self, relation: Relation) -> RowEncoder:
-        if self._encoder is None or self._encoder.relation is not relation:
-            self._encoder = RowEncoder(relation)
-        return self._encoder
-
-    def events(self, relation: Relation) -> EventEncoder | AvroEncoder | None:
-        """Return the encoder of events; None if the records are rows."""
-        if self.source is not None and (self._events is None or self._events.relation is not relation):
-            make = AvroEncoder if self.source.schemas else EventEncoder
-            self._events = make(relation, self.source)
-        return self._events
-
-    def _by_columns(self, relation: Relation) -> Events | None:
-        events = self.events(relation)
-        return AvroEvents(events) if isinstance(events, AvroEncoder) else JsonEvents() if events is not None else None
-
-    def encoded(self, block: Block) -> Encoded | None:
-        """Return the rows as records, encoded once for all transactions; None if they have to be written one by one."""
-        if block.encoded is None:
-            try:
-                events = self._by_columns(block.relation)
-                block.encoded = encode(block, len(self.lanes), ROW_BYTES, events) or ONE_BY_ONE
-            except Exception as error:
-                # For any error the per-row functions decide which row cannot be written.
-                log.warning("rows are encoded one by one", table=self.name, cause=sentence(error), exc_info=error)
-                block.encoded = ONE_BY_ONE
-        return block.encoded if isinstance(block.encoded, Encoded) else None
-
-    def lane_of(self, key: bytes) -> PartitionWriter:
-        return self.lanes[zlib.crc32(key) % len(self.lanes)] if len(self.lanes) > 1 else self.lanes[0]
-
-    def holds(self, fragment: Fragment) -> bool:
-        """Return whether the transaction needs no writing: it is already bound, part of the table's snapshot, or at or
-        above the position where the table was paused.
-        """
-        lsn = fragment.commit_lsn
-        return lsn <= self.bound_lsn or lsn >= self.parked_lsn or in_snapshot(fragment.xid, lsn, self.snapshot)
-
-
-OnFault = Callable[[CapturedTable, int, BaseException], Awaitable[None]]
-"""on_fault(table, commit LSN, error of its row): pause the table durably and call `TopicWriter.park`."""
-
-
-async def _raise(table: CapturedTable, lsn: int, error: BaseException) -> None:
+async def _raise_fault(table: CapturedTable, lsn: int, error: BaseException) -> None:
     raise error
 
 
@@ -172,29 +106,32 @@ class TopicWriter:
         tables: Iterable[CapturedTable],
         topics: TopicLog,
         rand: Rand,
-        on_durable: Callable[[Sequence[Boundary]], None],
-        on_fault: OnFault = _raise,
+        on_durable: Callable[[Sequence[CommitBoundary]], None],
+        on_fault: OnFault = _raise_fault,
         *,
         backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:
         self.name = consumer_name
         self.notices: FlushNotices | None = None
         self._tables = {table.oid: table for table in tables}
-        self._parked = {t.topic.topic_id: t.parked_lsn for t in self._tables.values() if t.parked_lsn < NEVER}
+        self._parked = {t.topic.topic_id: t.parked_lsn for t in self._tables.values() if t.parked_lsn < LSN_NEVER}
         self._on_fault = on_fault
         self._topics = topics
         self._on_durable = on_durable
-        self._consumer = FragmentConsumer()
-        self._boundaries: deque[Boundary] = deque()
+        self._consumer = FlushAlignment()
+        self._boundaries: deque[CommitBoundary] = deque()
         self._rounds = BatchSender(
-            topics, rand, lambda position: self._aligned(self._consumer.flushed(position)), backlog_bytes
+            topics,
+            rand,
+            lambda position: self._pass_on_boundaries(self._consumer.record_flush(position)),
+            backlog_bytes,
         )
         self._touched: dict[PartitionWriter, None] = {}
         self._version = 1
         """Version of the description under which the current change is written."""
 
     # opening --------------------------------------------------------------------------------------
-    async def open(
+    async def open_tables(
         self, bound: dict[str, tuple[int, ...]], bound_lsn: int, done: Callable[[int], None] = lambda _: None
     ) -> None:
         """Read every partition's tail. `bound`: offsets and LSN of the newest binding. `done(n)`: the nth table begins.
@@ -214,26 +151,26 @@ class TopicWriter:
         """Open a table that only this writer writes. `offsets`: where the count of its partitions begins; None = its
         topic is new, or that of a resumed copy, whose count begins behind the existing records.
 
-        Raises the errors of `open`, CorruptError also if a new topic has records, InvalidError if a copy cannot be
-        resumed.
+        Raises the errors of `open_tables`, CorruptError also if a new topic has records, InvalidError if a copy cannot
+        be resumed.
         """
         for lane in table.lanes:
             base = offsets[lane.partition] if offsets is not None else 0
-            end = await high_watermark(self._topics, lane.topic_id, lane.partition)
+            end = await read_high_watermark(self._topics, lane.topic_id, lane.partition)
             if lane.epoch:
                 await self._open_epoch(lane, end)
                 continue
             if offsets is None and end > 0:
                 raise CorruptError(f"a new topic already has records: topic={lane.topic} records={end}.")
-            last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end > base else None
-            tail = position_of(last) if last is not None else None
+            last = await read_last_record(self._topics, lane.topic_id, lane.partition, end) if end > base else None
+            tail = read_position(last) if last is not None else None
             lane.start_at(base, end, tail)
 
     async def _open_epoch(self, lane: PartitionWriter, end: int) -> None:
         """Open the epoch of a resumed copy: write the partition's last record again, which changes nothing for readers
         by key.
         """
-        last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end else None
+        last = await read_last_record(self._topics, lane.topic_id, lane.partition, end) if end else None
         if last is None:
             raise InvalidError(
                 f"an interrupted copy left its topic empty: topic={lane.topic} partition={lane.partition}.",
@@ -258,82 +195,82 @@ class TopicWriter:
         """Write a fragment; see sinks.Sink. Waits for room, never for durability. Raises the error that made the writer
         fail.
         """
-        self._rounds.check()
+        self._rounds.raise_failure()
         self.notices = notices
         written: ChangePosition | None = None
         for part in parts_of(fragment.changes):
-            if isinstance(part, Rows):
-                for block, start, end in part.segment.ranges(part.start, part.end):
-                    written = later(written, await self._take_rows(block, start, end, part, fragment))
+            if isinstance(part, SegmentRows):
+                for block, start, end in part.segment.block_ranges(part.start, part.end):
+                    written = later_position(written, await self._write_block_rows(block, start, end, part, fragment))
             else:
-                written = later(written, await self._take(part, fragment))
+                written = later_position(written, await self._write_change(part, fragment))
         if fragment.commits:
-            self._boundary(fragment, written)
+            self._add_boundary(fragment, written)
         else:
-            self._consumer.fragment(written, fragment.last, commits=False)
-        self._rounds.kick(written)
-        await self._rounds.room()
+            self._consumer.record_fragment(written, fragment.last, commits=False)
+        self._rounds.schedule_round(written)
+        await self._rounds.wait_for_room()
         return [self.name] if fragment.commits else []
 
-    async def _take(self, change: Change, fragment: Fragment) -> ChangePosition | None:
+    async def _write_change(self, change: Change, fragment: Fragment) -> ChangePosition | None:
         """Write a change; return its position if it still has to be sent."""
         table = self._tables.get(change.relation.oid)
-        if table is None or table.holds(fragment):
+        if table is None or table.needs_no_writing(fragment):
             return None
         try:
-            return change.position if self._write(table, change, fragment) else None
+            return change.position if self._write_row_change(table, change, fragment) else None
         except BaseException as error:
             if not is_fault(error):
                 raise
             await self._on_fault(table, fragment.commit_lsn, error)
             return None
 
-    async def _take_rows(
-        self, block: Block, start: int, end: int, rows: Rows, fragment: Fragment
+    async def _write_block_rows(
+        self, block: RowBlock, start: int, end: int, rows: SegmentRows, fragment: Fragment
     ) -> ChangePosition | None:
         """Write the rows [start, end) of a block; return the position of the last one that still has to be sent."""
         table = self._tables.get(block.relation.oid)
-        if table is None or table.holds(fragment):
+        if table is None or table.needs_no_writing(fragment):
             return None
-        encoded = table.encoded(block)
+        encoded = table.encode_block(block)
         if encoded is None:
             written: ChangePosition | None = None
             for place in block.places[start:end]:
-                written = later(written, await self._take(rows.change(place), fragment))
+                written = later_position(written, await self._write_change(rows.decode_change_at(place), fragment))
             return written
         try:
-            return self._write_rows(table, block.relation, encoded, start, end, rows, fragment)
+            return self._write_encoded_rows(table, block.relation, encoded, start, end, rows, fragment)
         except BaseException as error:
             if not is_fault(error):
                 raise
             await self._on_fault(table, fragment.commit_lsn, error)
             return None
 
-    def progress(self, lsn: int) -> None:
+    def record_keepalive(self, lsn: int) -> None:
         """Process a keepalive outside transactions: WAL up to `lsn` (inclusive) has nothing that was not delivered."""
         last = ChangePosition(lsn, 0)
         if self._boundaries and not self._boundaries[-1].commit:
             self._boundaries.pop()
-        self._boundaries.append(Boundary(lsn, last, commit=False))
-        self._aligned(self._consumer.fragment(None, last, commits=True))
+        self._boundaries.append(CommitBoundary(lsn, last, commit=False))
+        self._pass_on_boundaries(self._consumer.record_fragment(None, last, commits=True))
 
-    async def retire(self, oid: int) -> None:
+    async def retire_table(self, oid: int) -> None:
         """Write nothing more for this table, and wait until nothing of it is in flight, because its topic will be
         deleted.
         """
         table = self._tables.pop(oid, None)
         for lane in table.lanes if table is not None else ():
-            while not lane.quiet:
-                self._rounds.check()
+            while not lane.is_quiet:
+                self._rounds.raise_failure()
                 await asyncio.sleep(RETIRE_POLL_S)
 
-    def described(self, oid: int, schemas: tuple[tuple[int, int], ...]) -> None:
+    def update_schemas(self, oid: int, schemas: tuple[tuple[int, int], ...]) -> None:
         """Note that the table has these schemas (Source): the next rows may be under the newest ones."""
         table = self._tables.get(oid)
         if table is not None and table.source is not None and schemas:
             table.source = replace(table.source, schemas=schemas)
 
-    def park(self, oid: int, lsn: int) -> None:
+    def pause_table(self, oid: int, lsn: int) -> None:
         """Carry no transaction of this table at or above `lsn` from now on."""
         table = self._tables.get(oid)
         if table is not None:
@@ -346,53 +283,55 @@ class TopicWriter:
         await self._rounds.aclose()
 
     # snapshot -------------------------------------------------------------------------------------
-    async def write_rows(
+    async def write_copied_rows(
         self, table: CapturedTable, relation: Relation, lines: Sequence[bytes], now_ms: int, lsn: int = 0
     ) -> None:
         """Write rows of the initial snapshot, which is as of `lsn`, in COPY's text format, at positions (0, offset).
         Waits for room. Raises the error of a row that cannot be read or written.
         """
-        self._rounds.check()
-        block = block_of(relation, lines) if table.source is None else None
-        encoded = table.encoded(block) if block is not None else None
+        self._rounds.raise_failure()
+        block = decode_block(relation, lines) if table.source is None else None
+        encoded = table.encode_block(block) if block is not None else None
         if encoded is not None:
-            self._copy_rows(table, encoded, now_ms)
+            self._write_block(table, encoded, now_ms)
         else:
-            self._copy_one_by_one(table, relation, lines, now_ms, lsn)
-        self._rounds.kick()
-        await self._rounds.room()
+            self._write_rows_one_by_one(table, relation, lines, now_ms, lsn)
+        self._rounds.schedule_round()
+        await self._rounds.wait_for_room()
 
-    def _copy_rows(self, table: CapturedTable, encoded: Encoded, now_ms: int) -> None:
+    def _write_block(self, table: CapturedTable, encoded: EncodedBlock, now_ms: int) -> None:
         for lane, own in zip(table.lanes, encoded.lanes, strict=True):
             if own.rows:
                 own.places = np.arange(lane.next, lane.next + len(own.rows))
                 taken = RowRange(own, 0, len(own.rows), 0, 0, 0, now_ms, step=1)
-                lane.take_rows(taken)
+                lane.assign_offsets(taken)
                 self._rounds.add_rows(lane, taken)
 
-    def _copy_one_by_one(
+    def _write_rows_one_by_one(
         self, table: CapturedTable, relation: Relation, lines: Sequence[bytes], now_ms: int, lsn: int
     ) -> None:
-        events, encoder = table.events(relation), table.encoder(relation)
-        tail = events.tail(lsn, None, now_ms) if events is not None else None
+        events, encoder = table.event_encoder(relation), table.row_encoder(relation)
+        tail = events.encode_tail(lsn, None, now_ms) if events is not None else None
         self._version = relation.version
         # Everything that can raise comes before the first offset is assigned: see _write.
         made = [
-            (encoder.key(row), encoder.value(row)) if events is None else (events.key(row), events.head(None, row))
-            for row in rows_of(relation, lines)
+            (encoder.key(row), encoder.value(row))
+            if events is None
+            else (events.key(row), events.encode_head(None, row))
+            for row in decode_rows(relation, lines)
         ]
         for key, value in made:
             self._check_size(table, key, value)
         for key, value in made:
-            lane = table.lane_of(key)
+            lane = table.partition_of(key)
             position = ChangePosition(0, lane.next)
-            lane.take(position)
-            whole = value if tail is None else value + tail.of(position.ordinal, SNAPSHOT_OP)
-            self._put(lane, key, whole, position, b"insert", b"0", now_ms)
+            lane.assign_offset(position)
+            whole = value if tail is None else value + tail.encode(position.ordinal, SNAPSHOT_OP)
+            self._queue_record(lane, key, whole, position, b"insert", b"0", now_ms)
 
-    async def drained(self) -> None:
+    async def wait_drained(self) -> None:
         """Wait until everything written is durable. Raises the error that made the writer fail."""
-        await self._rounds.drained()
+        await self._rounds.wait_drained()
 
     async def failed(self) -> None:
         """Wait for the writer's failure and raise it."""
@@ -400,7 +339,7 @@ class TopicWriter:
 
     # state for stage statuses ---------------------------------------------------------------------
     @property
-    def held_by(self) -> str:
+    def blocking_topic(self) -> str:
         """Stage status name of a topic that currently does not accept its records, or ""."""
         lane = next(iter(self._rounds.repairing), None)
         return f"topic:{lane.topic}" if lane is not None else ""
@@ -413,20 +352,22 @@ class TopicWriter:
         return {**self._rounds.facts(), "boundaries_waiting": len(self._boundaries)}
 
     # writing --------------------------------------------------------------------------------------
-    def _write(self, table: CapturedTable, change: Change, fragment: Fragment) -> bool:
+    def _write_row_change(self, table: CapturedTable, change: Change, fragment: Fragment) -> bool:
         """Assign offsets to the change's records; return True if at least one still has to be sent.
 
         Everything that can raise comes before the first offset is assigned, because an offset without its record would
         be a gap.
         """
-        events = table.events(change.relation)
+        events = table.event_encoder(change.relation)
         if events is not None:
             return self._write_event(table, events, change, fragment)
-        encoder = table.encoder(change.relation)
+        encoder = table.row_encoder(change.relation)
         self._version = change.relation.version
         xid, at_ms = b"%d" % fragment.xid, fragment.commit_time_ms
         if change.op == "truncate":
-            fresh = [self._record(lane, None, None, change.position, b"truncate", xid, at_ms) for lane in table.lanes]
+            fresh = [
+                self._queue_if_new(lane, None, None, change.position, b"truncate", xid, at_ms) for lane in table.lanes
+            ]
             return any(fresh)
         stays = encoder.value(change.stays) if change.stays is not None else None
         left_op = b"delete" if stays is None else b"update"
@@ -434,58 +375,62 @@ class TopicWriter:
             assert change.old is not None
             key = encoder.key(change.old)
             self._check_size(table, key, stays or b"")
-            return self._record(table.lane_of(key), key, stays, change.position, left_op, xid, at_ms)
+            return self._queue_if_new(table.partition_of(key), key, stays, change.position, left_op, xid, at_ms)
         assert change.new is not None
         key, value = encoder.key(change.new), encoder.value(change.new, change.unchanged)
         self._check_size(table, key, max(value, stays or b"", key=len))
         position, fresh_tombstone = change.position, False
-        more = _of_unchanged(change)
+        more = _unchanged_headers(change)
         # −0 and 0 are one key.
-        old_key = encoder.key(change.old) if change.old is not None and key_changed(change) else key
+        old_key = encoder.key(change.old) if change.old is not None and is_key_changed(change) else key
         if old_key != key:
             more = (*more, (WAS_HEADER, old_key)) if more else ()
-            fresh_tombstone = self._record(table.lane_of(old_key), old_key, stays, position, left_op, xid, at_ms)
+            fresh_tombstone = self._queue_if_new(
+                table.partition_of(old_key), old_key, stays, position, left_op, xid, at_ms
+            )
             position = ChangePosition(position.commit_lsn, position.ordinal + 1)
-        lane = table.lane_of(key)
-        return self._record(lane, key, value, position, change.op.encode(), xid, at_ms, more) or fresh_tombstone
+        lane = table.partition_of(key)
+        return self._queue_if_new(lane, key, value, position, change.op.encode(), xid, at_ms, more) or fresh_tombstone
 
     def _write_event(
         self, table: CapturedTable, events: EventEncoder | AvroEncoder, change: Change, fragment: Fragment
     ) -> bool:
-        """Write the change in Debezium's envelope; otherwise like `_write`."""
+        """Write the change in Debezium's envelope; otherwise like `_write_row_change`."""
         self._version = change.relation.version
         at, xid, at_ms = change.position, b"%d" % fragment.xid, fragment.commit_time_ms
-        tail = events.tail(at.commit_lsn, fragment.xid, at_ms)
+        tail = events.encode_tail(at.commit_lsn, fragment.xid, at_ms)
         old, new = change.old, change.new
         if change.op == "truncate":
-            value = events.head(None, None) + tail.of(at.ordinal, OPS["truncate"])
-            fresh = [self._record(lane, None, value, at, b"truncate", xid, at_ms) for lane in table.lanes]
+            value = events.encode_head(None, None) + tail.encode(at.ordinal, OPS["truncate"])
+            fresh = [self._queue_if_new(lane, None, value, at, b"truncate", xid, at_ms) for lane in table.lanes]
             return any(fresh)
-        old_key = events.key(old) if old is not None and (new is None or key_changed(change)) else None
-        gone = events.head(old, None) + tail.of(at.ordinal, OPS["delete"]) if old_key is not None else b""
+        old_key = events.key(old) if old is not None and (new is None or is_key_changed(change)) else None
+        gone = events.encode_head(old, None) + tail.encode(at.ordinal, OPS["delete"]) if old_key is not None else b""
         stays = None
         if change.stays is not None:
-            stays = events.head(change.stays, change.stays) + tail.of(at.ordinal, OPS["update"])
+            stays = events.encode_head(change.stays, change.stays) + tail.encode(at.ordinal, OPS["update"])
         key = value = b""
         after = ChangePosition(at.commit_lsn, at.ordinal + 1) if old_key is not None else at
         if new is not None:
             op = OPS["insert"] if old_key is not None else OPS[change.op]
             key = events.key(new)
-            value = events.head(old if op == OPS["update"] else None, new) + tail.of(after.ordinal, op)
+            value = events.encode_head(old if op == OPS["update"] else None, new) + tail.encode(after.ordinal, op)
         self._check_size(table, max(key, old_key or b"", key=len), max(value, gone, stays or b"", key=len))
         fresh = []
         if old_key is not None:
-            lane, moved = table.lane_of(old_key), ((NEW_KEY_HEADER, key),) if new is not None else ()
-            fresh.append(self._record(lane, old_key, gone, at, b"delete", xid, at_ms, moved))
+            lane, moved = table.partition_of(old_key), ((NEW_KEY_HEADER, key),) if new is not None else ()
+            fresh.append(self._queue_if_new(lane, old_key, gone, at, b"delete", xid, at_ms, moved))
             left_op = b"delete" if stays is None else b"update"
-            fresh.append(self._record(lane, old_key, stays, at, left_op, xid, at_ms))
+            fresh.append(self._queue_if_new(lane, old_key, stays, at, left_op, xid, at_ms))
         if new is not None:
             moved = ((OLD_KEY_HEADER, old_key),) if old_key is not None else ()
-            fresh.append(self._record(table.lane_of(key), key, value, after, change.op.encode(), xid, at_ms, moved))
+            fresh.append(
+                self._queue_if_new(table.partition_of(key), key, value, after, change.op.encode(), xid, at_ms, moved)
+            )
         return any(fresh)
 
-    def _write_rows(
-        self, table: CapturedTable, relation: Relation, encoded: Encoded, start: int, end: int, rows: Rows,
+    def _write_encoded_rows(
+        self, table: CapturedTable, relation: Relation, encoded: EncodedBlock, start: int, end: int, rows: SegmentRows,
         fragment: Fragment,
     ) -> ChangePosition | None:  # fmt: skip
         """Assign offsets to the rows' records, and queue those that still have to be sent. Return the position of the
@@ -493,77 +438,78 @@ class TopicWriter:
         """
         written: ChangePosition | None = None
         xid, at_ms = fragment.xid, fragment.commit_time_ms
-        events = table.events(relation)
-        tail = events.tail(rows.commit_lsn, xid, at_ms) if events is not None else None
-        for number, own, first, last in encoded.ranges(start, end):
+        events = table.event_encoder(relation)
+        tail = events.encode_tail(rows.commit_lsn, xid, at_ms) if events is not None else None
+        for number, own, first, last in encoded.partition_ranges(start, end):
             lane = table.lanes[number]
             self._touched[lane] = None
             taken = RowRange(own, first, last, rows.commit_lsn, rows.shift, xid, at_ms, tail)
-            fresh = lane.take_rows(taken)
+            fresh = lane.assign_offsets(taken)
             if fresh < last:
-                self._rounds.add_rows(lane, taken.part(fresh, last))
-                written = later(written, taken.position(last - 1))
+                self._rounds.add_rows(lane, taken.subrange(fresh, last))
+                written = later_position(written, taken.position(last - 1))
         return written
 
     @staticmethod
     def _check_size(table: CapturedTable, key: bytes, value: bytes) -> None:
-        if len(key) + len(value) > ROW_BYTES:
+        if len(key) + len(value) > MAX_ROW_BYTES:
             of_avro = table.source is not None and table.source.schemas
             said = key[:200].hex() if of_avro else key[:200].decode(errors="replace")
             raise InvalidError(
-                f"a row is too large for a record: table={table.name} key={said} bytes={len(value)} limit={ROW_BYTES}.",
+                f"a row is too large for a record: table={table.name} key={said} bytes={len(value)}"
+                f" limit={MAX_ROW_BYTES}.",
                 fix="Shorten it, then re-snapshot the table.",
             )
 
-    def _record(
+    def _queue_if_new(
         self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes,
         at_ms: int, more: Headers = (),
     ) -> bool:  # fmt: skip
         self._touched[lane] = None
-        if not lane.take(at):
+        if not lane.assign_offset(at):
             return False
-        self._put(lane, key, value, at, op, xid, at_ms, more)
+        self._queue_record(lane, key, value, at, op, xid, at_ms, more)
         return True
 
-    def _put(
+    def _queue_record(
         self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes,
         at_ms: int, more: Headers = (),
     ) -> None:  # fmt: skip
-        self._rounds.add(lane, Record(key, value, (*headers_of(at, op, xid, self._version), *more), at_ms))
+        self._rounds.add(lane, Record(key, value, (*build_headers(at, op, xid, self._version), *more), at_ms))
 
-    def _boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
+    def _add_boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
         offsets = [
             (lane.topic_id, lane.partition, lane.next)
             for lane in self._touched
-            if fragment.commit_lsn < self._parked.get(lane.topic_id, NEVER)
+            if fragment.commit_lsn < self._parked.get(lane.topic_id, LSN_NEVER)
         ]
         self._touched.clear()
         tags = tuple(marker.content for marker in fragment.markers)
         self._boundaries.append(
-            Boundary(fragment.commit_lsn, fragment.last, True, fragment.commit_time_ms, offsets, tags)
+            CommitBoundary(fragment.commit_lsn, fragment.last, True, fragment.commit_time_ms, offsets, tags)
         )
-        self._aligned(self._consumer.fragment(written, fragment.last, commits=True))
+        self._pass_on_boundaries(self._consumer.record_fragment(written, fragment.last, commits=True))
 
-    def _aligned(self, position: ChangePosition | None) -> None:
+    def _pass_on_boundaries(self, position: ChangePosition | None) -> None:
         """Pass on the boundaries up to the commit boundary `position`, up to which everything is durable."""
         if position is None:
             return
-        done: list[Boundary] = []
+        done: list[CommitBoundary] = []
         while self._boundaries and self._boundaries[0].last <= position:
             done.append(self._boundaries.popleft())
         if done:
             self._on_durable(done)
 
 
-def _of_unchanged(change: Change) -> Headers:
+def _unchanged_headers(change: Change) -> Headers:
     return ((UNCHANGED_HEADER, msgspec.json.encode(change.unchanged)),) if change.unchanged else ()
 
 
-def later(one: ChangePosition | None, other: ChangePosition | None) -> ChangePosition | None:
+def later_position(one: ChangePosition | None, other: ChangePosition | None) -> ChangePosition | None:
     return one if other is None else other if one is None else max(one, other)
 
 
-def position_of(record: Record) -> ChangePosition:
+def read_position(record: Record) -> ChangePosition:
     """Return the position in a capture's record. Raises CorruptError if it has none."""
     for name, content in record.headers:
         if name == POSITION_HEADER and content is not None:

@@ -7,34 +7,36 @@ from typing import TYPE_CHECKING
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import Stores, print_json
+from tidemill.cli.context import OpenStores, print_json
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
 if TYPE_CHECKING:
     from tidemill.capture.changes import Relation
-    from tidemill.capture.tables.recopy_requests import Becoming
+    from tidemill.capture.tables.recopy_requests import ShardEffect
     from tidemill.shards.api import ShardSchema
 
 
-def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool) -> None:
+def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, as_json: bool) -> None:
     """Show the difference and the effect on each shard, ask for confirmation, and record what was agreed to.
 
     Raises InvalidError if the user declines or the table cannot be captured any more, MissingError if it is gone.
     """
     from tidemill.capture.tables import recopy_requests
 
-    now = _described(opened, row)
-    difference = _difference(row, now)
+    now = _describe_source_table(opened, row)
+    difference = _column_difference(row, now)
     copied = bool(difference or row.parked_lsn)
-    shards = _shards(opened, row, _schema(row, now))
+    shards = _affected_shards(opened, row, _wanted_schema(row, now))
     needed = [found.accepted for found in shards if found.accepted is not None]
     done = bool(copied or needed)
     if not as_json:
-        _show(row, difference, shards, copied)
+        _print_changes(row, difference, shards, copied)
     if done and not yes and (as_json or not typer.confirm("Do this?")):
         raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
     if done:
-        opened.portal.call(recopy_requests.accept(opened.catalogue, row.capture, row.table, needed, copied=copied))
+        opened.portal.call(
+            recopy_requests.accept_effects(opened.catalogue, row.capture, row.table, needed, copied=copied)
+        )
     if as_json:
         print_json(
             {
@@ -52,11 +54,11 @@ def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool
         print("Nothing to accept: the table is being captured and its shards match it.")
 
 
-def _described(opened: Stores, row: CaptureTableRow) -> Relation:
+def _describe_source_table(opened: OpenStores, row: CaptureTableRow) -> Relation:
     """Return the table as its database describes it now. Raises MissingError if it is gone, InvalidError if it cannot
     be captured under that name or has no primary key."""
-    from tidemill.capture.catalog.table_discovery import describe
-    from tidemill.capture.postgres.connection import Wire
+    from tidemill.capture.catalog.table_discovery import describe_tables
+    from tidemill.capture.postgres.connection import PgConnection
 
     section = opened.config.capture.get(row.capture)
     if section is None:
@@ -64,14 +66,14 @@ def _described(opened: Stores, row: CaptureTableRow) -> Relation:
             f"no database is configured for this capture: capture={row.capture}.", fix="Add it to tidemill.toml again."
         )
 
-    async def ask() -> Relation | None:
-        wire = await Wire.connect(section.dsn, purpose="accept", capture=row.capture)
+    async def fetch_relation() -> Relation | None:
+        wire = await PgConnection.connect(section.dsn, purpose="accept", capture=row.capture)
         try:
-            return (await describe(wire, [row.oid])).get(row.oid)
+            return (await describe_tables(wire, [row.oid])).get(row.oid)
         finally:
             await wire.aclose()
 
-    now = opened.portal.call(ask())
+    now = opened.portal.call(fetch_relation())
     if now is None:
         raise MissingError(
             f"the table is gone from the source: table={row.table}.", fix="Re-create it, or drop its shard."
@@ -88,58 +90,58 @@ def _described(opened: Stores, row: CaptureTableRow) -> Relation:
     return now
 
 
-def _difference(row: CaptureTableRow, now: Relation) -> str:
-    from tidemill.capture.catalog.schema_diff import against_catalogue
+def _column_difference(row: CaptureTableRow, now: Relation) -> str:
+    from tidemill.capture.catalog.schema_diff import diff_against_catalogue
 
-    return against_catalogue(row.columns, now)
+    return diff_against_catalogue(row.columns, now)
 
 
-def _schema(row: CaptureTableRow, now: Relation) -> ShardSchema:
+def _wanted_schema(row: CaptureTableRow, now: Relation) -> ShardSchema:
     """Return the schema that a shard created now would have. Raises InvalidError for a column type that no shard can
     store."""
-    from tidemill.capture.catalog.schema_versions import schema_of
-    from tidemill.capture.tables.table_setup import columns_of
+    from tidemill.capture.catalog.schema_versions import shard_schema_of
+    from tidemill.capture.tables.table_setup import captured_columns_of
 
     try:
-        return schema_of(columns_of(now))
+        return shard_schema_of(captured_columns_of(now))
     except InvalidError as error:
         raise InvalidError(
             f"no shard can store this table: table={row.table} {error.message}", fix=error.fix
         ) from error
 
 
-def _shards(opened: Stores, row: CaptureTableRow, wanted: ShardSchema) -> list[Becoming]:
+def _affected_shards(opened: OpenStores, row: CaptureTableRow, wanted: ShardSchema) -> list[ShardEffect]:
     """Return the effect on every existing shard that a pipeline maintains from the table."""
-    from tidemill.capture.tables.recopy_requests import becoming
+    from tidemill.capture.tables.recopy_requests import predict_shard_effect
     from tidemill.shards.registry import read_shard
 
     source = f"capture:{row.capture}:{row.table}"
     pipelines = opened.portal.call(opened.catalogue.list(PipelineRow))
     names = sorted({name for found in pipelines for name, fed_by in found.tables.items() if fed_by == source})
     states = [opened.portal.call(read_shard(opened.consensus, name)) for name in names]
-    return [becoming(state, wanted) for state in states if state is not None]
+    return [predict_shard_effect(state, wanted) for state in states if state is not None]
 
 
-def _show(row: CaptureTableRow, difference: str, shards: list[Becoming], copied: bool) -> None:
+def _print_changes(row: CaptureTableRow, difference: str, shards: list[ShardEffect], copied: bool) -> None:
     print(f"{row.table} of capture {row.capture}: {difference or 'its columns are unchanged'}")
     if copied:
         rows = row.snapshot.rows if row.snapshot is not None else 0
         print(f"  it is copied again ({rows:,} rows last time) into re-created topic {row.topic}; its shapes restart")
     for found in shards:
-        print(f"  shard {found.shard}: {_said(found)}")
+        print(f"  shard {found.shard}: {_format_effect(found)}")
     if not shards:
         print("  no pipeline maintains a shard of it")
 
 
-def _said(found: Becoming) -> str:
+def _format_effect(found: ShardEffect) -> str:
     if found.how == "kept":
-        return "is kept unchanged and continues with the new copy" + _of_instants(found)
+        return "is kept unchanged and continues with the new copy" + _instants_note(found)
     if found.how == "grown":
-        return found.changes + _of_instants(found)
+        return found.changes + _instants_note(found)
     return f"is dropped and re-created, and its history ends: {found.changes}"
 
 
-def _of_instants(found: Becoming) -> str:
+def _instants_note(found: ShardEffect) -> str:
     """Describe the columns that stay instants. Source: RFC 0007, a shard retains the type of timestamp that it has."""
     if not found.instants:
         return ""

@@ -10,11 +10,11 @@ import typer
 
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SetAside
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SideTopicState
 
 if TYPE_CHECKING:
-    from tidemill.capture.session.teardown import TakenBack
+    from tidemill.capture.session.teardown import TeardownResult
 
 app = typer.Typer(
     help="List captured tables, copy one again, accept changed columns, or drop a capture.", no_args_is_help=True
@@ -28,11 +28,11 @@ CaptureOption = Annotated[
 def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List tables with their state (captured, copying, parked, dropped, refused or skipped), replica identity, the
     reason for the state, and what to do about it."""
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         rows = [row for row in opened.portal.call(opened.catalogue.all_tables()) if capture in ("", row.capture)]
         captures = opened.portal.call(opened.catalogue.list(CaptureRow))
     if as_json:
-        print_json([_described(row) for row in rows])
+        print_json([_table_fields(row) for row in rows])
         return
     for found in captures:
         if found.recopied and capture in ("", found.name):
@@ -46,7 +46,7 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
         if row.copy is not None:
             print(f"    {row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied durably")
         if row.aside is not None:
-            print(f"    {_aside(row.aside)}")
+            print(f"    {_side_topic_text(row.aside)}")
         if row.reason:
             print(f"    {row.reason} {row.fix}".rstrip())
         for relation, before in row.identities.values():
@@ -68,15 +68,15 @@ def recopy(
     Its shards adopt the new copy automatically if its columns are unchanged, were added or have wider types. A change
     that would lose data waits for `tidemill capture accept`.
     """
-    from tidemill.capture.tables.recopy_requests import ask
+    from tidemill.capture.tables.recopy_requests import request_recopy
 
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         row = find_table(opened, table, capture)
         if not yes:
-            _confirm(row)
-        row = opened.portal.call(ask(opened.catalogue, row.capture, row.table))
+            _confirm_recopy(row)
+        row = opened.portal.call(request_recopy(opened.catalogue, row.capture, row.table))
     if as_json:
-        print_json(_described(row))
+        print_json(_table_fields(row))
     else:
         print(f"Capture {row.capture} starts to copy {row.table} again within seconds. See: tidemill capture list")
 
@@ -95,10 +95,10 @@ def accept(
     from then on; a renamed column counts as one removed and one added. If a type changed incompatibly or the key
     changed, the shard is re-created and its history ends.
     """
-    from tidemill.cli.capture.accept import accept_one
+    from tidemill.cli.capture.accept import accept_table
 
-    with stores(config) as opened:
-        accept_one(opened, find_table(opened, table, capture), yes=yes, as_json=as_json)
+    with open_stores(config) as opened:
+        accept_table(opened, find_table(opened, table, capture), yes=yes, as_json=as_json)
 
 
 @app.command("drop")
@@ -121,9 +121,9 @@ def drop(
     to execute them.
     """
     from tidemill.capture.config import CaptureConfig
-    from tidemill.capture.session.teardown import take_back
+    from tidemill.capture.session.teardown import drop_capture
 
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         section = opened.config.capture.get(capture)
         dsn = dsn or (section.dsn if section is not None else "")
         if not dsn:
@@ -135,18 +135,18 @@ def drop(
             if not typer.confirm(question):
                 raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
         settings = CaptureConfig(name=capture, dsn=dsn, manual=section is not None and section.manual)
-        done = opened.portal.call(take_back(settings, opened.catalogue, really=really))
+        done = opened.portal.call(drop_capture(settings, opened.catalogue, really=really))
     if as_json:
         print_json(msgspec.to_builtins(done))
     else:
-        _tell_taken_back(capture, done, section is not None)
+        _print_drop_result(capture, done, section is not None)
     if done.left:
         raise UnavailableError(
             f"the capture is only partly dropped: capture={capture} left={len(done.left)}.", fix="Run it again."
         )
 
 
-def _tell_taken_back(capture: str, done: TakenBack, configured: bool) -> None:
+def _print_drop_result(capture: str, done: TeardownResult, configured: bool) -> None:
     kept = "kept: not created by this capture" if done.publication_left else "already gone"
     print(f"publication {'dropped' if done.publication else kept}, slot {'dropped' if done.slot else 'already gone'}")
     for relation, before in done.identities.items():
@@ -161,7 +161,7 @@ def _tell_taken_back(capture: str, done: TakenBack, configured: bool) -> None:
         print(f"Remove [capture.{capture}] from tidemill.toml, or the next `tidemill up` captures the database again.")
 
 
-def find_table(opened: Stores, table: str, capture: str) -> CaptureTableRow:
+def find_table(opened: OpenStores, table: str, capture: str) -> CaptureTableRow:
     """Return the one captured table of that name. Raises MissingError without a match, InvalidError if several
     captures have it."""
     from tidemill.capture.naming import split_name, table_name
@@ -182,14 +182,14 @@ def find_table(opened: Stores, table: str, capture: str) -> CaptureTableRow:
     return rows[0]
 
 
-def _confirm(row: CaptureTableRow) -> None:
+def _confirm_recopy(row: CaptureTableRow) -> None:
     rows = row.snapshot.rows if row.snapshot is not None else 0
     question = f"Copy {row.table} again ({rows:,} rows last time)? Its topic {row.topic} is deleted and re-created."
     if not typer.confirm(question):
         raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
 
 
-def _aside(aside: SetAside) -> str:
+def _side_topic_text(aside: SideTopicState) -> str:
     """Describe the side topic: changes that arrived during the table's copy, as of a few seconds ago."""
     said = (
         f"{aside.records:,} changes ({aside.bytes / 2**20:,.1f} MiB) in the side topic,"
@@ -198,7 +198,7 @@ def _aside(aside: SetAside) -> str:
     return f"{said}; WAL is retained from {Lsn(aside.until_lsn)}" if aside.until_lsn else said
 
 
-def _described(row: CaptureTableRow) -> dict[str, object]:
+def _table_fields(row: CaptureTableRow) -> dict[str, object]:
     return {
         "capture": row.capture,
         "table": row.table,

@@ -23,19 +23,19 @@ from tidemill.base.address import Address
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.freshness import walk
-from tidemill.base.status.status import Derived, State, derive_all
-from tidemill.base.status.status import Report as MarksReport
+from tidemill.base.status.freshness import walk_to_source
+from tidemill.base.status.status import DerivedStatus, StageState, derive_statuses
+from tidemill.base.status.status import StatusReport as MarksReport
 from tidemill.cli.demo import shop
 from tidemill.cli.demo.environment import Environment
 from tidemill.cli.demo.figures import Latencies, Report
 from tidemill.cli.demo.follower import Follower
 from tidemill.cli.demo.money import Money, MoneyCheck
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
-from tidemill.metastore.factory import metastore_on
-from tidemill.node.supervise.processes import next_port, start_all
+from tidemill.metastore.factory import create_metastore
+from tidemill.node.supervise.processes import offset_port, start_all
 from tidemill.node.supervise.supervisor import Supervisor
 from tidemill.objects.factory import open_objects
 from tidemill.shards.api import Shard
@@ -59,7 +59,7 @@ class Runner:
         self.environment = environment
         self.report = Report()
         self.checks: list[MoneyCheck] = []
-        self.marks: dict[str, Derived] = {}
+        self.marks: dict[str, DerivedStatus] = {}
         self.load_counts: dict[str, int] = {}
         self.click_counts: dict[str, int] = {}
         self.phase = "starting"
@@ -81,7 +81,7 @@ class Runner:
         self._stuck: dict[str, str] = {}
         self._graced_until_s = 0.0
         # the follower asks the last node: a table captured elsewhere must be reachable through any of them
-        last_http = next_port(environment.config.node.http, nodes - 1)
+        last_http = offset_port(environment.config.node.http, nodes - 1)
         self._follower = Follower(last_http, OPEN_ORDERS, self._clock, self._client_row)
 
     def stop(self) -> None:
@@ -98,9 +98,9 @@ class Runner:
         consensus = await open_consensus(config.consensus_url, self._clock, self._rand)
         supervisor = self.supervisor = start_all(config, self._clock, self.fail, nodes=self._nodes)
         self._consensus, self._objects = consensus, objects
-        self._board = Board(consensus, self._rand)
+        self._board = StatusBoard(consensus, self._rand)
         domains = config.metastore.domains
-        metastore = metastore_on(consensus, objects, self._clock, self._rand, domains=domains)
+        metastore = create_metastore(consensus, objects, self._clock, self._rand, domains=domains)
         self._catalogue = Catalogue(metastore, self._clock, self._rand)
         self._dead_letters_before = await self._dead_letters()
         self._follower.start()
@@ -143,7 +143,7 @@ class Runner:
         await self._until_ready()
         load = ["tidemill.cli.demo.load", "--dsn", self.environment.dsn, "--rate", str(self._rate)]
         kafka = self.environment.config.node.kafka
-        brokers = ",".join(next_port(kafka, number) for number in range(self._nodes))
+        brokers = ",".join(offset_port(kafka, number) for number in range(self._nodes))
         clicks = ["tidemill.cli.demo.clicks", "--brokers", brokers]
         clicks += ["--rate", str(self._click_rate)]
         for arguments, counts in ((load, self.load_counts), (clicks, self.click_counts)):
@@ -189,7 +189,7 @@ class Runner:
     async def _watch_marks(self) -> None:
         while True:
             with contextlib.suppress(UnavailableError):
-                self.marks = derive_all(await self._board.reports(), self._clock.now_ms())
+                self.marks = derive_statuses(await self._board.reports(), self._clock.now_ms())
                 self._note_stuck()
                 facts: dict[str, object] = {"money": [msgspec.to_builtins(c) for c in self.checks[-KEPT_CHECKS:]]}
                 await self._board.publish(MarksReport("demo", self._clock.now_ms(), (), facts))
@@ -200,7 +200,7 @@ class Runner:
         if self._clock.monotonic_s() < self._graced_until_s:
             return
         for name, derived in self.marks.items():
-            if derived.state is State.STUCK and name not in self._stuck:
+            if derived.state is StageState.STUCK and name not in self._stuck:
                 mark = derived.mark
                 held = f" held by {mark.held_by}" if mark.held_by else ""
                 self._stuck[name] = f"{name} stuck for {derived.standing_ms / 1000:.1f} s: {mark.reason}{held}"
@@ -343,5 +343,5 @@ class Runner:
 
     def _explain(self, table: str) -> str:
         name = f"shard:{table}"
-        chain = list(walk(self.marks, name)) if name in self.marks else []
+        chain = list(walk_to_source(self.marks, name)) if name in self.marks else []
         return f"{table}: " + (" <- ".join(f"{d.mark.name} {d.state} {d.mark.reason}" for d in chain) or "no mark")

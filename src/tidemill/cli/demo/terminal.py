@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import State
-from tidemill.cli.status import table
+from tidemill.base.status.status import StageState
+from tidemill.cli.status import status_table
 
 if TYPE_CHECKING:
     from tidemill.cli.demo.runner import Runner
@@ -33,7 +33,7 @@ async def _live(runner: Runner) -> None:
 
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=False) as live:
         while True:
-            live.update(Group(_headline(runner), table(runner.marks)))
+            live.update(Group(_headline(runner), status_table(runner.marks)))
             await asyncio.sleep(REFRESH_S)
 
 
@@ -45,7 +45,7 @@ async def _plain(runner: Runner) -> None:
 
 def _headline(runner: Runner) -> Any:
     states = [d.state for d in runner.marks.values()]
-    counted = ", ".join(f"{states.count(s)} {s}" for s in State if s in states) or "no marks yet"
+    counted = ", ".join(f"{states.count(s)} {s}" for s in StageState if s in states) or "no marks yet"
     check = runner.checks[-1] if runner.checks else None
     money = (
         "money not compared yet" if check is None else f"money {'equal' if check.equal else 'UNEQUAL'} {check.shard}"

@@ -9,21 +9,21 @@ import typer
 
 from tidemill.base.config.config import Config, PipelineSection, load
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
 from tidemill.cli.pipeline.view import (
-    derived_line,
-    instance_line,
-    instances_of,
-    lag_text,
-    read_view,
-    reports_of,
-    table_line,
+    driver_reports,
+    format_derived_table,
+    format_instance,
+    format_lag,
+    format_table,
+    read_driver_reports,
+    read_pipeline_views,
 )
 from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.node.supervise.driver_instances import beside, is_silent, runs_here
-from tidemill.node.supervise.overrides import overridden
+from tidemill.node.supervise.driver_instances import is_local_live_driver, is_silent, processes_sharing_driver
+from tidemill.node.supervise.overrides import with_overrides
 from tidemill.node.supervise.processes import start_drivers
 
 app = typer.Typer(help="Run, list, describe, restart and delete pipelines.", no_args_is_help=True)
@@ -49,10 +49,10 @@ def run(
 
     Any number of identical drivers may run: one of them wins each step, and the others adopt its result.
     """
-    loaded = _with_file(load(config), name, file)
+    loaded = _with_pipeline_file(load(config), name, file)
     if instances is None:
         instances = max(1, loaded.pipeline[name].spark.instances)
-    loaded = overridden(loaded, [name], instances=instances, master=master, driver_memory=driver_memory, conf=conf)
+    loaded = with_overrides(loaded, [name], instances=instances, master=master, driver_memory=driver_memory, conf=conf)
     if label and not (label.isascii() and label.replace("_", "a").isalnum() and label.islower()):
         raise InvalidError(f"bad option: --label {label!r}.", fix="Use a-z, 0-9 and _, starting with a letter.")
     teller = "-".join(part for part in ("pipeline", name, label) if part)
@@ -68,8 +68,8 @@ def run(
 @app.command("list")
 def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the pipelines: running drivers, tables, the lag of the slowest table, and dead letters."""
-    with stores(config) as opened:
-        views = read_view(opened)
+    with open_stores(config) as opened:
+        views = read_pipeline_views(opened)
     if as_json:
         print_json([view.summary() for view in views.values()])
         return
@@ -79,7 +79,7 @@ def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
             f"{row['pipeline']}  {row['running']} running  {row['silent']} silent"
             + (f"  {row['parked']} parked" if row["parked"] else "")
             + f"  tables={len(view.tables)}"
-            f"  lag={lag_text(row['lag_ms'])}  dead_letters={row['dead_letters']}  {row['file']}".rstrip()
+            f"  lag={format_lag(row['lag_ms'])}  dead_letters={row['dead_letters']}  {row['file']}".rstrip()
         )
 
 
@@ -90,8 +90,8 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
     For each table: input, upper, lag in time, rows and the number of drivers that work on it. For a derived table also
     how it is maintained, and why.
     """
-    with stores(config) as opened:
-        views = read_view(opened)
+    with open_stores(config) as opened:
+        views = read_pipeline_views(opened)
     if name not in views:
         raise MissingError(f"no such pipeline: pipeline={name}.", fix="See `tidemill pipeline list`.")
     view = views[name]
@@ -103,14 +103,14 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
     print(f"  dead letters {row['dead_letters']}" + (f" in {view.letters}" if view.letters else ""))
     print("  tables")
     for table in view.tables:
-        print(f"    {table_line(table)}")
+        print(f"    {format_table(table)}")
         if "inputs" in table:
-            print(f"      {derived_line(table)}")
+            print(f"      {format_derived_table(table)}")
     for part in view.failing:
         print(f"  {part['mark']}  {part['state']}: {part['reason']}")
     print("  drivers" if view.instances else "  no driver is reporting")
     for instance in view.instances:
-        print(f"    {instance_line(instance)}")
+        print(f"    {format_instance(instance)}")
 
 
 @app.command("restart")
@@ -126,27 +126,27 @@ def restart(
     one reports again, so that some of several identical drivers always work. Pipelines that share a driver restart
     together; the others are listed.
     """
-    from tidemill.cli.pipeline.restart import restart_one
+    from tidemill.cli.pipeline.restart import restart_driver
 
     done = []
-    with stores(config) as opened:
-        reports = opened.portal.call(Board(opened.consensus, opened.rand).reports())
-        found = reports_of(reports, name)
+    with open_stores(config) as opened:
+        reports = opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports())
+        found = driver_reports(reports, name)
         if instance:
             found = [r for r in found if instance in (r.process, r.process.removeprefix(f"pipeline:{name}:"))]
         else:  # drivers of other machines, and dead drivers whose report remains, cannot be ended from here
-            found = [r for r in found if runs_here(r)] or found[:1]
+            found = [r for r in found if is_local_live_driver(r)] or found[:1]
         if not found:
             raise MissingError(
                 f"no such driver is reporting: pipeline={name} instance={instance!r}.",
                 fix="See `tidemill pipeline list`.",
             )
         for report in found:
-            others = beside(report, reports, opened.clock.now_ms())
+            others = processes_sharing_driver(report, reports, opened.clock.now_ms())
             if others and not as_json:
                 told = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all of them restart"
                 print(f"{report.process}: {told}", flush=True)
-            done.append(restart_one(opened, report, others))
+            done.append(restart_driver(opened, report, others))
             if not as_json:
                 print(f"{report.process}: pid {done[-1]['before']} → {done[-1]['pid']}", flush=True)
     if as_json:
@@ -160,8 +160,8 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
     Bindings and records are no longer retained for it, and its silent drivers disappear from `status`. A running
     pipeline is refused. If the pipeline is started later, input that it had not read may be gone.
     """
-    with stores(config) as opened:
-        reports = instances_of(opened, name)
+    with open_stores(config) as opened:
+        reports = read_driver_reports(opened, name)
         for report in reports:
             if not is_silent(report, opened.clock.now_ms()):
                 raise InvalidError(
@@ -169,16 +169,16 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
                     fix="Stop it, and remove it from the configuration.",
                 )
         opened.portal.call(opened.catalogue.delete(PipelineRow, name))
-        board = Board(opened.consensus, opened.rand)
+        board = StatusBoard(opened.consensus, opened.rand)
         for report in reports:
-            opened.portal.call(board.forget(report.process))
+            opened.portal.call(board.drop_report(report.process))
     if as_json:
         print_json({"deleted": name})
     else:
         print(f"deleted {name}; its tables are kept")
 
 
-def _with_file(config: Config, name: str, file: Path | None) -> Config:
+def _with_pipeline_file(config: Config, name: str, file: Path | None) -> Config:
     if file is not None:
         section = config.pipeline.get(name)
         update = {"file": str(file.absolute())}

@@ -8,18 +8,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.status import Derived, Report, State, behind, derive_all, this_process
-from tidemill.cli.context import Stores
-from tidemill.consensus.status.board import Board
+from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.status import DerivedStatus, StageState, StatusReport, derive_statuses, lag_of, this_process
+from tidemill.cli.context import OpenStores
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.node.supervise.driver_instances import beside
+from tidemill.node.supervise.driver_instances import processes_sharing_driver
 
 PREFIX = "pipeline:"
 
 
 @dataclass
-class View:
+class PipelineView:
     """State of one pipeline. The rows of `tables`, `instances` and `failing` are printed by `describe --json`."""
 
     name: str
@@ -46,35 +46,35 @@ class View:
         }
 
 
-def reports_of(reports: list[Report], name: str) -> list[Report]:
+def driver_reports(reports: list[StatusReport], name: str) -> list[StatusReport]:
     """Return the reports of the drivers of one pipeline, silent ones included."""
     own = PREFIX + name
     return [r for r in reports if r.process == own or r.process.startswith(f"{own}:")]
 
 
-def instances_of(opened: Stores, name: str) -> list[Report]:
-    return reports_of(opened.portal.call(Board(opened.consensus, opened.rand).reports()), name)
+def read_driver_reports(opened: OpenStores, name: str) -> list[StatusReport]:
+    return driver_reports(opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports()), name)
 
 
-def read_view(opened: Stores) -> dict[str, View]:
+def read_pipeline_views(opened: OpenStores) -> dict[str, PipelineView]:
     """Return the view of every pipeline that is configured, in the catalogue, or reporting. Raises the errors of the
     stores."""
     from tidemill.shards.registry import read_shards
 
     portal, now_ms = opened.portal, opened.clock.now_ms()
-    reports = portal.call(Board(opened.consensus, opened.rand).reports())
+    reports = portal.call(StatusBoard(opened.consensus, opened.rand).reports())
     rows = {row.name: row for row in portal.call(opened.catalogue.list(PipelineRow))}
     shards = {state.name: state for state in portal.call(read_shards(opened.consensus))}
-    marks = derive_all(reports, now_ms)
+    marks = derive_statuses(reports, now_ms)
     reporting = {r.process.split(":")[1] for r in reports if r.process.startswith(PREFIX)}
     out = {}
     for name in sorted({*opened.config.pipeline, *rows, *reporting}):
-        mine = reports_of(reports, name)
-        view = out[name] = View(name)
+        mine = driver_reports(reports, name)
+        view = out[name] = PipelineView(name)
         section, row = opened.config.pipeline.get(name), rows.get(name)
         view.file = section.file if section is not None else ""
-        changed_ms = _changed_ms(view.file)
-        view.instances = [_instance(report, name, reports, now_ms, changed_ms) for report in mine]
+        changed_ms = _file_modified_ms(view.file)
+        view.instances = [_instance_fields(report, name, reports, now_ms, changed_ms) for report in mine]
         view.failing = [
             {"mark": mark, "state": str(derived.state), "reason": derived.mark.error}
             for mark, derived in sorted(marks.items())
@@ -89,13 +89,13 @@ def read_view(opened: Stores) -> dict[str, View]:
             upper = shards[table].upper if table in shards else 0
             found = table_row(table, fed_by, upper, stored, marks.get(f"shard:{table}"), mine)
             if table in row.derived:
-                found |= _derived(table, row.derived[table], mine)
+                found |= _derived_table_fields(table, row.derived[table], mine)
             view.tables.append(found)
     return out
 
 
 def table_row(
-    name: str, fed_by: str, upper: int, stored: int, mark: Derived | None, reports: list[Report]
+    name: str, fed_by: str, upper: int, stored: int, mark: DerivedStatus | None, reports: list[StatusReport]
 ) -> dict[str, Any]:
     """Return one row of `tables`.
 
@@ -103,14 +103,14 @@ def table_row(
     `rows` counts what the reporting drivers wrote since they started, `updates` what the shard stores. `seats` lists
     the processes in which the table takes part.
     """
-    told = mark is not None and mark.state is not State.BLIND
-    facts = {r.process: _tables(r)[name] for r in reports if name in _tables(r)}
+    told = mark is not None and mark.state is not StageState.BLIND
+    facts = {r.process: _table_facts(r)[name] for r in reports if name in _table_facts(r)}
     return {
         "table": name,
         "input": fed_by,
         "upper": upper,
         "state": str(mark.state) if mark is not None else "",
-        "lag_ms": behind(replace(mark.mark, position=max(upper, mark.mark.position))) if mark and told else None,
+        "lag_ms": lag_of(replace(mark.mark, position=max(upper, mark.mark.position))) if mark and told else None,
         "held_by": mark.mark.held_by if mark is not None else "",
         "reason": mark.mark.reason if mark is not None else "",
         "updates": stored,
@@ -121,7 +121,7 @@ def table_row(
     }
 
 
-def _derived(name: str, inputs: dict[str, tuple[str, ...]], reports: list[Report]) -> dict[str, Any]:
+def _derived_table_fields(name: str, inputs: dict[str, tuple[str, ...]], reports: list[StatusReport]) -> dict[str, Any]:
     """Return the additional fields of a derived table.
 
     `inputs` maps each input to the columns that group it. `maintained` is `by group` or `whole`, with the reason.
@@ -134,7 +134,7 @@ def _derived(name: str, inputs: dict[str, tuple[str, ...]], reports: list[Report
     if by and whole:
         why += f"; a change in {', '.join(whole)}, which is read whole, recomputes everything"
     last = max(
-        (_tables(r)[name] for r in reports if _tables(r).get(name, {}).get("recomputed")),
+        (_table_facts(r)[name] for r in reports if _table_facts(r).get(name, {}).get("recomputed")),
         key=lambda fact: int(fact["recomputed"]),
         default={},
     )
@@ -147,14 +147,14 @@ def _derived(name: str, inputs: dict[str, tuple[str, ...]], reports: list[Report
     }
 
 
-def derived_line(table: dict[str, Any]) -> str:
+def format_derived_table(table: dict[str, Any]) -> str:
     """Describe how a derived table is maintained, and why."""
     groups, because = table["last_groups"], table["last_whole_why"]
     last = "" if groups is None else f"; last round {'whole' if groups < 0 else f'{groups:,} groups'}"
     return f"{table['maintained']}: {table['maintained_why']}{last}" + (f", because of {because}" if because else "")
 
 
-def _changed_ms(file: str) -> int:
+def _file_modified_ms(file: str) -> int:
     """Return when the pipeline's file was last written, if this machine has the file; otherwise 0."""
     try:
         return os.stat(file).st_mtime_ns // 1_000_000 if file else 0
@@ -162,7 +162,9 @@ def _changed_ms(file: str) -> int:
         return 0
 
 
-def _instance(report: Report, name: str, reports: list[Report], now_ms: int, changed_ms: int = 0) -> dict[str, Any]:
+def _instance_fields(
+    report: StatusReport, name: str, reports: list[StatusReport], now_ms: int, changed_ms: int = 0
+) -> dict[str, Any]:
     """Return one row of `instances`.
 
     `older_than_file` is set if the driver started before the file was last written, and so runs an older version of it.
@@ -174,46 +176,46 @@ def _instance(report: Report, name: str, reports: list[Report], now_ms: int, cha
     return {
         "process": report.process,
         "instance": report.process.removeprefix(PREFIX + name).removeprefix(":"),
-        "state": "silent" if silent_ms > MARK_BLIND_AFTER_MS else _living(report, name),
+        "state": "silent" if silent_ms > STATUS_BLIND_AFTER_MS else _driver_state(report, name),
         "pid": report.pid,
         "host": report.host,
         "older_than_file": isinstance(began_ms, int) and began_ms < changed_ms and report.host == this_process()[1],
         "age_s": (now_ms - began_ms) // 1000 if isinstance(began_ms, int) else None,
         "report_age_ms": max(0, silent_ms),
         "master": facts.get("master", ""),
-        "tables": len(_tables(report)),
+        "tables": len(_table_facts(report)),
         "resident_bytes": resident.get("resident", (0, 0))[0] if isinstance(resident, dict) else 0,
-        "with": beside(report, reports, now_ms),
+        "with": processes_sharing_driver(report, reports, now_ms),
     }
 
 
-def _living(report: Report, name: str) -> str:
+def _driver_state(report: StatusReport, name: str) -> str:
     if any(mark.parked for mark in report.marks if mark.name == PREFIX + name):
         return "parked"
     return "running" if report.facts.get("spark") else "starting"
 
 
-def _tables(report: Report) -> dict[str, dict[str, Any]]:
+def _table_facts(report: StatusReport) -> dict[str, dict[str, Any]]:
     found = report.facts.get("tables")
     return found if isinstance(found, dict) else {}
 
 
-def lag_text(lag_ms: int | None) -> str:
+def format_lag(lag_ms: int | None) -> str:
     return "unknown" if lag_ms is None else f"{lag_ms} ms"
 
 
-def table_line(table: dict[str, Any]) -> str:
+def format_table(table: dict[str, Any]) -> str:
     held = f"  blocked by {table['held_by']}" if table["held_by"] else ""
     reason = f": {table['reason']}" if table["reason"] else ""
     made_of = ", ".join(table["inputs"]) if "inputs" in table else table["input"]
     return (
         f"{table['table']} ← {made_of}  upper={table['upper']}  {table['state'] or 'not reported'}"
-        f"  lag={lag_text(table['lag_ms'])}  rows={table['rows']:,}  updates={table['updates']:,}"
+        f"  lag={format_lag(table['lag_ms'])}  rows={table['rows']:,}  updates={table['updates']:,}"
         f"  seats={len(table['seats'])}{held}{reason}"
     )
 
 
-def instance_line(instance: dict[str, Any]) -> str:
+def format_instance(instance: dict[str, Any]) -> str:
     age = f"  age {instance['age_s']} s" if instance["age_s"] is not None else ""
     silent = f" for {instance['report_age_ms'] // 1000} s" if instance["state"] == "silent" else ""
     older = "  older than its file: restart it with `tidemill pipeline restart`" if instance["older_than_file"] else ""

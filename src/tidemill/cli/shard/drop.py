@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
 from tidemill.cli.shard.show import Name
 
 
@@ -24,8 +24,8 @@ def drop(
     """
     from tidemill.maintenance.shards.drop import drop_shard
 
-    with stores(config) as opened:
-        users = _users(opened, name)
+    with open_stores(config) as opened:
+        users = _shard_users(opened, name)
         if users and not really:
             raise InvalidError(
                 f"the shard is in use: shard={name} by={', '.join(users)}.",
@@ -46,20 +46,20 @@ def drop(
         print(f"  tidemill pipeline delete {pipeline}")
 
 
-def _users(opened: Stores, name: str) -> list[str]:
+def _shard_users(opened: OpenStores, name: str) -> list[str]:
     """Return the pipelines that write the shard, the derived tables that read it, the blockers of its history, and the
     shapes that this configuration's node has of it.
 
     An interrupted drop left a state that no process holds: `drop_shard` continues with it, or raises MissingError.
     """
     from tidemill.cli.shape import live_shapes
-    from tidemill.maintenance.shards.drop import derived_from, users_of
+    from tidemill.maintenance.shards.drop import reading_derived_tables, writing_pipelines
     from tidemill.shards.registry import read_shard
 
     state, now_ms = opened.portal.call(read_shard(opened.consensus, name)), opened.clock.now_ms()
     holds = state.holds if state is not None else ()
-    found = [f"pipeline:{user}" for user in opened.portal.call(users_of(opened.metastore, name))]
-    found += [f"shard:{table}" for table in opened.portal.call(derived_from(opened.metastore, name))]
-    found += [f"hold:{hold.reader}" for hold in holds if hold.expires_ms and hold.live(now_ms)]
+    found = [f"pipeline:{user}" for user in opened.portal.call(writing_pipelines(opened.metastore, name))]
+    found += [f"shard:{table}" for table in opened.portal.call(reading_derived_tables(opened.metastore, name))]
+    found += [f"hold:{hold.reader}" for hold in holds if hold.expires_ms and hold.is_live(now_ms)]
     found += [f"shape:{s['handle']}" for s in live_shapes(opened.config) if s["source"] == f"shard:{name}"]
     return found

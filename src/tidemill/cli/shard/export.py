@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.cli.shard.show import Name, when
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.shard.show import Name, format_time
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
 
 if TYPE_CHECKING:
     from tidemill.shards.api import ShardSchema
     from tidemill.shards.handle import LogShard
-    from tidemill.shards.read.hash_ranges import Fetch, Range
+    from tidemill.shards.read.hash_ranges import FetchPart, HashRange
 
 MANIFEST = "_tidemill.json"
 
@@ -44,7 +44,7 @@ def export(
         raise InvalidError(
             f"the output directory exists already: to={to}.", fix="Choose a directory that does not exist yet."
         )
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         shard = opened.shard(name)
         try:
             facts = opened.portal.call(_export(opened, shard, at, to))
@@ -53,10 +53,10 @@ def export(
     if as_json:
         print_json(facts)
     else:
-        print(f"{name} at {when(facts['as_of_ms'])}: {facts['rows']:,} rows in {facts['files']} files, {to}")
+        print(f"{name} at {format_time(facts['as_of_ms'])}: {facts['rows']:,} rows in {facts['files']} files, {to}")
 
 
-async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) -> dict[str, Any]:
+async def _export(opened: OpenStores, shard: LogShard, as_of: int | None, to: Path) -> dict[str, Any]:
     """Hold the time first, then choose the batches: the chosen batches stay for as long as the export takes. Raises
     InvalidError, UnavailableError."""
     _, upper = await shard.frontiers()
@@ -66,32 +66,32 @@ async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) 
             f"the shard is not readable yet at this time: shard={shard.name} as_of={time_ms} upper={upper}.",
             fix="Choose a time below upper.",
         )
-    from tidemill.cli.progress import Bars
-    from tidemill.shards.read.hash_ranges import cut
-    from tidemill.shards.read.part_bytes import fetching
+    from tidemill.cli.progress import ProgressBars
+    from tidemill.shards.read.hash_ranges import cut_ranges
+    from tidemill.shards.read.part_bytes import fetch_through
 
     partial = to.with_name(f"{to.name}.partial")
-    async with shard.holding("export", time_ms):
-        ranges = cut(await shard.batches_until(time_ms))
+    async with shard.hold_during("export", time_ms):
+        ranges = cut_ranges(await shard.batches_until(time_ms))
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             rows = 0
-            fetch = fetching(opened.portal, opened.objects, whole=True)
-            with Bars() as bars:
-                for number, piece in enumerate(_or_empty(ranges)):
+            fetch = fetch_through(opened.portal, opened.objects, whole=True)
+            with ProgressBars() as bars:
+                for number, piece in enumerate(_at_least_one_range(ranges)):
                     path = partial / f"part-{number:05}.parquet"
                     # A thread does the work, so that the loop can renew the hold concurrently.
-                    rows += await asyncio.to_thread(_write, path, shard.schema, piece, time_ms, fetch)
+                    rows += await asyncio.to_thread(_write_range, path, shard.schema, piece, time_ms, fetch)
                     bars.show(shard.name, number + 1, len(ranges))
             facts = {"shard": shard.name, "shard_id": shard.shard_id, "as_of_ms": time_ms, "rows": rows,
                      "files": number + 1, "key": list(shard.schema.key),
                      "columns": {c.name: c.type for c in shard.schema.columns}}  # fmt: skip
             (partial / MANIFEST).write_text(json.dumps(facts, indent=1) + "\n")
-            _sync(partial / MANIFEST)
-            _sync(partial)
+            _sync_to_disk(partial / MANIFEST)
+            _sync_to_disk(partial)
             partial.rename(to)
-            _sync(to.parent)
+            _sync_to_disk(to.parent)
         except OSError as error:
             raise UnavailableError(
                 f"cannot write the export: to={to} ({error}).", fix="Free disk space, or choose another directory."
@@ -99,14 +99,14 @@ async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) 
     return facts
 
 
-def _or_empty(ranges: Sequence[Range]) -> Sequence[Range]:
+def _at_least_one_range(ranges: Sequence[HashRange]) -> Sequence[HashRange]:
     """Return one empty range for a shard without rows, so that one file without rows shows readers the columns."""
-    from tidemill.shards.read.hash_ranges import HASH_MAX, Range
+    from tidemill.shards.read.hash_ranges import HASH_MAX, HashRange
 
-    return ranges or [Range(0, HASH_MAX, [])]
+    return ranges or [HashRange(0, HASH_MAX, [])]
 
 
-def _write(path: Path, schema: ShardSchema, piece: Range, as_of: int, fetch: Fetch) -> int:
+def _write_range(path: Path, schema: ShardSchema, piece: HashRange, as_of: int, fetch: FetchPart) -> int:
     """Write the rows of one range as one file and sync it to disk. Return the number of rows."""
     import pyarrow.parquet as pq
 
@@ -118,11 +118,11 @@ def _write(path: Path, schema: ShardSchema, piece: Range, as_of: int, fetch: Fet
         for table in read_range(schema, piece, as_of, fetch):
             writer.write_table(table)
             rows += table.num_rows
-    _sync(path)
+    _sync_to_disk(path)
     return rows
 
 
-def _sync(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

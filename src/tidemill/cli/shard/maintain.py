@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
 from tidemill.cli.shard.show import Name
 
 if TYPE_CHECKING:
-    from tidemill.shards.parts.schema_evolution import Changes
+    from tidemill.shards.parts.schema_evolution import SchemaChanges
 
 Added = Annotated[list[str] | None, typer.Option("--add", help='A new column: "name type", "name type default 5".')]
 Widened = Annotated[list[str] | None, typer.Option("--widen", help='A column and its wider type: "name type".')]
@@ -24,7 +24,7 @@ def compact(name: Name, config: ConfigOption = None, as_json: JsonOption = False
     from tidemill.shards.compaction.compaction import compact_once
 
     merges = lost = rows_in = rows_out = bytes_in = bytes_out = 0
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         shard = opened.shard(name)
         while (done := opened.portal.call(compact_once(shard, opened.objects, opened.rand))) is not None:
             if not done.shown:
@@ -59,17 +59,17 @@ def evolve(
 
     The change cannot be undone. Changes that the shard already has are ignored, so a repeat is harmless.
     """
-    from tidemill.shards.parts.schema_evolution import Changes, evolved
+    from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema
     from tidemill.spark.decode.ddl import parse_column
 
-    asked = Changes(tuple(map(parse_column, add or ())), tuple(map(parse_column, widen or ())))
+    asked = SchemaChanges(tuple(map(parse_column, add or ())), tuple(map(parse_column, widen or ())))
     if not asked:
         raise InvalidError("no change was given.", fix='Give --add "name type" or --widen "name type".')
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         shard = opened.shard(name)
         try:
-            if evolved(shard.schema, asked) != shard.schema and not yes:
-                _ask(opened, name, asked, as_json)
+            if evolve_schema(shard.schema, asked) != shard.schema and not yes:
+                _confirm_change(opened, name, asked, as_json)
             schema = opened.portal.call(shard.evolve(asked))
         finally:
             opened.portal.call(shard.aclose())
@@ -83,11 +83,11 @@ def evolve(
         print(f"{name} has schema {schema.version}: " + ", ".join(f"{n} {kind}" for n, kind in columns.items()))
 
 
-def _ask(opened: Stores, name: str, asked: Changes, as_json: bool) -> None:
+def _confirm_change(opened: OpenStores, name: str, asked: SchemaChanges, as_json: bool) -> None:
     """Ask for confirmation. Raises InvalidError unless the user agrees."""
-    from tidemill.maintenance.shards.drop import users_of
+    from tidemill.maintenance.shards.drop import writing_pipelines
 
-    users = opened.portal.call(users_of(opened.metastore, name))
+    users = opened.portal.call(writing_pipelines(opened.metastore, name))
     said = f"Written by {', '.join(users)}: the table stops until its file declares the same columns. " if users else ""
     if as_json or not typer.confirm(f"{said}Change shard {name} permanently: {asked}?"):
         raise InvalidError(f"nothing was changed: shard={name} changes=[{asked}].", fix="Answer y, or add --yes.")

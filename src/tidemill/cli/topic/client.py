@@ -12,18 +12,18 @@ import msgspec
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
-from tidemill.cli.topic.line_format import Reading
+from tidemill.cli.topic.line_format import LineParser
 
 QUEUE_KB = 32 << 10
 """Limit of the records in flight that librdkafka buffers."""
-ASK_S = 15.0
+REQUEST_TIMEOUT_S = 15.0
 POLL_S = 0.2
 """Poll interval; Ctrl-C is handled between polls."""
 FLUSH_S = 60.0
 INTERRUPTED = 130
 
 
-class Produced(msgspec.Struct):
+class ProduceResult(msgspec.Struct):
     """Outcome of `produce`. `failed` says why the first unacknowledged record was not acknowledged."""
 
     sent: int = 0
@@ -31,7 +31,7 @@ class Produced(msgspec.Struct):
     failed: str = ""
     interrupted: bool = False
 
-    def told(self, topic: str) -> str:
+    def summary(self, topic: str) -> str:
         text = f"{self.acknowledged:,} of {self.sent:,} records acknowledged by {topic}"
         return f"{text}; first failure: {self.failed}" if self.failed else text
 
@@ -42,7 +42,7 @@ class Produced(msgspec.Struct):
         return 1 if self.acknowledged < self.sent or self.failed else 0
 
 
-def produce(settings: dict[str, Any], topic: str, partition: int, source: BinaryIO, lines: Reading) -> Produced:
+def produce(settings: dict[str, Any], topic: str, partition: int, source: BinaryIO, lines: LineParser) -> ProduceResult:
     """Produce every line of `source`, in order.
 
     Raises InvalidError for a line that is no record, after the records before it are acknowledged; MissingError,
@@ -51,9 +51,9 @@ def produce(settings: dict[str, Any], topic: str, partition: int, source: Binary
     from confluent_kafka import KafkaException, Producer
 
     limits = {"queue.buffering.max.kbytes": QUEUE_KB, "message.max.bytes": KAFKA_REQUEST_BYTES}
-    client = _made(Producer, {"enable.idempotence": True, "linger.ms": 20, **limits, **settings})
+    client = _create_client(Producer, {"enable.idempotence": True, "linger.ms": 20, **limits, **settings})
     count = _partition_count(client, topic)
-    done = Produced()
+    done = ProduceResult()
 
     def delivered(error: Any, _: Any) -> None:
         if error is None:
@@ -70,7 +70,7 @@ def produce(settings: dict[str, Any], topic: str, partition: int, source: Binary
             into = record.partition if record.partition >= 0 else partition
             if into >= count:
                 raise MissingError(f"no such partition: topic={topic} partition={into} partitions={count}.")
-            _send(client, topic, into, record, delivered)
+            _send_record(client, topic, into, record, delivered)
             done.sent += 1
     except KeyboardInterrupt:
         done.interrupted = True
@@ -78,14 +78,14 @@ def produce(settings: dict[str, Any], topic: str, partition: int, source: Binary
         refused = (
             error if isinstance(error, TidemillError) else UnavailableError(f"the Kafka client failed: cause={error}.")
         )
-    _flush(client, done)
+    _flush_producer(client, done)
     if refused is not None:
-        print(done.told(topic), file=sys.stderr)
+        print(done.summary(topic), file=sys.stderr)
         raise refused
     return done
 
 
-def _send(client: Any, topic: str, partition: int, record: Any, delivered: Callable[[Any, Any], None]) -> None:
+def _send_record(client: Any, topic: str, partition: int, record: Any, delivered: Callable[[Any, Any], None]) -> None:
     more = {"timestamp": record.timestamp_ms} if record.timestamp_ms >= 0 else {}
     more |= {"partition": partition} if partition >= 0 else {}
     while True:
@@ -98,13 +98,13 @@ def _send(client: Any, topic: str, partition: int, record: Any, delivered: Calla
             return
 
 
-def _flush(client: Any, done: Produced) -> None:
+def _flush_producer(client: Any, done: ProduceResult) -> None:
     left = client.flush(FLUSH_S)
     if left and not done.failed:
         done.failed = f"{left} records were not acknowledged after {FLUSH_S:.0f} s"
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ConsumeRange(msgspec.Struct, frozen=True):
     """Arguments of the command line. An empty `end` means no end; `count` 0 means all."""
 
     begin: str
@@ -113,14 +113,16 @@ class Asked(msgspec.Struct, frozen=True):
     count: int = 0
 
 
-def consume(settings: dict[str, Any], topic: str, asked: Asked, line: Callable[[Any], bytes], out: BinaryIO) -> int:
+def consume(
+    settings: dict[str, Any], topic: str, asked: ConsumeRange, line: Callable[[Any], bytes], out: BinaryIO
+) -> int:
     """Write the requested records to `out` and return the exit code. Raises InvalidError, MissingError,
     UnavailableError."""
     from confluent_kafka import Consumer
 
     limits = {"queued.max.messages.kbytes": QUEUE_KB, "fetch.message.max.bytes": 4 << 20}
     own = {"group.id": "tidemill-topic-consume", "enable.auto.commit": False, "enable.partition.eof": True}
-    client = _made(Consumer, {**own, **limits, **settings, "auto.offset.reset": "error"})
+    client = _create_client(Consumer, {**own, **limits, **settings, "auto.offset.reset": "error"})
     try:
         _consume(client, topic, asked, line, out)
         out.flush()
@@ -135,14 +137,14 @@ def consume(settings: dict[str, Any], topic: str, asked: Asked, line: Callable[[
     return 0
 
 
-def _consume(client: Any, topic: str, asked: Asked, line: Callable[[Any], bytes], out: BinaryIO) -> None:
+def _consume(client: Any, topic: str, asked: ConsumeRange, line: Callable[[Any], bytes], out: BinaryIO) -> None:
     from confluent_kafka import TopicPartition
 
     count = _partition_count(client, topic)
     unknown = [each for each in asked.partitions if not 0 <= each < count]
     if unknown:
         raise MissingError(f"no such partition: topic={topic} partition={unknown[0]} partitions={count}.")
-    spans = {each: _span(client, topic, each, asked) for each in asked.partitions or range(count)}
+    spans = {each: _offset_range(client, topic, each, asked) for each in asked.partitions or range(count)}
     open_ends = {each: end for each, (begin, end) in spans.items() if end is None or begin < end}
     client.assign([TopicPartition(topic, each, spans[each][0]) for each in open_ends])
     left = asked.count or -1
@@ -157,7 +159,7 @@ def _consume(client: Any, topic: str, asked: Asked, line: Callable[[Any], bytes]
         idle = False
         place, end = message.partition(), open_ends.get(message.partition())
         if message.error() is not None:
-            if not _ended(message):
+            if not _is_end_of_partition(message):
                 raise UnavailableError(f"reading failed: topic={topic} partition={place} cause={message.error()}.")
             past = message.offset()
         else:
@@ -170,25 +172,25 @@ def _consume(client: Any, topic: str, asked: Asked, line: Callable[[Any], bytes]
             client.pause([TopicPartition(topic, place)])
 
 
-def _ended(message: Any) -> bool:
+def _is_end_of_partition(message: Any) -> bool:
     from confluent_kafka import KafkaError
 
     return bool(message.error().code() == KafkaError._PARTITION_EOF)
 
 
-def _span(client: Any, topic: str, partition: int, asked: Asked) -> tuple[int, int | None]:
+def _offset_range(client: Any, topic: str, partition: int, asked: ConsumeRange) -> tuple[int, int | None]:
     """Return the offsets [begin, end) of one partition, no end to follow. Raises InvalidError, UnavailableError."""
     from confluent_kafka import TopicPartition
 
     place = TopicPartition(topic, partition)
-    low, high = _ask(lambda: client.get_watermark_offsets(place, timeout=ASK_S))
+    low, high = _call_broker(lambda: client.get_watermark_offsets(place, timeout=REQUEST_TIMEOUT_S))
 
-    def at(text: str) -> int:
+    def resolve_position(text: str) -> int:
         if text in ("start", "end"):
             return int(low if text == "start" else high)
         if text.startswith("@") and text[1:].isdecimal():
             wanted = [TopicPartition(topic, partition, int(text[1:]))]
-            (found,) = _ask(lambda: client.offsets_for_times(wanted, timeout=ASK_S))
+            (found,) = _call_broker(lambda: client.offsets_for_times(wanted, timeout=REQUEST_TIMEOUT_S))
             return int(found.offset if found.offset >= 0 else high)
         if text.startswith("-") and text[1:].isdecimal():
             return max(int(low), int(high) - int(text[1:]))
@@ -198,15 +200,15 @@ def _span(client: Any, topic: str, partition: int, asked: Asked) -> tuple[int, i
             f"invalid position in a topic: {text!r}.", fix="Use start, end, an offset, -N or @MILLISECONDS."
         )
 
-    begin = at(asked.begin)
+    begin = resolve_position(asked.begin)
     if not low <= begin <= high:
         raise InvalidError(
             f"no such offset: topic={topic} partition={partition} offset={begin}.", fix=f"Use {low} to {high}."
         )
-    return begin, at(asked.end) if asked.end else None
+    return begin, resolve_position(asked.end) if asked.end else None
 
 
-def _made(kind: Any, settings: dict[str, Any]) -> Any:
+def _create_client(kind: Any, settings: dict[str, Any]) -> Any:
     from confluent_kafka import KafkaException
 
     try:
@@ -216,13 +218,13 @@ def _made(kind: Any, settings: dict[str, Any]) -> Any:
 
 
 def _partition_count(client: Any, topic: str) -> int:
-    found = _ask(lambda: client.list_topics(topic, timeout=ASK_S)).topics[topic]
+    found = _call_broker(lambda: client.list_topics(topic, timeout=REQUEST_TIMEOUT_S)).topics[topic]
     if found.error is not None:
         raise MissingError(f"no such topic: topic={topic} cause={found.error}.", fix="Create it: tidemill topic create")
     return len(found.partitions)
 
 
-def _ask(call: Callable[[], Any]) -> Any:
+def _call_broker(call: Callable[[], Any]) -> Any:
     from confluent_kafka import KafkaException
 
     began_s = SystemClock().monotonic_s()

@@ -8,18 +8,18 @@ import typer
 from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
 from tidemill.cli.topic.lost import lost
 from tidemill.cli.topic.records import consume, produce
-from tidemill.metastore.catalogue import TopicRow, grown
+from tidemill.metastore.catalogue import TopicRow, with_partitions
 
 if TYPE_CHECKING:
-    from tidemill.topics.config.alter import Change
+    from tidemill.topics.config.alter import ConfigChange
 
 app = typer.Typer(help="Manage topics: partitions, configs and records.", no_args_is_help=True)
 Set = Annotated[list[str] | None, typer.Option("--set", help="Set a config, by Kafka's name: NAME=VALUE. Repeatable.")]
 Unset = Annotated[list[str] | None, typer.Option("--unset", help="Reset a config to its default. Repeatable.")]
-Really = Annotated[bool, typer.Option("--yes-really", help="Delete it even if a capture or a pipeline uses it.")]
+ForceDelete = Annotated[bool, typer.Option("--yes-really", help="Delete it even if a capture or a pipeline uses it.")]
 Name = Annotated[str, typer.Argument(help="Topic name.")]
 
 app.command("produce")(produce)
@@ -36,13 +36,13 @@ def create(
     as_json: JsonOption = False,
 ) -> None:
     """Create a topic."""
-    from tidemill.topics.config.configs import topic_config
+    from tidemill.topics.config.configs import parse_topic_config
 
-    configs = dict(_setting(text) for text in settings or ())
-    topic_config(configs)
-    with stores(config) as opened:
+    configs = dict(_parse_setting(text) for text in settings or ())
+    parse_topic_config(configs)
+    with open_stores(config) as opened:
         row = opened.portal.call(opened.catalogue.create_topic(name, partitions, config=configs))
-        _print([_describe(opened, row)], as_json)
+        _print_topics([_topic_fields(opened, row)], as_json)
 
 
 @app.command("alter")
@@ -58,36 +58,36 @@ def alter(
     as_json: JsonOption = False,
 ) -> None:
     """Add partitions to a topic or change its configs: all changes, or none. Nodes apply them within a moment."""
-    from tidemill.topics.config.alter import altered
+    from tidemill.topics.config.alter import apply_changes
 
-    changes = changes_of(settings, unset)
+    changes = parse_config_changes(settings, unset)
     if partitions is None and not changes:
         raise InvalidError("nothing to change.", fix="Give --partitions, --set or --unset.")
 
     def changed(row: TopicRow) -> TopicRow:
         if row.kind == "capture":
             raise InvalidError(f"the topic of a captured table cannot be changed: topic={name}.")
-        row = replace(row, config=altered(row.config, changes, typed=True))
-        return row if partitions is None else grown(row, partitions)
+        row = replace(row, config=apply_changes(row.config, changes, typed=True))
+        return row if partitions is None else with_partitions(row, partitions)
 
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         if dry_run:
-            row = changed(_find(opened, name))
+            row = changed(_find_topic(opened, name))
         else:
-            _find(opened, name)
+            _find_topic(opened, name)
             row = opened.portal.call(opened.catalogue.change_topic(name, changed))
-        _print([_describe(opened, row)], as_json)
+        _print_topics([_topic_fields(opened, row)], as_json)
 
 
-def changes_of(settings: list[str] | None, unset: list[str] | None) -> list[Change]:
+def parse_config_changes(settings: list[str] | None, unset: list[str] | None) -> list[ConfigChange]:
     """Return the changes that --set and --unset request. Raises InvalidError."""
-    from tidemill.topics.config.alter import Op
+    from tidemill.topics.config.alter import AlterOp
 
-    changes: list[Change] = [(key, Op.SET, value) for key, value in map(_setting, settings or ())]
-    return changes + [(key, Op.DELETE, None) for key in unset or ()]
+    changes: list[ConfigChange] = [(key, AlterOp.SET, value) for key, value in map(_parse_setting, settings or ())]
+    return changes + [(key, AlterOp.DELETE, None) for key in unset or ()]
 
 
-def _setting(text: str) -> tuple[str, str]:
+def _parse_setting(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise InvalidError(f"invalid config: {text!r}.", fix="Write it as NAME=VALUE, e.g. --set retention.ms=86400000")
@@ -97,26 +97,26 @@ def _setting(text: str) -> tuple[str, str]:
 @app.command("list")
 def list_topics(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the topics with their record counts."""
-    with stores(config) as opened:
+    with open_stores(config) as opened:
         rows = opened.portal.call(opened.catalogue.list(TopicRow))
-        _print([_describe(opened, row) for row in rows], as_json)
+        _print_topics([_topic_fields(opened, row) for row in rows], as_json)
 
 
 @app.command("describe")
 def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show one topic and the high watermark of each partition."""
-    with stores(config) as opened:
-        _print([_describe(opened, _find(opened, name))], as_json)
+    with open_stores(config) as opened:
+        _print_topics([_topic_fields(opened, _find_topic(opened, name))], as_json)
 
 
 @app.command("delete")
-def delete(name: Name, really: Really = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def delete(name: Name, really: ForceDelete = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete a topic. A later topic of this name has a new id. A topic that a capture or a pipeline uses is refused."""
-    from tidemill.topics.usage import users_of
+    from tidemill.topics.usage import find_topic_users
 
-    with stores(config) as opened:
-        row = _find(opened, name)
-        users = opened.portal.call(users_of(opened.catalogue, row))
+    with open_stores(config) as opened:
+        row = _find_topic(opened, name)
+        users = opened.portal.call(find_topic_users(opened.catalogue, row))
         if users and not really:
             raise InvalidError(
                 f"the topic is in use: topic={name} by={', '.join(users)}.",
@@ -129,17 +129,17 @@ def delete(name: Name, really: Really = False, config: ConfigOption = None, as_j
             print(f"deleted {name}")
 
 
-def _find(opened: Stores, name: str) -> TopicRow:
+def _find_topic(opened: OpenStores, name: str) -> TopicRow:
     row = opened.portal.call(opened.catalogue.get(TopicRow, name))
     if row is None:
         raise MissingError(f"no such topic: topic={name}.", fix="List them with: tidemill topic list")
     return row
 
 
-def _describe(opened: Stores, row: TopicRow) -> dict[str, Any]:
-    from tidemill.topics.partition_reader import PartitionReaderImpl
+def _topic_fields(opened: OpenStores, row: TopicRow) -> dict[str, Any]:
+    from tidemill.topics.partition_reader import LogPartitionReader
 
-    reader = PartitionReaderImpl(opened.consensus, opened.objects)
+    reader = LogPartitionReader(opened.consensus, opened.objects)
     ends = [opened.portal.call(reader.high_watermark(row.topic_id, p)) for p in range(row.partitions)]
     return {
         "topic": row.name,
@@ -152,7 +152,7 @@ def _describe(opened: Stores, row: TopicRow) -> dict[str, Any]:
     }
 
 
-def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
+def _print_topics(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return

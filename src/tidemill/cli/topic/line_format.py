@@ -30,7 +30,7 @@ class LineRecord(msgspec.Struct, frozen=True):
     timestamp_ms: int = -1
 
 
-class Reading(Protocol):
+class LineParser(Protocol):
     """Parser of one line to one record."""
 
     def read(self, line: bytes) -> LineRecord:
@@ -38,7 +38,7 @@ class Reading(Protocol):
         ...
 
 
-class Lines:
+class TextLineParser:
     """Parser of text lines. An empty `separator` means lines without a key."""
 
     def __init__(self, separator: str, headers: Sequence[tuple[str, str]], *, tombstones: bool) -> None:
@@ -61,7 +61,7 @@ class Lines:
         return LineRecord(key, value, self._headers)
 
 
-class JsonLines:
+class JsonLineParser:
     """Reader of JSON lines. It ignores topic and offset: a copy gets new offsets."""
 
     def __init__(self, headers: Sequence[tuple[str, str]] = ()) -> None:
@@ -77,17 +77,17 @@ class JsonLines:
         pairs = found.get("headers") or []
         if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
             raise InvalidError(f"headers are not pairs: line={line[:80]!r}.", fix='Write [["name", "value"], …].')
-        headers = tuple((name, _bytes(value, line)) for name, value in pairs)
+        headers = tuple((name, _decode_bytes(value, line)) for name, value in pairs)
         return LineRecord(
-            _bytes(found.get("key"), line),
-            _bytes(found.get("value"), line),
+            _decode_bytes(found.get("key"), line),
+            _decode_bytes(found.get("value"), line),
             headers + self._headers,
-            _number(found, "partition", line),
-            _number(found, "timestamp", line),
+            _checked_number(found, "partition", line),
+            _checked_number(found, "timestamp", line),
         )
 
 
-def _bytes(value: Any, line: bytes) -> bytes | None:
+def _decode_bytes(value: Any, line: bytes) -> bytes | None:
     if value is None:
         return None
     if isinstance(value, str):
@@ -102,7 +102,7 @@ def _bytes(value: Any, line: bytes) -> bytes | None:
     )
 
 
-def _number(found: dict[str, Any], name: str, line: bytes) -> int:
+def _checked_number(found: dict[str, Any], name: str, line: bytes) -> int:
     value = found.get(name, -1)
     if value is None:
         return -1
@@ -111,7 +111,7 @@ def _number(found: dict[str, Any], name: str, line: bytes) -> int:
     return value
 
 
-def as_line(message: Any, *, keys: bool, headers: bool) -> bytes:
+def format_text_line(message: Any, *, keys: bool, headers: bool) -> bytes:
     """Format a `confluent_kafka.Message` as a text line."""
     parts = []
     if headers:
@@ -123,21 +123,21 @@ def as_line(message: Any, *, keys: bool, headers: bool) -> bytes:
     return b"\t".join(parts) + b"\n"
 
 
-def as_json_line(message: Any) -> bytes:
+def format_json_line(message: Any) -> bytes:
     kind, timestamp_ms = message.timestamp()
     found = {
         "topic": message.topic(),
         "partition": message.partition(),
         "offset": message.offset(),
         "timestamp": timestamp_ms if kind else None,
-        "key": _json(message.key()),
-        "value": _json(message.value()),
-        "headers": [[name, _json(value)] for name, value in message.headers() or ()],
+        "key": _encode_bytes(message.key()),
+        "value": _encode_bytes(message.value()),
+        "headers": [[name, _encode_bytes(value)] for name, value in message.headers() or ()],
     }
     return orjson.dumps(found) + b"\n"
 
 
-def _json(data: bytes | None) -> Any:
+def _encode_bytes(data: bytes | None) -> Any:
     if data is None:
         return None
     try:

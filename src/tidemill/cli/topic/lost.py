@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
 
 if TYPE_CHECKING:
     from tidemill.topics.lost_objects import LostRange
@@ -30,11 +30,11 @@ def lost(
     empty, for every topic that has records in it: their offsets become a gap, as after compaction. This cannot be
     undone.
     """
-    with stores(config) as opened:
-        found = _found(opened, name)
+    with open_stores(config) as opened:
+        found = _find_lost_ranges(opened, name)
         if let_go:
-            _let_go(opened, found, let_go)
-            found = _found(opened, name)
+            _abandon_objects(opened, found, let_go)
+            found = _find_lost_ranges(opened, name)
     rows = [
         {
             "topic": name, "partition": each.partition, "object": each.object_key, "offset": each.start,
@@ -52,7 +52,7 @@ def lost(
         print(f"nothing of {name} is lost")
 
 
-def _found(opened: Stores, name: str) -> list[LostRange]:
+def _find_lost_ranges(opened: OpenStores, name: str) -> list[LostRange]:
     from tidemill.metastore.catalogue import TopicRow
     from tidemill.topics.lost_objects import lost_ranges
     from tidemill.topics.partition.recovery import catch_up, partition_log
@@ -71,8 +71,8 @@ def _found(opened: Stores, name: str) -> list[LostRange]:
     return opened.portal.call(lost_ranges(opened.objects, opened.portal.call(states(row))))
 
 
-def _let_go(opened: Stores, found: list[LostRange], keys: list[str]) -> None:
-    from tidemill.topics.lost_objects import let_go
+def _abandon_objects(opened: OpenStores, found: list[LostRange], keys: list[str]) -> None:
+    from tidemill.topics.lost_objects import drop_lost_object
 
     lost = {each.object_key for each in found if not each.let_go}
     strange = sorted(set(keys) - lost - {"all"} - {each.object_key for each in found})
@@ -81,4 +81,4 @@ def _let_go(opened: Stores, found: list[LostRange], keys: list[str]) -> None:
             f"the object is not lost: object={strange[0]}.", fix="Name an object that is listed, or all."
         )
     for key in sorted(lost if "all" in keys else lost & set(keys)):
-        opened.portal.call(let_go(opened.objects, key))
+        opened.portal.call(drop_lost_object(opened.objects, key))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tidemill.base.address import Address, bare
+from tidemill.base.address import Address, strip_brackets
 from tidemill.base.config.config import Config, load
 from tidemill.base.errors import InvalidError
 from tidemill.cli.context import ConfigOption
@@ -42,11 +42,11 @@ def produce(
 ) -> None:
     """Write lines to a topic, one record per line. Exit 0 only when every record is acknowledged."""
     from tidemill.cli.topic import client as kafka_client
-    from tidemill.cli.topic.line_format import JsonLines, Lines
+    from tidemill.cli.topic.line_format import JsonLineParser, TextLineParser
 
     settings = _client_settings(bootstrap, client, config)
-    headers = [_pair(text, "header") for text in header or ()]
-    lines = JsonLines(headers) if as_json else Lines(key_separator, headers, tombstones=tombstones)
+    headers = [_parse_pair(text, "header") for text in header or ()]
+    lines = JsonLineParser(headers) if as_json else TextLineParser(key_separator, headers, tombstones=tombstones)
     if file is None:
         done = kafka_client.produce(settings, name, partition, sys.stdin.buffer, lines)
     else:
@@ -56,7 +56,7 @@ def produce(
             )
         with file.open("rb") as source:
             done = kafka_client.produce(settings, name, partition, source, lines)
-    print(done.told(name), file=sys.stderr)
+    print(done.summary(name), file=sys.stderr)
     raise typer.Exit(done.exit_code)
 
 
@@ -83,30 +83,32 @@ def consume(
 ) -> None:
     """Print records of a topic, one per line. No offsets are committed: the command reads without a group."""
     from tidemill.cli.topic import client as kafka_client
-    from tidemill.cli.topic.line_format import as_json_line, as_line
+    from tidemill.cli.topic.line_format import format_json_line, format_text_line
 
     settings = _client_settings(bootstrap, client, config)
     settings["isolation.level"] = "read_uncommitted" if uncommitted else "read_committed"
-    asked = kafka_client.Asked(begin, "" if follow else end, tuple(partition or ()), count)
+    asked = kafka_client.ConsumeRange(begin, "" if follow else end, tuple(partition or ()), count)
 
     def line(message: Any) -> bytes:
-        return as_json_line(message) if as_json else as_line(message, keys=keys, headers=headers)
+        return format_json_line(message) if as_json else format_text_line(message, keys=keys, headers=headers)
 
     raise typer.Exit(kafka_client.consume(settings, name, asked, line, sys.stdout.buffer))
 
 
 def _client_settings(bootstrap: str, client: list[str] | None, path: Path | None) -> dict[str, Any]:
-    given = dict(_pair(text, "client") for text in client or ())
-    return {"bootstrap.servers": bootstrap or address(load(path)), "client.id": "tidemill", **given}
+    given = dict(_parse_pair(text, "client") for text in client or ())
+    return {"bootstrap.servers": bootstrap or kafka_address(load(path)), "client.id": "tidemill", **given}
 
 
-def address(config: Config) -> str:
+def kafka_address(config: Config) -> str:
     """Return the address at which clients find the node of this configuration."""
     bound = Address.parse(config.node.kafka)
-    return config.kafka.advertised or str(Address(bare(config.node.advertised_host) or bound.host, bound.port))
+    return config.kafka.advertised or str(
+        Address(strip_brackets(config.node.advertised_host) or bound.host, bound.port)
+    )
 
 
-def _pair(text: str, what: str) -> tuple[str, str]:
+def _parse_pair(text: str, what: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise InvalidError(f"invalid {what}: {text!r}.", fix="Write it as NAME=VALUE.")

@@ -47,17 +47,17 @@ def select_expression(column: Column) -> str:
     if column.type == "int64":
         return f"{name}::int8"  # applies to oid, too
     if column.type in ("string", "json"):
-        return _text(name)
+        return _text_expression(name)
     return name
 
 
 def order_expression(column: Column) -> str:
     """Return SQL that sorts as the canonical value does."""
     name = identifier(column.name)
-    return f'{_text(name)} COLLATE "C"' if column.type in ("string", "json") else name
+    return f'{_text_expression(name)} COLLATE "C"' if column.type in ("string", "json") else name
 
 
-def _text(name: str) -> str:
+def _text_expression(name: str) -> str:
     """Return SQL for the text of the output function, as the stream carries it. A cast would trim char(n) and decorate
     inet."""
     return f"CASE WHEN {name} IS NULL THEN NULL ELSE format('%s', {name}) END"
@@ -70,7 +70,7 @@ def _with_infinity(name: str, finite: str, infinity: int, kind: str) -> str:
     )
 
 
-def fix_floats(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
+def float_canonicalizer(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
     """Return a function that makes the plain floats of a row canonical; None if no column is a float."""
     places = [i for i, c in enumerate(columns) if c.type in ("float32", "float64")]
     if not places:
@@ -79,13 +79,13 @@ def fix_floats(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
     def fix(row: Row) -> Row:
         values = list(row)
         for i in places:
-            values[i] = _float(values[i])
+            values[i] = _canonical_float(values[i])
         return tuple(values)
 
     return fix
 
 
-def plain_arrow(column: pa.ChunkedArray, kind: Column) -> Any:
+def canonical_column(column: pa.ChunkedArray, kind: Column) -> Any:
     """Return a shard column with its canonical integers or float64s, still as Arrow (the spool stores it)."""
     if kind.type in TIMESTAMPS:
         return column.cast(pa.int64())
@@ -96,7 +96,7 @@ def plain_arrow(column: pa.ChunkedArray, kind: Column) -> Any:
     return column
 
 
-def _float(value: float | None) -> Any:
+def _canonical_float(value: float | None) -> Any:
     if value is None:
         return None
     return NAN if value != value else value + 0.0

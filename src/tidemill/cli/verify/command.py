@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
 
 
 def verify(
@@ -20,9 +20,9 @@ def verify(
 ) -> None:
     """Compare tables with their sources: missing, extra and different rows, and a hash. Exit 1 when any differs."""
     from tidemill.cli.verify.tables import Verifier
-    from tidemill.topics.l1.reader import l1_reader
+    from tidemill.topics.l1.reader import open_l1_reader
 
-    with stores(config) as opened, _Bar() as bar:
+    with open_stores(config) as opened, _TableProgressBars() as bar:
         verifier = Verifier(
             opened.config,
             opened.consensus,
@@ -31,7 +31,7 @@ def verify(
             opened.clock,
             opened.rand,
             progress=bar.show,
-            l1=l1_reader(opened.metastore, opened.objects, opened.clock, opened.rand),
+            l1=open_l1_reader(opened.metastore, opened.objects, opened.clock, opened.rand),
         )
         found = opened.portal.call(verifier.tables(tables or ()))
     if as_json:
@@ -55,7 +55,7 @@ def verify(
     raise SystemExit(0 if all(v.clean for v in found) else 1)
 
 
-class _Bar:
+class _TableProgressBars:
     """Progress bars, one per table, on stderr; nothing is shown when stderr is not a terminal."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class _Bar:
             self._tasks[table] = self._progress.add_task(table)
         self._progress.update(self._tasks[table], completed=rows, total=expected or None)  # type: ignore[arg-type]
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> _TableProgressBars:
         self._progress.start()
         return self
 

@@ -44,8 +44,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Comparison:
-    """Incremental comparison. Push chunks of both sides with `step`; offer rows that it did not consume again, followed
-    by more."""
+    """Incremental comparison. Push chunks of both sides with `compare_chunks`; offer rows that it did not consume
+    again, followed by more."""
 
     def __init__(self, key_length: int, poisoned: Mapping[Row, str] | None = None) -> None:
         """Initialise. `poisoned` maps a key to the reason why its row is a dead letter."""
@@ -62,7 +62,7 @@ class Comparison:
         """Number of source rows so far, for a progress bar."""
         return self._rows[0]
 
-    def step(
+    def compare_chunks(
         self, source: Sequence[Row], shard: Sequence[Row], source_ended: bool, shard_ended: bool
     ) -> tuple[int, int]:
         """Compare as far as both chunks allow. Return how many rows of each were consumed."""
@@ -73,29 +73,29 @@ class Comparison:
             if a == b:
                 i, j = i + 1, j + 1
                 continue
-            ka, kb = order_of(a[:n]), order_of(b[:n])
+            ka, kb = sort_key(a[:n]), sort_key(b[:n])
             if ka == kb:
-                self._note("different", a[:n])
+                self._add_example("different", a[:n])
                 self.different += 1
                 i, j = i + 1, j + 1
             elif ka < kb:
-                self._lacks(a[:n])
+                self._record_missing(a[:n])
                 i += 1
             else:
-                self._note("extra", b[:n])
+                self._add_example("extra", b[:n])
                 self.extra += 1
                 j += 1
         if shard_ended and j == len(shard):
             for row in source[i:]:
-                self._lacks(row[:n])
+                self._record_missing(row[:n])
             i = len(source)
         if source_ended and i == len(source):
             for row in shard[j:]:
-                self._note("extra", row[:n])
+                self._add_example("extra", row[:n])
             self.extra += len(shard) - j
             j = len(shard)
-        self._take(0, source[:i])
-        self._take(1, shard[:j])
+        self._consume_rows(0, source[:i])
+        self._consume_rows(1, shard[:j])
         return i, j
 
     def outcome(self) -> Outcome:
@@ -105,20 +105,20 @@ class Comparison:
             tuple(self._examples), self.poisoned,
         )  # fmt: skip
 
-    def _lacks(self, key: Row) -> None:
+    def _record_missing(self, key: Row) -> None:
         why = self._poisoned.get(key)
         if why is not None:
-            self._note("poisoned", key, f": {why}")
+            self._add_example("poisoned", key, f": {why}")
             self.poisoned += 1
         else:
-            self._note("missing", key)
+            self._add_example("missing", key)
             self.missing += 1
 
-    def _take(self, side: int, rows: Sequence[Row]) -> None:
+    def _consume_rows(self, side: int, rows: Sequence[Row]) -> None:
         """Count and hash consumed rows. Raises CorruptError if they are not in the order on which this merge relies."""
         n, last, digest = self._key_length, self._last[side], self._hashes[side]
         for row in rows:
-            key = order_of(row[:n])
+            key = sort_key(row[:n])
             if last is not None and key < last:
                 raise CorruptError(
                     f"{'source' if side == 0 else 'shard'} rows are out of order: key={row[:n]!r}.",
@@ -129,12 +129,12 @@ class Comparison:
         self._last[side] = last
         self._rows[side] += len(rows)
 
-    def _note(self, what: str, key: Row, why: str = "") -> None:
+    def _add_example(self, what: str, key: Row, why: str = "") -> None:
         if len(self._examples) < EXAMPLES:
             self._examples.append(f"{what} {', '.join(map(str, key))}{why}")
 
 
-def order_of(key: Row) -> Row:
+def sort_key(key: Row) -> Row:
     """Return the key as both sides sort it: null after everything, NaN after every number."""
     return tuple((2, 0) if v is None else (1, 0) if v is NAN else (0, v) for v in key)
 

@@ -12,13 +12,13 @@ from typing import Any
 import pyarrow.compute as pc
 
 from tidemill.base.errors import MissingError
-from tidemill.cli.verify.canonical_values import fix_floats, ordered_columns, plain_arrow
+from tidemill.cli.verify.canonical_values import canonical_column, float_canonicalizer, ordered_columns
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import Shard, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import ORDER
-from tidemill.topics.batch.columns import of_fields
+from tidemill.topics.batch.columns import columns_from_fields
 
 
 async def poisoned_keys(
@@ -49,11 +49,11 @@ def canonical_keys(
 ) -> dict[Row, int]:
     """Return the canonical keys with their places in `keys`, which are as in topics: JSON of the key columns, in the
     representations of `forms` in event topics. A key that no key column can hold is left out: it can be in no shard."""
-    columns_of_keys = of_fields(keys, [None] * len(keys))
+    columns_of_keys = columns_from_fields(keys, [None] * len(keys))
     records = Records("", 0, columns_of_keys.timestamps_ms, columns_of_keys)
     rows = CapturedDecoder(schema, forms=forms).decode(records).commands.rows
     columns = ordered_columns(schema)[: len(schema.key)]
-    values: list[list[Any]] = [plain_arrow(rows.column(c.name), c).to_pylist() for c in columns]
-    fix = fix_floats(columns)
+    values: list[list[Any]] = [canonical_column(rows.column(c.name), c).to_pylist() for c in columns]
+    fix = float_canonicalizer(columns)
     out = zip(*values, strict=True)
     return dict(zip(map(fix, out) if fix is not None else out, rows.column(ORDER).to_pylist(), strict=True))

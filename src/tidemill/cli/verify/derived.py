@@ -14,13 +14,13 @@ from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import DIFF, Shard
 from tidemill.spark.definition import DerivedTable
-from tidemill.spark.derived.function_result import is_frame, no_frame, stored_rows
+from tidemill.spark.derived.function_result import is_frame, not_a_frame_error, stored_rows
 from tidemill.spark.types import spark_schema
 
 ATTEMPTS = 20
 
 
-class Recomputed:
+class RecomputedTable:
     """Recomputation of one derived table. `time_ms` is the compared time: the newest at which the table and all its
     inputs are final."""
 
@@ -31,7 +31,7 @@ class Recomputed:
         self._inputs = inputs
         self.time_ms = 0
 
-    async def choose_time(self) -> int:
+    async def choose_comparison_time(self) -> int:
         """Return the last time that the table has reached. Raises UnavailableError while an input lags."""
         _, upper = await self._output.frontiers()
         self.time_ms = upper - 1
@@ -63,5 +63,5 @@ class Recomputed:
         ]
         result = self._table.function(self._spark, *frames)
         if not is_frame(result):
-            raise no_frame(self._table.name, result)
+            raise not_a_frame_error(self._table.name, result)
         return stored_rows(self._table.name, result.toArrow(), self._output.schema)

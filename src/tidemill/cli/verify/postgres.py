@@ -18,9 +18,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.naming import split_name
-from tidemill.capture.postgres.connection import qualified, session_settings, settings_statement, where
-from tidemill.capture.setup.blockers import OF_PREPARED
-from tidemill.cli.verify.canonical_values import fix_floats, order_expression, ordered_columns, select_expression
+from tidemill.capture.postgres.connection import (
+    describe_dsn,
+    qualified_identifier,
+    session_settings,
+    settings_statement,
+)
+from tidemill.capture.setup.blockers import PREPARED_LOCK_SQL
+from tidemill.cli.verify.canonical_values import (
+    float_canonicalizer,
+    order_expression,
+    ordered_columns,
+    select_expression,
+)
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import ShardSchema
 
@@ -85,22 +95,24 @@ class SourcePoint:
         import psycopg
 
         columns = ordered_columns(schema)
-        fix = fix_floats(columns)
+        fix = float_canonicalizer(columns)
         keys = [c for c in columns if c.name in schema.key]
         values = ("NULL" if c.retired else select_expression(c) for c in columns)
         query = (
-            f"SELECT {', '.join(values)} FROM {await self._scope(table)}"
+            f"SELECT {', '.join(values)} FROM {await self._from_item(table)}"
             f" ORDER BY {', '.join(order_expression(c) for c in keys)}"
         )
         async with self._connection.cursor(name="tidemill_verify") as cursor:
             try:
                 await cursor.execute(query.encode())
             except psycopg.errors.UndefinedColumn as error:
-                raise InvalidError(f"the table lacks a column of its shard: table={table} ({_said(error)}).") from error
+                raise InvalidError(
+                    f"the table lacks a column of its shard: table={table} ({_first_line(error)})."
+                ) from error
             while chunk := await cursor.fetchmany(FETCH_ROWS):
                 yield [fix(r) for r in chunk] if fix else chunk
 
-    async def _scope(self, table: str) -> str:
+    async def _from_item(self, table: str) -> str:
         """Return the FROM item, which excludes tables that inherit from the table: they are tables of their own."""
         cursor = await self._connection.execute(
             "SELECT relkind::text FROM pg_class WHERE oid = %s::regclass", (_quoted(table),)
@@ -110,7 +122,7 @@ class SourcePoint:
 
 
 @asynccontextmanager
-async def source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIterator[SourcePoint]:
+async def open_source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIterator[SourcePoint]:
     """Fix a point at which all `tables` (schema.table) can be read, marked by `nonce` in the stream.
 
     Raises MissingError for a table that does not exist, and UnavailableError when the server does not answer or the
@@ -118,37 +130,41 @@ async def source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIter
     """
     import psycopg
 
-    reader = await _connect(dsn)
+    reader = await _connect_repeatable_read(dsn)
     try:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + LOCK_BUDGET_S
         while True:
             began_s = loop.time()
             try:
-                lsns = await _mark(dsn, tables, nonce, reader)
+                lsns = await _mark_commit(dsn, tables, nonce, reader)
                 break
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
                 took_s = loop.time() - began_s
                 if loop.time() > until_s:
                     raise UnavailableError(
                         f"the tables could not be locked for a moment: tables={','.join(tables)}"
-                        f" {await _holder(reader, tables)}.",
+                        f" {await _lock_blocker(reader, tables)}.",
                         fix="End the blocking transaction, and try again.",
                     ) from error
                 await asyncio.sleep(max(LOCK_PAUSE_S, took_s / LOCK_SHARE))
             except psycopg.errors.UndefinedTable as error:
-                raise MissingError(f"no such table: tables={','.join(tables)} ({_said(error)}).") from error
+                raise MissingError(f"no such table: tables={','.join(tables)} ({_first_line(error)}).") from error
             except psycopg.Error as error:
-                raise UnavailableError(f"the source failed: server={where(dsn)} ({_said(error)}).") from error
+                raise UnavailableError(
+                    f"the source failed: server={describe_dsn(dsn)} ({_first_line(error)})."
+                ) from error
         yield SourcePoint(reader, nonce, lsns)
     finally:
         await reader.close()
 
 
-async def _mark(dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.AsyncConnection[Any]) -> tuple[int, int]:
+async def _mark_commit(
+    dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.AsyncConnection[Any]
+) -> tuple[int, int]:
     import psycopg
 
-    marker = await _connect(dsn)
+    marker = await _connect_repeatable_read(dsn)
     try:
         await reader.rollback()
         await marker.execute(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}".encode())
@@ -175,7 +191,7 @@ async def _mark(dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.Asy
         await marker.close()
 
 
-async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
+async def _connect_repeatable_read(dsn: str) -> psycopg.AsyncConnection[Any]:
     """Connect in REPEATABLE READ, with the settings of the stream's sessions. Raises UnavailableError."""
     import psycopg
 
@@ -185,18 +201,19 @@ async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
         await connection.commit()
     except psycopg.Error as error:
         raise UnavailableError(
-            f"the source cannot be reached: server={where(dsn)} ({_said(error)}).", fix="Start it, or correct the DSN."
+            f"the source cannot be reached: server={describe_dsn(dsn)} ({_first_line(error)}).",
+            fix="Start it, or correct the DSN.",
         ) from error
     await connection.set_isolation_level(psycopg.IsolationLevel.REPEATABLE_READ)
     return connection
 
 
-async def _holder(reader: psycopg.AsyncConnection[Any], tables: Sequence[str]) -> str:
+async def _lock_blocker(reader: psycopg.AsyncConnection[Any], tables: Sequence[str]) -> str:
     """Return the oldest transaction that writes one of the tables: pid, age and query, or the gid of a prepared one."""
     cursor = await reader.execute(
         "SELECT a.pid, extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, p.prepared))::int,"
         " left(a.query, 120), p.gid FROM pg_locks l LEFT JOIN pg_stat_activity a USING (pid) LEFT JOIN"
-        f" pg_prepared_xacts p ON {OF_PREPARED.format(lock='l')}"
+        f" pg_prepared_xacts p ON {PREPARED_LOCK_SQL.format(lock='l')}"
         " WHERE l.granted AND l.relation = ANY(%s::regclass[]) AND l.mode <> 'AccessShareLock'"
         " ORDER BY coalesce(a.xact_start, p.prepared) LIMIT 1",
         ([_quoted(table) for table in tables],),
@@ -211,8 +228,8 @@ async def _holder(reader: psycopg.AsyncConnection[Any], tables: Sequence[str]) -
 
 
 def _quoted(table: str) -> str:
-    return qualified(*split_name(table))
+    return qualified_identifier(*split_name(table))
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0].strip()

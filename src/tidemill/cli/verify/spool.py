@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import CorruptError
-from tidemill.cli.verify.canonical_values import fix_floats, ordered_columns, plain_arrow
+from tidemill.cli.verify.canonical_values import canonical_column, float_canonicalizer, ordered_columns
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import DIFF, ShardSchema
 
@@ -45,7 +45,7 @@ class Spool:
 
         self._columns = ordered_columns(schema)
         self._keys = len(schema.key)
-        self._fix = fix_floats(self._columns)
+        self._fix = float_canonicalizer(self._columns)
         settings = {"memory_limit": MEMORY_LIMIT, "temp_directory": str(directory / f"{name}.tmp"), "threads": 2}
         self._duck: Any = duckdb.connect(str(directory / f"{name}.duckdb"), config=settings)
         fields = [f"c{i} {_DUCK_TYPES.get(c.type, c.type)}" for i, c in enumerate(self._columns)]
@@ -66,7 +66,7 @@ class Spool:
     def _insert(self, into: str, rows: pa.Table, extra: Sequence[Any]) -> None:
         if rows.num_rows == 0:
             return
-        arrays = [plain_arrow(rows.column(c.name), c) for c in self._columns]
+        arrays = [canonical_column(rows.column(c.name), c) for c in self._columns]
         names = [f"x{i}" for i in range(len(arrays) + len(extra))]
         table = pa.table([*arrays, *extra], names=names)
         self._duck.register("incoming", table)
@@ -80,7 +80,7 @@ class Spool:
         names = ", ".join(self._names)
         return self._stream(
             f"SELECT {names}, sum(diff)::BIGINT AS n FROM updates GROUP BY {names} HAVING sum(diff) <> 0"
-            f" ORDER BY {self._order()}",
+            f" ORDER BY {self._order_by()}",
             counted=True,
         )
 
@@ -89,7 +89,7 @@ class Spool:
         names, keys = ", ".join(self._names), ", ".join(self._names[: self._keys])
         return self._stream(
             f"SELECT {names} FROM (SELECT *, row_number() OVER (PARTITION BY {keys} ORDER BY made DESC, ord DESC)"
-            f" AS place FROM commands) WHERE place = 1 AND live ORDER BY {self._order()}",
+            f" AS place FROM commands) WHERE place = 1 AND live ORDER BY {self._order_by()}",
             counted=False,
         )
 
@@ -106,11 +106,11 @@ class Spool:
                 batch = await asyncio.to_thread(lambda: next(reader, None))
                 if batch is None:
                     return
-                yield self._rows(batch, counted)
+                yield self._batch_rows(batch, counted)
         finally:
             cursor.close()
 
-    def _rows(self, batch: pa.RecordBatch, counted: bool) -> list[Row]:
+    def _batch_rows(self, batch: pa.RecordBatch, counted: bool) -> list[Row]:
         if counted:
             counts = batch.column(batch.num_columns - 1).to_numpy()
             if (counts < 0).any():
@@ -122,7 +122,7 @@ class Spool:
         rows: list[Row] = list(zip(*(batch.column(i).to_pylist() for i in range(len(self._columns))), strict=True))
         return rows if self._fix is None else [self._fix(r) for r in rows]
 
-    def _order(self) -> str:
+    def _order_by(self) -> str:
         """Return the sort order: by key, then by the rest, so that equal multisets give equal streams; null last, as in
         PostgreSQL."""
         return ", ".join(f"{n} ASC NULLS LAST" for n in self._names)

@@ -14,16 +14,16 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.cli.verify.compare import Comparison, Outcome, Row
-from tidemill.cli.verify.postgres import SourceColumn, SourcePoint, source_point
+from tidemill.cli.verify.postgres import SourceColumn, SourcePoint, open_source_point
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import Binding, Remap, Shard, ShardSchema
-from tidemill.shards.parts.pg_columns import as_held, column_for
+from tidemill.shards.parts.pg_columns import column_for, with_existing_timestamps
 from tidemill.shards.parts.schema import canonical_type
 
 Progress = Callable[[str, int, int], None]
 """Callback with (table, rows of the source compared, rows expected; 0 if unknown)."""
 
-Poisoned = Callable[[str, Shard], Awaitable[Mapping[Row, str]]]
+PoisonedKeys = Callable[[str, Shard], Awaitable[Mapping[Row, str]]]
 """Function from (schema.table, its shard) to the keys whose rows are dead letters, with the reasons."""
 
 BINDING_TIMEOUT_S = 60.0
@@ -65,7 +65,7 @@ async def verify_captured(
     *,
     progress: Progress | None = None,
     timeout_s: float = SHARD_TIMEOUT_S,
-    poisoned: Poisoned | None = None,
+    poisoned: PoisonedKeys | None = None,
 ) -> list[Verified]:
     """Compare captured tables, all at one commit. `tables` are (schema.table, its shard); results are in that order.
 
@@ -74,25 +74,28 @@ async def verify_captured(
     """
     before = await remap.latest()
     nonce = rand.nonce()
-    async with source_point(dsn, [name for name, _ in tables], nonce) as point:
-        binding = await marked_binding(remap, nonce, before.time_ms if before else -1)
+    async with open_source_point(dsn, [name for name, _ in tables], nonce) as point:
+        binding = await wait_for_marked_binding(remap, nonce, before.time_ms if before else -1)
         if not point.lsns[0] <= binding.lsn <= point.lsns[1]:
             # While the snapshot of a table is being joined to the stream, capture carries markers on to where it ends.
             raise UnavailableError(
                 f"capture bound the marker at another commit: remap={remap.name} lsn={Lsn(binding.lsn)}.",
                 fix="Verify again once the capture's snapshot is done.",
             )
-        return [await _captured(point, name, shard, binding, progress, timeout_s, poisoned) for name, shard in tables]
+        return [
+            await _verify_captured_table(point, name, shard, binding, progress, timeout_s, poisoned)
+            for name, shard in tables
+        ]
 
 
-async def _captured(
+async def _verify_captured_table(
     point: SourcePoint,
     name: str,
     shard: Shard,
     binding: Binding,
     progress: Progress | None,
     timeout_s: float,
-    poisoned: Poisoned | None,
+    poisoned: PoisonedKeys | None,
 ) -> Verified:
     columns, key = await point.columns(name)
     difference = column_difference(columns, key, shard.schema)
@@ -101,7 +104,7 @@ async def _captured(
         return Verified(shard.name, 0, 0, 0, 0, "", "", binding.lsn, binding.time_ms, columns=difference)
     expected = await point.count(name)
     source = point.rows(name, shard.schema)
-    told = _for_table(progress, shard.name, expected)
+    told = _table_progress(progress, shard.name, expected)
     keys = partial(poisoned, name, shard) if poisoned is not None else None
     outcome = await compare_shard(shard, binding.time_ms, source, told, timeout_s, keys)
     verdict = _verdict(shard.name, outcome, binding.lsn, binding.time_ms)
@@ -116,7 +119,7 @@ def column_difference(columns: Sequence[SourceColumn], key: Sequence[str], schem
     said = [f"{kinds.get(c.generated, '')}column {c.name!r} is not in the shard" for c in columns if c.name not in ours]
     said += [f"column {name!r} is not in the source" for name in ours if name not in {c.name for c in columns}]
     for column in columns:
-        (held,) = as_held([column_for(column.name, column.type_name)], schema)
+        (held,) = with_existing_timestamps([column_for(column.name, column.type_name)], schema)
         wanted = canonical_type(held.type)
         if column.name in ours and ours[column.name] != wanted:
             said.append(f"column {column.name!r} is {column.type_name} in the source, {ours[column.name]} in the shard")
@@ -140,11 +143,13 @@ async def verify_expected(
     """
     with tempfile.TemporaryDirectory(prefix="tidemill-verify-") as scratch:
         rows = source(Path(scratch))
-        outcome = await compare_shard(shard, time_ms, rows, _for_table(progress, shard.name, 0), timeout_s)
+        outcome = await compare_shard(shard, time_ms, rows, _table_progress(progress, shard.name, 0), timeout_s)
     return _verdict(shard.name, outcome, lsn, time_ms)
 
 
-async def marked_binding(remap: Remap, nonce: str, after_ms: int, timeout_s: float = BINDING_TIMEOUT_S) -> Binding:
+async def wait_for_marked_binding(
+    remap: Remap, nonce: str, after_ms: int, timeout_s: float = BINDING_TIMEOUT_S
+) -> Binding:
     """Return the binding that capture minted at the marked commit. Raises UnavailableError after the timeout."""
     waited_s, slice_s = 0.0, 1.0
     while True:
@@ -180,11 +185,11 @@ async def compare_shard(
     with tempfile.TemporaryDirectory(prefix="tidemill-verify-") as scratch:
         spool = Spool(Path(scratch), "shard", shard.schema)
         try:
-            async with shard.holding("verify", time_ms):
+            async with shard.hold_during("verify", time_ms):
                 await spool_shard(shard, time_ms, spool, timeout_s)
             # A dead letter is stored before the shard passes its record, so the letters must not be read earlier.
             comparison = Comparison(len(shard.schema.key), await poisoned() if poisoned is not None else {})
-            await _merge(comparison, source, spool.contents(), progress)
+            await _merge_streams(comparison, source, spool.contents(), progress)
         finally:
             await spool.aclose()
     return comparison.outcome()
@@ -209,7 +214,7 @@ async def spool_shard(shard: Shard, time_ms: int, spool: Spool, timeout_s: float
         await spool.add_updates(pa.concat_tables(held))
 
 
-async def _merge(
+async def _merge_streams(
     comparison: Comparison,
     source: AsyncIterator[list[Row]],
     shard: AsyncIterator[list[Row]],
@@ -225,13 +230,13 @@ async def _merge(
         if not right and not right_ended:
             right = await anext(shard, [])
             right_ended = not right
-        i, j = comparison.step(left, right, left_ended, right_ended)
+        i, j = comparison.compare_chunks(left, right, left_ended, right_ended)
         left, right = left[i:], right[j:]
         if progress is not None:
             progress(comparison.rows)
 
 
-def _for_table(progress: Progress | None, table: str, expected: int) -> Callable[[int], None] | None:
+def _table_progress(progress: Progress | None, table: str, expected: int) -> Callable[[int], None] | None:
     return None if progress is None else lambda rows: progress(table, rows, max(rows, expected))
 
 

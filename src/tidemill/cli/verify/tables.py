@@ -13,7 +13,7 @@ from tidemill.base.config.config import Config
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.dead_letter_keys import poisoned_keys
-from tidemill.cli.verify.derived import Recomputed
+from tidemill.cli.verify.derived import RecomputedTable
 from tidemill.cli.verify.table import Progress, Verified, verify_captured, verify_expected
 from tidemill.cli.verify.topic_fold import TopicFold
 from tidemill.consensus.api import Consensus
@@ -22,12 +22,12 @@ from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Shard
 from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.definition import Pipeline, load_pipeline
-from tidemill.spark.ingest.sources import TopicFeed, forms_of
+from tidemill.spark.ingest.sources import TopicFeed, column_forms
 from tidemill.topics.l1.reader import L1Reader
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 
-class Plan(msgspec.Struct):
+class VerificationPlan(msgspec.Struct):
     """Table names by kind of source."""
 
     captured: dict[str, list[tuple[str, str]]] = {}
@@ -65,19 +65,19 @@ class Verifier:
     async def tables(self, names: Iterable[str] = ()) -> list[Verified]:
         """Verify the named tables, or all that pipelines maintain when none is named. Raises MissingError for an
         unknown table."""
-        plan = await self._plan(tuple(names))
+        plan = await self._plan_verification(tuple(names))
         found: list[Verified] = []
         for capture, pairs in plan.captured.items():
-            found += await self._captured(capture, pairs)
+            found += await self._verify_captured(capture, pairs)
         for shard, topic in plan.topics.items():
-            found.append(await self._stream(shard, topic))
+            found.append(await self._verify_stream(shard, topic))
         for shard in plan.derived:
-            found.append(await self._derived(shard, self._pipeline(plan.pipelines[shard])))
+            found.append(await self._verify_derived(shard, self._load_pipeline(plan.pipelines[shard])))
         return found
 
-    async def _plan(self, names: tuple[str, ...]) -> Plan:
+    async def _plan_verification(self, names: tuple[str, ...]) -> VerificationPlan:
         fed_by: dict[str, str] = {}
-        plan = Plan()
+        plan = VerificationPlan()
         for row in await self._catalogue.list(PipelineRow):
             fed_by |= row.tables
             plan.pipelines |= dict.fromkeys(row.tables, row.name)
@@ -96,7 +96,7 @@ class Verifier:
                 plan.derived.append(name)
         return plan
 
-    async def _captured(self, capture: str, pairs: list[tuple[str, str]]) -> list[Verified]:
+    async def _verify_captured(self, capture: str, pairs: list[tuple[str, str]]) -> list[Verified]:
         section = self._config.capture.get(capture)
         if section is None:
             raise InvalidError(
@@ -107,31 +107,31 @@ class Verifier:
         tables = []
         for source, name in pairs:
             row = await self._catalogue.table(capture, source)
-            if row is None or not row.flows:
+            if row is None or not row.is_streaming:
                 why = row.reason if row is not None and row.reason else "the table is not captured yet"
                 parked[name] = Verified(name, 0, 0, 0, 0, "", "", 0, 0, parked=why)
             else:
-                tables.append((source, await self._shard(name)))
+                tables.append((source, await self._open_shard(name)))
         found = dict(parked)
         if tables:
             done = await verify_captured(
-                section.dsn, remap, tables, self._rand, progress=self._progress, poisoned=self._poisoned
+                section.dsn, remap, tables, self._rand, progress=self._progress, poisoned=self._read_poisoned_keys
             )
             found |= {verified.table: verified for verified in done}
         return [found[name] for _, name in pairs]
 
-    async def _poisoned(self, table: str, shard: Shard) -> dict[Row, str]:
+    async def _read_poisoned_keys(self, table: str, shard: Shard) -> dict[Row, str]:
         found: dict[Row, str] = {}
         for row in await self._catalogue.list(PipelineRow):
             if shard.name in row.tables and row.dead_letters:
                 captured = await self._catalogue.table(row.tables[shard.name].split(":")[1], table)
-                forms = forms_of(captured) if captured is not None else None
+                forms = column_forms(captured) if captured is not None else None
                 with contextlib.suppress(MissingError):
-                    letters = await self._shard(row.dead_letters)
+                    letters = await self._open_shard(row.dead_letters)
                     found |= await poisoned_keys(letters, table, shard.schema, dict(forms) if forms else None)
         return found
 
-    async def _stream(self, name: str, topic: str) -> Verified:
+    async def _verify_stream(self, name: str, topic: str) -> Verified:
         row = await self._catalogue.get(TopicRow, topic)
         if row is None:
             raise MissingError(f"the topic of this table is gone: table={name} topic={topic}.")
@@ -139,25 +139,25 @@ class Verifier:
         latest = await remap.latest()
         if latest is None:
             raise MissingError(f"the topic has no binding yet: topic={topic}.", fix="Start a node with: tidemill up")
-        shard = await self._shard(name)
+        shard = await self._open_shard(name)
         feed = TopicFeed(row.name, row.topic_id, row.partitions, False, shard.schema)
-        fold = TopicFold(remap, PartitionReaderImpl(self._consensus, self._objects, self._l1), feed, latest.time_ms)
+        fold = TopicFold(remap, LogPartitionReader(self._consensus, self._objects, self._l1), feed, latest.time_ms)
         return await verify_expected(shard, latest.time_ms, fold.rows, progress=self._progress)
 
-    async def _derived(self, name: str, pipeline: Pipeline) -> Verified:
+    async def _verify_derived(self, name: str, pipeline: Pipeline) -> Verified:
         from tidemill.spark.session.session import build_session
 
         table = pipeline.derived_tables[name]
-        output = await self._shard(name)
+        output = await self._open_shard(name)
         spark = build_session("tidemill-verify", "local[2]")
-        recomputed = Recomputed(spark, table, output, [await self._shard(i) for i in table.inputs])
-        time_ms = await recomputed.choose_time()
+        recomputed = RecomputedTable(spark, table, output, [await self._open_shard(i) for i in table.inputs])
+        time_ms = await recomputed.choose_comparison_time()
         return await verify_expected(output, time_ms, recomputed.rows, progress=self._progress)
 
-    async def _shard(self, name: str) -> Shard:
+    async def _open_shard(self, name: str) -> Shard:
         return await open_shard(self._consensus, self._objects, self._clock, self._rand, name)
 
-    def _pipeline(self, name: str) -> Pipeline:
+    def _load_pipeline(self, name: str) -> Pipeline:
         section = self._config.pipeline.get(name)
         if section is None:
             raise InvalidError(

@@ -8,8 +8,8 @@ from pathlib import Path
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import TIME, Binding, Remap
-from tidemill.spark.decode.offset_slices import cut
-from tidemill.spark.decode.records import blocks_of
+from tidemill.spark.decode.offset_slices import cut_slices
+from tidemill.spark.decode.records import cut_blocks
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION
@@ -34,14 +34,14 @@ class TopicFold:
         """Yield the live rows in key order, as `verify_expected` needs them. Raises the errors of reading the topic."""
         spool = Spool(scratch, "topic", self._feed.schema)
         try:
-            async for base, page in self._pages():
-                await self._add(spool, base, page)
+            async for base, page in self._binding_pages():
+                await self._add_page(spool, base, page)
             async for chunk in spool.last_per_key():
                 yield chunk
         finally:
             await spool.aclose()
 
-    async def _pages(self) -> AsyncIterator[tuple[Binding | None, list[Binding]]]:
+    async def _binding_pages(self) -> AsyncIterator[tuple[Binding | None, list[Binding]]]:
         base: Binding | None = None
         after_ms = -1
         while True:
@@ -53,13 +53,13 @@ class TopicFold:
             if len(page) < BINDINGS_AT_ONCE:
                 return
 
-    async def _add(self, spool: Spool, base: Binding | None, page: list[Binding]) -> None:
+    async def _add_page(self, spool: Spool, base: Binding | None, page: list[Binding]) -> None:
         decoder = StreamDecoder(self._feed.schema)
-        for piece in cut(base, page, self._feed.topic, self._feed.topic_id):
+        for piece in cut_slices(base, page, self._feed.topic, self._feed.topic_id):
             refs = await self._reader.plan(piece.topic_id, piece.partition, piece.start, piece.end)
             for at in range(0, len(refs), REFS_AT_ONCE):
                 some = refs[at : at + REFS_AT_ONCE]
-                for records in blocks_of(piece, await self._reader.read(some), some):
+                for records in cut_blocks(piece, await self._reader.read(some), some):
                     commands, dead = decoder.decode(records)
                     self.records += len(records)
                     self.malformed += dead.num_rows

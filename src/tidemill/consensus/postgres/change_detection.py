@@ -13,14 +13,14 @@ import sys
 from collections.abc import Awaitable, Callable, Collection
 
 from tidemill.consensus.api import Changes, LogHead
-from tidemill.consensus.change_journal import PAGE, Journal
+from tidemill.consensus.change_journal import PAGE_HEADS, ChangeJournal
 from tidemill.consensus.operations import Changed
 
 Sums = Callable[[str], Awaitable[dict[int, int]]]
 HeadsAfter = Callable[[str, str, Collection[int], int], Awaitable[list[tuple[str, LogHead]]]]
 
 
-class Differences:
+class HeadComparison:
     """Journal of one client. `sums(prefix)` and `heads_after(prefix, after, parts, limit)` are those of `single_ops`.
 
     They may raise TidemillError.
@@ -29,27 +29,27 @@ class Differences:
     def __init__(self, life: str, sums: Sums, heads_after: HeadsAfter) -> None:
         self._read_sums = sums
         self._heads_after = heads_after
-        self._journal = Journal(life, remembered=sys.maxsize, page=sys.maxsize)
+        self._journal = ChangeJournal(life, remembered=sys.maxsize, page=sys.maxsize)
         self._sums: dict[str, dict[int, int]] = {}
         """prefix → sums read before the known heads were."""
         self._heads: dict[str, LogHead] = {}
         self._lock = asyncio.Lock()
 
-    async def answer(self, op: Changed) -> Changes:
+    async def changes_since(self, op: Changed) -> Changes:
         async with self._lock:
             sums, known = await self._read_sums(op.prefix), self._sums.get(op.prefix, {})
             parts = [part for part, total in sums.items() if known.get(part) != total]
             after, more = "", bool(parts)
             while more:
-                found = await self._heads_after(op.prefix, after, parts, PAGE)
+                found = await self._heads_after(op.prefix, after, parts, PAGE_HEADS)
                 differs = [(name, head) for name, head in found if self._heads.get(name) != head]
                 self._heads.update(differs)
-                self._journal.note(name for name, _ in differs)
-                more = len(found) == PAGE
+                self._journal.record_changes(name for name, _ in differs)
+                more = len(found) == PAGE_HEADS
                 after = found[-1][0] if found else ""
             self._sums[op.prefix] = sums
-            return self._journal.answer(op, self._listed, self._heads.__getitem__)
+            return self._journal.changes_since(op, self._list_heads, self._heads.__getitem__)
 
-    def _listed(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
+    def _list_heads(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
         names = sorted(name for name in self._heads if name.startswith(prefix) and name > after)
         return [(name, self._heads[name]) for name in names[:limit]]

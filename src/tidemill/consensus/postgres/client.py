@@ -25,13 +25,13 @@ from tidemill.consensus.api import LogHead
 from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.operations import AnyOp, Append, Cas, Changed, Truncate, Wait
 from tidemill.consensus.postgres import connections, group_commit, schema, single_ops, sql
-from tidemill.consensus.postgres.change_detection import Differences
+from tidemill.consensus.postgres.change_detection import HeadComparison
 from tidemill.consensus.postgres.connections import Connection, ConnectionLane, without_password
-from tidemill.consensus.postgres.group_commit import Queued
-from tidemill.consensus.postgres.notifications import Wakeups
-from tidemill.consensus.postgres.session_checks import Admission
+from tidemill.consensus.postgres.group_commit import QueuedOperation
+from tidemill.consensus.postgres.notifications import LogWakeups
+from tidemill.consensus.postgres.session_checks import SessionAdmission
 from tidemill.consensus.rollback_detection import RollbackDetector
-from tidemill.consensus.supervised_loop import kept
+from tidemill.consensus.supervised_loop import run_supervised
 
 READ_GROUP_OPS = 256
 
@@ -46,12 +46,12 @@ UNANSWERED_AFTER_S = 3.0
 log = structlog.get_logger()
 
 
-class _Line:
+class _OperationQueue:
     """Queue of one connection, and the event that it is not empty."""
 
     def __init__(self, lane: ConnectionLane) -> None:
         self.lane = lane
-        self.queue: deque[Queued] = deque()
+        self.queue: deque[QueuedOperation] = deque()
         self.filled = asyncio.Event()
 
 
@@ -61,15 +61,15 @@ class PostgresConsensus(ConsensusClientBase):
     def __init__(self, url: str, clock: Clock, rand: Rand) -> None:
         self._url = url
         self.seen = RollbackDetector(connections.without_password(url))
-        admit = Admission(self.seen, self._in_life).admit
-        self._groups = _Line(ConnectionLane(url, rand, writes=True, admit=admit))
-        self._singles = _Line(ConnectionLane(url, rand, writes=True, admit=admit))
-        self._reads = _Line(ConnectionLane(url, rand, writes=False, admit=admit))
+        admit = SessionAdmission(self.seen, self._adopt_life).admit
+        self._groups = _OperationQueue(ConnectionLane(url, rand, writes=True, admit=admit))
+        self._singles = _OperationQueue(ConnectionLane(url, rand, writes=True, admit=admit))
+        self._reads = _OperationQueue(ConnectionLane(url, rand, writes=False, admit=admit))
         self._log_ids: dict[str, int] = {}
         self._tasks = Tasks(self._task_failed)
-        self._wakeups = Wakeups(url, rand, self._notify, self._heads, self._told)
+        self._wakeups = LogWakeups(url, rand, self._notify, self._heads, self._report_fault)
         self._rand = rand
-        self._differences = self._nothing_told()
+        self._differences = self._new_comparison()
         self._fault = ""
         self._sweeping: set[str] = set()
         self._closed: TidemillError | None = None
@@ -80,11 +80,11 @@ class PostgresConsensus(ConsensusClientBase):
         try:
             connection = await connections.connect(self._url)
         except (psycopg.Error, OSError, TimeoutError) as error:
-            raise connections.translate_connect(error, self._url) from error
+            raise connections.translate_connect_error(error, self._url) from error
         try:
-            await schema.make_schema(connection)
+            await schema.ensure_schema(connection)
         except psycopg.Error as error:
-            raise connections.translate(error) from error
+            raise connections.translate_server_error(error) from error
         finally:
             await connection.close()
         for name, line, serve in (
@@ -93,17 +93,17 @@ class PostgresConsensus(ConsensusClientBase):
             ("reads", self._reads, self._serve_reads),
         ):
             serving = partial(self._serve, line, serve)
-            self._tasks.spawn(kept(f"consensus-postgres-{name}", serving, self._told), name=name)
+            self._tasks.spawn(run_supervised(f"consensus-postgres-{name}", serving, self._report_fault), name=name)
         self._wakeups.start(self._tasks)
 
     # requests ------------------------------------------------------------------------------------
 
-    def _enqueue(self, line: _Line, op: object) -> asyncio.Future[Any]:
+    def _enqueue(self, line: _OperationQueue, op: object) -> asyncio.Future[Any]:
         """Enqueue `op`. A plain function, so that the order of the calls is the order of execution."""
         if self._closed is not None:
             raise self._closed
         future: asyncio.Future[Any] = self._loop.create_future()
-        line.queue.append(Queued(op, future))
+        line.queue.append(QueuedOperation(op, future))
         line.filled.set()
         return future
 
@@ -111,7 +111,7 @@ class PostgresConsensus(ConsensusClientBase):
         if isinstance(op, (Append, Cas)):
             return await self._enqueue(self._groups, op)
         if isinstance(op, Changed):
-            return await self._differences.answer(op)
+            return await self._differences.changes_since(op)
         return await self._enqueue(self._singles if op.writes else self._reads, op)
 
     async def _wait(self, op: Wait, timeout_s: float) -> bool:
@@ -127,27 +127,27 @@ class PostgresConsensus(ConsensusClientBase):
 
     async def _heads(self, logs: list[str]) -> dict[str, LogHead]:
         async def read(connection: Connection) -> dict[str, LogHead]:
-            return await single_ops.heads(connection, logs)
+            return await single_ops.read_heads(connection, logs)
 
         found: dict[str, LogHead] = await self._enqueue(self._reads, read)
         return found
 
     async def _sums(self, prefix: str) -> dict[int, int]:
-        found: dict[int, int] = await self._enqueue(self._reads, partial(single_ops.sums, prefix=prefix))
+        found: dict[int, int] = await self._enqueue(self._reads, partial(single_ops.read_head_sums, prefix=prefix))
         return found
 
     async def _heads_after(
         self, prefix: str, after: str, parts: Collection[int], limit: int
     ) -> list[tuple[str, LogHead]]:
         async def read(connection: Connection) -> list[tuple[str, LogHead]]:
-            return await single_ops.heads_after(connection, prefix, after, parts, limit)
+            return await single_ops.read_heads_after(connection, prefix, after, parts, limit)
 
         found: list[tuple[str, LogHead]] = await self._enqueue(self._reads, read)
         return found
 
     # serving -------------------------------------------------------------------------------------
 
-    async def _serve(self, line: _Line, serve: Callable[[_Line], Awaitable[None]]) -> None:
+    async def _serve(self, line: _OperationQueue, serve: Callable[[_OperationQueue], Awaitable[None]]) -> None:
         while True:
             while line.queue:
                 await serve(line)
@@ -155,24 +155,24 @@ class PostgresConsensus(ConsensusClientBase):
             line.filled.clear()
             await line.filled.wait()
 
-    async def _serve_group(self, line: _Line) -> None:
-        group = group_commit.take(line.queue)
+    async def _serve_group(self, line: _OperationQueue) -> None:
+        group = group_commit.dequeue_group(line.queue)
         if not group.members:
             return
         try:
-            again = await line.lane.run(lambda connection: group_commit.commit(connection, group, self._log_ids))
+            again = await line.lane.run(lambda connection: group_commit.commit_group(connection, group, self._log_ids))
             line.queue.extendleft(reversed(again))
             for log, chain in group.chains.items():
                 last = chain[-1]
                 if last.future.done() and not last.future.cancelled() and last.future.exception() is None:
-                    self._wakeups.grown(log, last.future.result().next)
+                    self._wakeups.announce_growth(log, last.future.result().next)
         except TidemillError as error:
             group.fail(error)
         except BaseException:
             group.fail(UnknownOutcomeError("the consensus client ended during a commit."))
             raise
 
-    async def _serve_single(self, line: _Line) -> None:
+    async def _serve_single(self, line: _OperationQueue) -> None:
         queued = line.queue.popleft()
         if queued.future.done():
             return
@@ -181,7 +181,7 @@ class PostgresConsensus(ConsensusClientBase):
             if callable(op):
                 queued.done(await line.lane.run(op))
             else:
-                result = await line.lane.run(lambda connection: single_ops.write(connection, op, self._log_ids))
+                result = await line.lane.run(lambda connection: single_ops.execute_write(connection, op, self._log_ids))
                 queued.done(result)
                 if isinstance(op, Truncate) and op.log not in self._sweeping and result.start > 0:
                     self._sweeping.add(op.log)
@@ -192,17 +192,17 @@ class PostgresConsensus(ConsensusClientBase):
             queued.fail(UnknownOutcomeError("the consensus client ended during a write."))
             raise
 
-    async def _serve_reads(self, line: _Line) -> None:
+    async def _serve_reads(self, line: _OperationQueue) -> None:
         batch = [line.queue.popleft() for _ in range(min(len(line.queue), READ_GROUP_OPS))]
         batch = [queued for queued in batch if not queued.future.done()]
         try:
-            await self._writers_settled()
+            await self._wait_for_writers()
             ops = [queued for queued in batch if not callable(queued.op)]
             for queued in batch:
                 if callable(queued.op):
                     queued.done(await line.lane.run(queued.op))
             if ops:
-                outcomes = await line.lane.run(lambda c: single_ops.read_group(c, [queued.op for queued in ops]))
+                outcomes = await line.lane.run(lambda c: single_ops.execute_reads(c, [queued.op for queued in ops]))
                 for queued, outcome in zip(ops, outcomes, strict=True):
                     if isinstance(outcome, TidemillError):
                         queued.fail(outcome)
@@ -216,13 +216,13 @@ class PostgresConsensus(ConsensusClientBase):
                 queued.fail(self._closed or UnavailableError("the consensus client ended during a read."))
             raise
 
-    async def _writers_settled(self) -> None:
+    async def _wait_for_writers(self) -> None:
         """Wait until no backend can still be executing an earlier write: otherwise the answer of a read would not be
         final.
         """
         for line in (self._groups, self._singles):
             if line.lane.owing:
-                await line.lane.run(_nothing)
+                await line.lane.run(_no_operation)
 
     async def _sweep(self, log_name: str, start: int) -> None:
         """Delete truncated rows piece by piece, between other work. A later sweep deletes any remainder."""
@@ -233,9 +233,11 @@ class PostgresConsensus(ConsensusClientBase):
 
                 async def piece(connection: Connection) -> bool:
                     found = (
-                        log_id if log_id is not None else await group_commit.log_id(connection, log_name, self._log_ids)
+                        log_id
+                        if log_id is not None
+                        else await group_commit.log_id_of(connection, log_name, self._log_ids)
                     )
-                    return await single_ops.sweep(connection, found, start)
+                    return await single_ops.sweep_records(connection, found, start)
 
                 more = await self._enqueue(self._singles, piece)
         except Exception as error:
@@ -243,10 +245,10 @@ class PostgresConsensus(ConsensusClientBase):
         finally:
             self._sweeping.discard(log_name)
 
-    def _nothing_told(self) -> Differences:
-        return Differences(self._rand.nonce(), self._sums, self._heads_after)
+    def _new_comparison(self) -> HeadComparison:
+        return HeadComparison(self._rand.nonce(), self._sums, self._heads_after)
 
-    def _in_life(self, life: str) -> None:
+    def _adopt_life(self, life: str) -> None:
         """Adopt a new life of the server: it was restarted or replaced.
 
         After the first life, cached log ids may be wrong and change tokens start over. A connection whose session
@@ -256,9 +258,9 @@ class PostgresConsensus(ConsensusClientBase):
         if not earlier:
             return
         self._log_ids.clear()
-        self._differences = self._nothing_told()
+        self._differences = self._new_comparison()
         for line in (self._groups, self._singles, self._reads):
-            line.lane.renew()
+            line.lane.request_new_session()
 
     # the end -------------------------------------------------------------------------------------
 
@@ -267,9 +269,9 @@ class PostgresConsensus(ConsensusClientBase):
             return self.seen.lost.message
         if self._closed is not None:
             return self._closed.message
-        return self._trouble_of_lanes(self._loop.time()) or self._fault
+        return self._lane_trouble(self._loop.time()) or self._fault
 
-    def _trouble_of_lanes(self, now_s: float) -> str:
+    def _lane_trouble(self, now_s: float) -> str:
         """Report a request without an answer long before its timeout, since a network that drops packets is silent."""
         lanes = [line.lane for line in (self._groups, self._singles, self._reads)]
         # An error of one connection counts only while none of them gets an answer: a connection that broke long ago is
@@ -283,14 +285,14 @@ class PostgresConsensus(ConsensusClientBase):
             return f"PostgreSQL does not answer: consensus.url={where!r} oldest_request_s={waited_s:.0f}."
         return next((lane.refusal for lane in lanes if lane.refusal and now_s - lane.refused_s > SLOW_AFTER_S), "")
 
-    def _told(self, fault: str) -> None:
+    def _report_fault(self, fault: str) -> None:
         self._fault = fault
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         """Close the client. Only an error that ends the process gets here: `kept` restarts the loop after any other."""
-        self._end(UnavailableError(f"the consensus client failed: task={name} reason={error!r}."))
+        self._close_with(UnavailableError(f"the consensus client failed: task={name} reason={error!r}."))
 
-    def _end(self, error: TidemillError) -> None:
+    def _close_with(self, error: TidemillError) -> None:
         self._closed = self._closed or error
         for line in (self._groups, self._singles, self._reads):
             for queued in line.queue:
@@ -303,10 +305,10 @@ class PostgresConsensus(ConsensusClientBase):
             return
         self._closed = ClosedError("this consensus client was closed.")
         await self._tasks.aclose()
-        self._end(self._closed)
+        self._close_with(self._closed)
         for line in (self._groups, self._singles, self._reads):
             await line.lane.aclose()
 
 
-async def _nothing(connection: Connection) -> None:
+async def _no_operation(connection: Connection) -> None:
     return None

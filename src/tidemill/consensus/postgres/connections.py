@@ -20,17 +20,17 @@ import psycopg
 from psycopg import errors as pgerrors
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError, as_unavailable
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError, to_unavailable
 from tidemill.consensus.postgres import schema
 
 T = TypeVar("T")
 Connection = psycopg.AsyncConnection[Any]
 
-CONNECT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
 UNAVAILABLE_AFTER_S = 15.0
 """Time that an operation waits for a connection before it ends with UnavailableError."""
 
-WORK_S = 30.0
+WORK_TIMEOUT_S = 30.0
 """Timeout of one piece of work, above the session's statement_timeout: only a dead network reaches it."""
 
 BACKOFF_FIRST_S = 0.02
@@ -47,7 +47,11 @@ KEEPALIVES = {
 
 async def connect(url: str) -> Connection:
     """Return a prepared session. Raises psycopg.Error."""
-    parameters = {**KEEPALIVES, "connect_timeout": str(int(CONNECT_S)), **psycopg.conninfo.conninfo_to_dict(url)}
+    parameters = {
+        **KEEPALIVES,
+        "connect_timeout": str(int(CONNECT_TIMEOUT_S)),
+        **psycopg.conninfo.conninfo_to_dict(url),
+    }
     connection = await psycopg.AsyncConnection.connect(**parameters, autocommit=True, prepare_threshold=0)  # type: ignore[arg-type]
     try:
         await schema.prepare_session(connection)
@@ -100,14 +104,14 @@ class ConnectionLane:
     async def _run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         deadline_s = asyncio.get_running_loop().time() + UNAVAILABLE_AFTER_S
         while True:
-            connection = await self._connected(deadline_s)
+            connection = await self._connect_with_retry(deadline_s)
             try:
-                async with asyncio.timeout(WORK_S):
+                async with asyncio.timeout(WORK_TIMEOUT_S):
                     done = await work(connection)
-                self._answered("")
+                self._record_answer("")
                 return done
             except (psycopg.Error, TimeoutError, OSError) as error:
-                lost = await self._lost(error)
+                lost = await self._outcome_of_failure(error)
                 if lost is None and asyncio.get_running_loop().time() > deadline_s:
                     lost = UnavailableError(
                         f"the connection to PostgreSQL keeps breaking: reason={_first_line(error)!r}."
@@ -115,33 +119,33 @@ class ConnectionLane:
                 if lost is not None:
                     raise lost from error
             except TidemillError:
-                self._answered("")  # an outcome: the server did the work, and its answer is a rejection
+                self._record_answer("")  # an outcome: the server did the work, and its answer is a rejection
                 raise
             except BaseException:
                 # Work interrupted in the middle leaves a connection in an unknown state.
-                await self._drop(owing=self._writes)
+                await self._close_connection(owing=self._writes)
                 raise
 
-    def _answered(self, refusal: str) -> None:
+    def _record_answer(self, refusal: str) -> None:
         self.answered_s = asyncio.get_running_loop().time()
         if refusal and not self.refusal:
             self.refused_s = self.answered_s
         self.refusal = refusal
 
-    def _unanswered(self, why: str) -> None:
+    def _record_unanswered(self, why: str) -> None:
         self.away, self.away_s = why, asyncio.get_running_loop().time()
 
-    async def _lost(self, error: BaseException) -> TidemillError | None:
+    async def _outcome_of_failure(self, error: BaseException) -> TidemillError | None:
         """Return the outcome of failed work; None if nothing happened and it can be retried."""
         connection = self._connection
         refused = isinstance(error, psycopg.Error) and error.sqlstate is not None
         if refused and connection is not None and not connection.closed and not connection.broken:
             assert isinstance(error, psycopg.Error)
-            refused_for = as_unavailable(translate(error))
-            self._answered(refused_for.message)
+            refused_for = to_unavailable(translate_server_error(error))
+            self._record_answer(refused_for.message)
             return refused_for
-        self._unanswered(f"the connection to PostgreSQL was lost: reason={_first_line(error)!r}.")
-        await self._drop(owing=self._writes)
+        self._record_unanswered(f"the connection to PostgreSQL was lost: reason={_first_line(error)!r}.")
+        await self._close_connection(owing=self._writes)
         if isinstance(error, psycopg.DataError | psycopg.ProgrammingError) and not self._writes:
             return UnavailableError(f"the driver cannot encode this for PostgreSQL: reason={_first_line(error)!r}.")
         if self._writes:
@@ -150,11 +154,11 @@ class ConnectionLane:
             )
         return None
 
-    async def _connected(self, deadline_s: float) -> Connection:
+    async def _connect_with_retry(self, deadline_s: float) -> Connection:
         if self._renew:
             # Between two pieces of work no outcome of this session is open.
             self._renew = False
-            await self._drop(owing=False)
+            await self._close_connection(owing=False)
         if self._connection is not None and not self._connection.closed:
             return self._connection
         loop = asyncio.get_running_loop()
@@ -166,8 +170,8 @@ class ConnectionLane:
                 return self._connection
             except (psycopg.Error, TimeoutError, OSError) as error:
                 # The configuration was right at the start, so a fault of it now may be repaired: retry.
-                outcome = as_unavailable(translate_connect(error, self._url))
-                self._unanswered(outcome.message)
+                outcome = to_unavailable(translate_connect_error(error, self._url))
+                self._record_unanswered(outcome.message)
                 if loop.time() + backoff_s > deadline_s:
                     raise outcome from error
             await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
@@ -175,7 +179,7 @@ class ConnectionLane:
 
     async def reconnect(self) -> Connection:
         """Return a new, admitted session. For a writing lane, the lock proves that the previous session has ended."""
-        async with asyncio.timeout(CONNECT_S * 2):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S * 2):
             connection = await connect(self._url)
             try:
                 if self._admit is not None:
@@ -197,11 +201,11 @@ class ConnectionLane:
             self.owing = False
             return connection
 
-    def renew(self) -> None:
+    def request_new_session(self) -> None:
         """Use a new session for the next work."""
         self._renew = True
 
-    async def _drop(self, *, owing: bool) -> None:
+    async def _close_connection(self, *, owing: bool) -> None:
         connection, self._connection = self._connection, None
         if owing:
             self.owing = True
@@ -210,10 +214,10 @@ class ConnectionLane:
                 await connection.close()
 
     async def aclose(self) -> None:
-        await self._drop(owing=False)
+        await self._close_connection(owing=False)
 
 
-def translate(error: psycopg.Error) -> TidemillError:
+def translate_server_error(error: psycopg.Error) -> TidemillError:
     """Translate an error that the server returned after it rolled back."""
     if isinstance(error, (pgerrors.InsufficientPrivilege, pgerrors.UndefinedTable, pgerrors.InvalidSchemaName)):
         return InvalidError(
@@ -223,7 +227,7 @@ def translate(error: psycopg.Error) -> TidemillError:
     return UnavailableError(f"PostgreSQL returned an error: sqlstate={error.sqlstate} reason={_first_line(error)!r}.")
 
 
-def translate_connect(error: BaseException, url: str) -> TidemillError:
+def translate_connect_error(error: BaseException, url: str) -> TidemillError:
     """Translate a failure to connect. libpq gives no code here, so rights and names are recognised by the server's
     wording.
     """

@@ -22,7 +22,7 @@ GROUP_OPS = 512
 GROUP_BYTES = 8 << 20
 
 
-class Queued:
+class QueuedOperation:
     __slots__ = ("future", "op")
 
     def __init__(self, op: Any, future: asyncio.Future[Any]) -> None:
@@ -38,15 +38,16 @@ class Queued:
             self.future.set_exception(error)
 
 
-class Group:
-    """Operations of one commit: in `chains` the consecutive appends per log, in `registers` the one write per key."""
+class CommitGroup:
+    """Operations of one commit: in `chains` the consecutive appends per log, in `read_registers` the one write per
+    key."""
 
     def __init__(self) -> None:
-        self.chains: dict[str, list[Queued]] = {}
-        self.registers: dict[str, Queued] = {}
+        self.chains: dict[str, list[QueuedOperation]] = {}
+        self.registers: dict[str, QueuedOperation] = {}
 
     @property
-    def members(self) -> list[Queued]:
+    def members(self) -> list[QueuedOperation]:
         return [*(queued for chain in self.chains.values() for queued in chain), *self.registers.values()]
 
     def fail(self, error: BaseException) -> None:
@@ -54,11 +55,11 @@ class Group:
             queued.fail(error)
 
 
-def take(line: deque[Queued]) -> Group:
+def dequeue_group(line: deque[QueuedOperation]) -> CommitGroup:
     """Remove the operations that may share a commit from the queue; the others stay, in order."""
-    group, left = Group(), deque[Queued]()
+    group, left = CommitGroup(), deque[QueuedOperation]()
     try:
-        _take(line, group, left)
+        _fill_group(line, group, left)
     except BaseException as error:
         # These left the queue and were not sent: nothing else would ever settle them.
         for queued in (*group.members, *left):
@@ -68,7 +69,7 @@ def take(line: deque[Queued]) -> Group:
     return group
 
 
-def _take(line: deque[Queued], group: Group, left: deque[Queued]) -> None:
+def _fill_group(line: deque[QueuedOperation], group: CommitGroup, left: deque[QueuedOperation]) -> None:
     waiting: set[tuple[str, str]] = set()
     count = size_bytes = 0
     while line and count < GROUP_OPS and size_bytes < GROUP_BYTES:
@@ -78,7 +79,7 @@ def _take(line: deque[Queued], group: Group, left: deque[Queued]) -> None:
         left.append(queued)
         op = queued.op
         place = ("log", op.log) if isinstance(op, Append) else ("key", op.key)
-        if place in waiting or not _joins(group, queued):
+        if place in waiting or not _try_join(group, queued):
             # A later operation on the same log or register must not overtake this one.
             waiting.add(place)
             continue
@@ -87,7 +88,7 @@ def _take(line: deque[Queued], group: Group, left: deque[Queued]) -> None:
         size_bytes += sum(map(len, op.records)) if isinstance(op, Append) else len(op.data)
 
 
-def _joins(group: Group, queued: Queued) -> bool:
+def _try_join(group: CommitGroup, queued: QueuedOperation) -> bool:
     op = queued.op
     if isinstance(op, Cas):
         return group.registers.setdefault(op.key, queued) is queued
@@ -100,13 +101,13 @@ def _joins(group: Group, queued: Queued) -> bool:
     return True
 
 
-async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) -> list[Queued]:
+async def commit_group(connection: Connection, group: CommitGroup, log_ids: dict[str, int]) -> list[QueuedOperation]:
     """Run the group as one statement and settle its members; return those to be decided again, in order.
 
     Raises psycopg.Error or TimeoutError with no member settled whose outcome is open. Successes are settled before the
     reason of the rejections is read, since a failure of that read must not be mistaken for a failure of the commit.
     """
-    await _learn_ids(connection, [log for log in group.chains if log not in log_ids], log_ids)
+    await _cache_log_ids(connection, [log for log in group.chains if log not in log_ids], log_ids)
     chains = {log_ids[log]: chain for log, chain in group.chains.items()}
     creates = [queued for queued in group.registers.values() if queued.op.expected_seq == 0]
     updates = [queued for queued in group.registers.values() if queued.op.expected_seq > 0]
@@ -130,7 +131,7 @@ async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) 
         parameters += [[op.key for op in ops], [op.nonce for op in ops], [op.data for op in ops]]
     if not parts:
         return []
-    rows = await (await connection.execute(sql.group(parts), parameters)).fetchall()
+    rows = await (await connection.execute(sql.group_statement(parts), parameters)).fetchall()
     starts = {int(name): start for is_log, name, start in rows if is_log}
     written = {name for is_log, name, _ in rows if not is_log}
     for log_id, start in starts.items():
@@ -142,22 +143,24 @@ async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) 
         queued.done(Versioned(queued.op.expected_seq + 1, queued.op.data, queued.op.nonce))
     lost_chains = [log_id for log_id in chains if log_id not in starts]
     lost_keys = [key for key in group.registers if key not in written]
-    heads = await _heads(connection, lost_chains) if lost_chains else {}
-    currents = await registers(connection, lost_keys) if lost_keys else {}
-    again: list[Queued] = []
+    heads = await _heads_by_id(connection, lost_chains) if lost_chains else {}
+    currents = await read_registers(connection, lost_keys) if lost_keys else {}
+    again: list[QueuedOperation] = []
     for log_id in lost_chains:
         first, *rest = chains[log_id]
         head, op = heads[log_id], first.op
         stale = head.term > op.term
-        first.fail(transitions.fenced(head, op.log, op.term) if stale else transitions.append_conflict(head, op))
+        first.fail(
+            transitions.fenced_error(head, op.log, op.term) if stale else transitions.append_conflict_error(head, op)
+        )
         again.extend(rest)
     for key in lost_keys:
         queued = group.registers[key]
-        queued.fail(transitions.cas_conflict(currents.get(key), queued.op))
+        queued.fail(transitions.cas_conflict_error(currents.get(key), queued.op))
     return again
 
 
-def _append_parameters(chains: dict[int, list[Queued]]) -> list[list[Any]]:
+def _append_parameters(chains: dict[int, list[QueuedOperation]]) -> list[list[Any]]:
     ids, terms, expected, counts = [], [], [], []
     owners, ordinals, nonces, datas = [], [], [], []
     for log_id, chain in chains.items():
@@ -177,7 +180,7 @@ def _append_parameters(chains: dict[int, list[Queued]]) -> list[list[Any]]:
     return [ids, terms, expected, counts, owners, ordinals, nonces, datas]
 
 
-async def _learn_ids(connection: Connection, names: list[str], log_ids: dict[str, int]) -> None:
+async def _cache_log_ids(connection: Connection, names: list[str], log_ids: dict[str, int]) -> None:
     """Look up or create the ids of logs. Ids never change and logs are never deleted, so the cache stays valid."""
     if not names:
         return
@@ -185,16 +188,16 @@ async def _learn_ids(connection: Connection, names: list[str], log_ids: dict[str
     log_ids.update(rows)
     missing = [name for name in names if name not in log_ids]
     if missing:
-        await connection.execute(sql.MAKE_LOGS, (missing,))
+        await connection.execute(sql.CREATE_LOGS, (missing,))
         log_ids.update(await (await connection.execute(sql.LOG_IDS, (missing,))).fetchall())
 
 
-async def log_id(connection: Connection, name: str, log_ids: dict[str, int]) -> int:
-    await _learn_ids(connection, [name] if name not in log_ids else [], log_ids)
+async def log_id_of(connection: Connection, name: str, log_ids: dict[str, int]) -> int:
+    await _cache_log_ids(connection, [name] if name not in log_ids else [], log_ids)
     return log_ids[name]
 
 
-async def _heads(connection: Connection, ids: list[int]) -> dict[int, LogHead]:
+async def _heads_by_id(connection: Connection, ids: list[int]) -> dict[int, LogHead]:
     rows = await (await connection.execute(sql.HEADS_BY_ID, (ids,))).fetchall()
     found = {row[0]: LogHead(*row[1:]) for row in rows}
     if len(found) != len(ids):
@@ -202,6 +205,6 @@ async def _heads(connection: Connection, ids: list[int]) -> dict[int, LogHead]:
     return found
 
 
-async def registers(connection: Connection, keys: list[str]) -> dict[str, Versioned]:
+async def read_registers(connection: Connection, keys: list[str]) -> dict[str, Versioned]:
     rows = await (await connection.execute(sql.REGISTERS, (keys,), binary=True)).fetchall()
     return {row[0]: Versioned(*row[1:]) for row in rows}

@@ -19,7 +19,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.postgres import connections
-from tidemill.consensus.supervised_loop import kept
+from tidemill.consensus.supervised_loop import run_supervised
 
 NOTIFY_INTERVAL_S = 0.005
 POLL_INTERVAL_S = 0.5
@@ -33,7 +33,7 @@ Heads = Callable[[list[str]], Awaitable[dict[str, LogHead]]]
 _decode = msgspec.json.Decoder(list[tuple[str, int]]).decode
 
 
-class Wakeups:
+class LogWakeups:
     """Waiters for the growth of logs. `notify` sends payloads; `heads` reads the heads of logs; both may raise
     TidemillError.
 
@@ -58,8 +58,10 @@ class Wakeups:
         self._has_grown = asyncio.Event()
 
     def start(self, tasks: Tasks) -> None:
-        for name, body in (("tell", self._tell), ("listen", self._listen), ("poll", self._poll)):
-            tasks.spawn(kept(f"consensus-postgres-{name}", body, self._told), name=f"consensus-postgres-{name}")
+        for name, body in (("tell", self._send_notifications), ("listen", self._listen), ("poll", self._poll)):
+            tasks.spawn(
+                run_supervised(f"consensus-postgres-{name}", body, self._told), name=f"consensus-postgres-{name}"
+            )
 
     async def wait(self, name: str, beyond: int, timeout_s: float) -> bool:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -83,9 +85,9 @@ class Wakeups:
             if not waiting:
                 self._waiters.pop(name, None)
 
-    def grown(self, name: str, next_position: int) -> None:
+    def announce_growth(self, name: str, next_position: int) -> None:
         """Announce an acknowledged append of this client: wake local waiters now, notify other clients soon."""
-        self._wake(name, next_position)
+        self._wake_waiters(name, next_position)
         self._grown[name] = max(next_position, self._grown.get(name, 0))
         self._has_grown.set()
 
@@ -95,12 +97,12 @@ class Wakeups:
                 if not future.done():
                     future.set_exception(error)
 
-    def _wake(self, name: str, next_position: int) -> None:
+    def _wake_waiters(self, name: str, next_position: int) -> None:
         for beyond, future in self._waiters.get(name, ()):
             if next_position > beyond and not future.done():
                 future.set_result(True)
 
-    async def _tell(self) -> None:
+    async def _send_notifications(self) -> None:
         while True:
             await self._has_grown.wait()
             self._has_grown.clear()
@@ -126,13 +128,13 @@ class Wakeups:
         connection = await connections.connect(self._url)
         try:
             await connection.execute("LISTEN tidemill")
-            await self._look()
+            await self._poll_once()
             async for notification in connection.notifies():
-                self._heard(notification.payload)
+                self._handle_notification(notification.payload)
         finally:
             await connection.close()
 
-    def _heard(self, payload: str) -> None:
+    def _handle_notification(self, payload: str) -> None:
         """Wake waiters. Positions are a hint: a forged one costs its waiters a read, an unreadable payload costs
         nothing.
         """
@@ -142,14 +144,14 @@ class Wakeups:
             log.debug("an unreadable notification was ignored", reason=str(error), payload=payload[:80])
             return
         for name, next_position in grown:
-            self._wake(name, next_position)
+            self._wake_waiters(name, next_position)
 
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(self._rand.uniform(0.8, 1.2) * POLL_INTERVAL_S)
-            await self._look()
+            await self._poll_once()
 
-    async def _look(self) -> None:
+    async def _poll_once(self) -> None:
         if not self._waiters:
             return
         try:
@@ -158,7 +160,7 @@ class Wakeups:
             log.debug("poll for wake-ups failed", error=str(error))
             return
         for name, head in found.items():
-            self._wake(name, head.next)
+            self._wake_waiters(name, head.next)
 
 
 def _payloads(grown: dict[str, int]) -> list[str]:

@@ -11,7 +11,7 @@ from tidemill.base.errors import InvalidError
 LAYOUT_VERSION = 1
 OLDEST_SERVER = 140000
 
-MAKING = 0x7469_6465_6D69_6C6C
+SCHEMA_LOCK = 0x7469_6465_6D69_6C6C
 """Advisory lock held during the creation of the schema ("tidemill" in ASCII); transaction-scoped."""
 
 LAYOUT = """
@@ -48,7 +48,7 @@ async def prepare_session(connection: Any) -> None:
     )
 
 
-async def make_schema(connection: Any) -> None:
+async def ensure_schema(connection: Any) -> None:
     """Check the server and create missing tables. Raises InvalidError, or psycopg.Error for the caller to translate."""
     version = connection.info.server_version
     if version < OLDEST_SERVER:
@@ -68,7 +68,7 @@ async def make_schema(connection: Any) -> None:
     if fsync != "on":
         log.warning("PostgreSQL runs with fsync off: acknowledged writes do not survive a power cut")
     if not exists:
-        make = f"BEGIN; SELECT pg_advisory_xact_lock({MAKING}); {_for_version(version)} COMMIT"
+        make = f"BEGIN; SELECT pg_advisory_xact_lock({SCHEMA_LOCK}); {_layout_for(version)} COMMIT"
         # Several commands in one string need the simple protocol, so the statement is not prepared.
         await connection.execute(make, prepare=False)
     cursor = await connection.execute("SELECT layout FROM tidemill.meta")
@@ -80,6 +80,6 @@ async def make_schema(connection: Any) -> None:
         )
 
 
-def _for_version(version: int) -> str:
+def _layout_for(version: int) -> str:
     """Return the layout for a server version: STORAGE in CREATE TABLE needs 16. Without it values may be compressed."""
     return LAYOUT if version >= 160000 else LAYOUT.replace(" STORAGE EXTERNAL", "")

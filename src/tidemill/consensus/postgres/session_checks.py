@@ -21,7 +21,7 @@ from tidemill.consensus.postgres.connections import Connection
 from tidemill.consensus.rollback_detection import RollbackDetector
 
 
-class Admission:
+class SessionAdmission:
     """Admission of one client's sessions.
 
     `adopted(life)` is called when the server has a new life that was proved to continue the old one: anything else
@@ -36,19 +36,19 @@ class Admission:
 
     async def admit(self, connection: Connection) -> None:
         """Admit a session. Raises StoreRolledBackError, or psycopg.Error for a standby or a broken session."""
-        life = await life_of(connection)
+        life = await read_server_life(connection)
         async with self._one_at_a_time:
             if self._seen.lost is not None:
                 raise self._seen.lost
             if life == self._life:
                 return
             if self._life:
-                await self._prove(connection)
+                await self._check_history(connection)
             self._life = life
             self._adopted(life)
 
-    async def _prove(self, connection: Connection) -> None:
-        seen, asked = self._seen, self._seen.logs
+    async def _check_history(self, connection: Connection) -> None:
+        seen, asked = self._seen, self._seen.seen_logs
         try:
             logs = {
                 name: (LogHead(term, start, next_position), nonce)
@@ -60,21 +60,21 @@ class Admission:
                     )
                 ).fetchall()
             }
-            registers = await group_commit.registers(connection, seen.registers)
-            leases: list[Lease] = await single_ops.leases(connection, seen.leases)
+            registers = await group_commit.read_registers(connection, seen.seen_registers)
+            leases: list[Lease] = await single_ops.read_leases(connection, seen.seen_leases)
         except (pgerrors.UndefinedTable, pgerrors.InvalidSchemaName) as error:
             raise seen.end("schema=tidemill found=none") from error
-        seen.compare(logs, registers, leases)
+        seen.check_new_life(logs, registers, leases)
 
 
-async def life_of(connection: Connection) -> str:
-    """Return the name of the server process and its timeline. Raises Standby if the server is a standby."""
+async def read_server_life(connection: Connection) -> str:
+    """Return the name of the server process and its timeline. Raises StandbyError if the server is a standby."""
     row = await (await connection.execute(sql.LIFE)).fetchone()
     assert row is not None
     if row[0]:
-        raise Standby("the server is a standby and cannot be written")
+        raise StandbyError("the server is a standby and cannot be written")
     return str(row[1])
 
 
-class Standby(psycopg.OperationalError):
+class StandbyError(psycopg.OperationalError):
     """Retried like a server that is away: it may be promoted, or the next host of the URL may be the primary."""

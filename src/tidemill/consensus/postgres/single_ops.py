@@ -15,23 +15,23 @@ from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 
 SWEEP_ROWS = 5_000
 
-Single = Drop | Fence | Truncate | Acquire | Release
+SingleOp = Drop | Fence | Truncate | Acquire | Release
 
 
-async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> Any:
+async def execute_write(connection: Connection, op: SingleOp, log_ids: dict[str, int]) -> Any:
     """Do one write in its own transaction. Raises its outcome, or psycopg.Error."""
     match op:
         case Fence(log=log, term=term):
-            log_id = await group_commit.log_id(connection, log, log_ids)
+            log_id = await group_commit.log_id_of(connection, log, log_ids)
             rows = await _rows(connection, sql.FENCE, (term, log_id, term))
             if rows:
                 return LogHead(*rows[0])
-            raise transitions.fenced((await heads(connection, [log]))[log], log, term)
+            raise transitions.fenced_error((await read_heads(connection, [log]))[log], log, term)
         case Truncate(log=log, before=before):
             rows = await _rows(connection, sql.TRUNCATE, (before, log, before))
             if rows:
                 return LogHead(*rows[0][1:])
-            return transitions.truncate((await heads(connection, [log])).get(log, UNWRITTEN), op)
+            return transitions.truncate((await read_heads(connection, [log])).get(log, UNWRITTEN), op)
         case Acquire(name=name, holder=holder, ttl_ms=ttl_ms, info=info):
             rows = await _rows(connection, sql.ACQUIRE, (name, holder, ttl_ms, ttl_ms, info))
             if rows:
@@ -39,28 +39,28 @@ async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> 
             rows = await _rows(connection, sql.LEASE, (name,))
             if not rows:
                 raise UnavailableError(f"the lease vanished: name={name!r}.")
-            raise transitions.lease_conflict(_lease(rows[0]))
+            raise transitions.lease_conflict_error(_lease(rows[0]))
         case Drop(key=key, expected_seq=expected):
             if await _rows(connection, sql.DROP, (key, expected)):
                 return None
-            raise transitions.cas_conflict((await group_commit.registers(connection, [key])).get(key), op)
+            raise transitions.cas_conflict_error((await group_commit.read_registers(connection, [key])).get(key), op)
         case Release(name=name, holder=holder, term=term):
             await connection.execute(sql.RELEASE, (name, holder, term))
             return None
 
 
-async def sweep(connection: Connection, log_id: int, start: int) -> bool:
+async def sweep_records(connection: Connection, log_id: int, start: int) -> bool:
     """Delete some rows below `start`. True while there may be more."""
     cursor = await connection.execute(sql.SWEEP, (log_id, SWEEP_ROWS, log_id, start))
     return cursor.rowcount > 0
 
 
-async def read_group(connection: Connection, ops: list[Any]) -> list[Any]:
+async def execute_reads(connection: Connection, ops: list[Any]) -> list[Any]:
     """Return one outcome (result or error) per read. Heads and registers of the whole group take one statement each."""
     keys = list({op.key: None for op in ops if isinstance(op, Head)})
     logs = list({op.log: None for op in ops if isinstance(op, HeadOfLog)})
-    versions = await group_commit.registers(connection, keys) if keys else {}
-    log_heads = await heads(connection, logs) if logs else {}
+    versions = await group_commit.read_registers(connection, keys) if keys else {}
+    log_heads = await read_heads(connection, logs) if logs else {}
     outcomes: list[Any] = []
     for op in ops:
         match op:
@@ -82,21 +82,21 @@ async def _read(connection: Connection, op: Read) -> Any:
     rows = await _rows(connection, sql.READ, (op.start, op.limit_records, op.limit_bytes, op.log))
     head = LogHead(*rows[0][:3]) if rows else UNWRITTEN
     if op.start < head.start:
-        return transitions.truncated(head, op)
+        return transitions.truncated_error(head, op)
     return LogSlice(tuple(LogRecord(*row[3:]) for row in rows if row[3] is not None), head)
 
 
-async def leases(connection: Connection, names: list[str]) -> list[Lease]:
+async def read_leases(connection: Connection, names: list[str]) -> list[Lease]:
     """Return the leases that exist, of these names."""
     return [_lease(row) for row in await _rows(connection, sql.LEASES_NAMED, (names,))]
 
 
-async def sums(connection: Connection, prefix: str) -> dict[int, int]:
+async def read_head_sums(connection: Connection, prefix: str) -> dict[int, int]:
     """Return the sum of the heads of each part of the logs with this prefix."""
     return dict(await _rows(connection, sql.SUMS, (prefix,)))
 
 
-async def heads_after(
+async def read_heads_after(
     connection: Connection, prefix: str, after: str, parts: Collection[int], limit: int
 ) -> list[tuple[str, LogHead]]:
     """Return the first `limit` logs of these parts with this prefix whose name is greater than `after`, by name."""
@@ -105,7 +105,7 @@ async def heads_after(
     return [(row[0], LogHead(*row[1:])) for row in rows]
 
 
-async def heads(connection: Connection, logs: list[str]) -> dict[str, LogHead]:
+async def read_heads(connection: Connection, logs: list[str]) -> dict[str, LogHead]:
     """Return the heads of those of `logs` that were ever written."""
     return {row[0]: LogHead(*row[1:]) for row in await _rows(connection, sql.HEADS, (logs,))}
 

@@ -12,7 +12,7 @@ NOW_MS = "(extract(epoch FROM clock_timestamp()) * 1000)::int8"
 
 LOG_IDS = "SELECT name, id FROM tidemill.logs WHERE name = ANY(%b::text[])"
 
-MAKE_LOGS = (
+CREATE_LOGS = (
     'INSERT INTO tidemill.logs (name) SELECT n FROM unnest(%b::text[]) AS n ORDER BY n COLLATE "C"'
     " ON CONFLICT (name) DO NOTHING"
 )
@@ -71,7 +71,7 @@ CREATE_REGISTERS = (
 )
 
 
-def group(parts: Sequence[tuple[str, str]]) -> str:
+def group_statement(parts: Sequence[tuple[str, str]]) -> str:
     """Build one statement from some of the three, in this order."""
     return f"WITH {', '.join(with_ for with_, _ in parts)} {' UNION ALL '.join(rows for _, rows in parts)}"
 

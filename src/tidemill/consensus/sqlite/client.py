@@ -24,29 +24,29 @@ from tidemill.base.errors import (
     TidemillError,
     UnavailableError,
     UnknownOutcomeError,
-    as_unavailable,
+    to_unavailable,
 )
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.operations import AnyOp, HeadOfLog, Wait
 from tidemill.consensus.rollback_detection import RollbackDetector
 from tidemill.consensus.sqlite import host_election, lock_holders, protocol, socket_address
-from tidemill.consensus.sqlite.connection import Link, connect
-from tidemill.consensus.supervised_loop import kept
+from tidemill.consensus.sqlite.connection import SequencerConnection, connect_to_sequencer
+from tidemill.consensus.supervised_loop import run_supervised
 
-UNSENT_AFTER_S = 15.0
+NO_SEQUENCER_TIMEOUT_S = 15.0
 """Time without a sequencer after which an operation ends with UnavailableError."""
 
-UNANSWERED_AFTER_S = 30.0
+ANSWER_TIMEOUT_S = 30.0
 """Silence of a sequencer after which the client breaks the connection."""
 
-GREETING_S = 5.0
+GREETING_TIMEOUT_S = 5.0
 """Timeout of the greeting.
 
 A socket whose owner is stopped, or of which only a leftover copy is open, accepts but does not answer.
 """
 
-LOOK_S = 1.0
+LOCK_CHECK_AFTER_S = 1.0
 """Time without a greeting after which a client checks who holds the lock: a stopped process is named, not waited for.
 """
 
@@ -67,7 +67,7 @@ BACKOFF_MOST_S = 0.1
 log = structlog.get_logger()
 
 
-class _Pending:
+class _PendingRequest:
     __slots__ = ("future", "op", "sent", "started_s")
 
     def __init__(self, op: AnyOp | protocol.Hello, future: asyncio.Future[Any], started_s: float) -> None:
@@ -86,10 +86,10 @@ class SqliteConsensus(ConsensusClientBase):
         self._rand = rand
         self._name = rand.nonce()
         self._generation = host_election.generation
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _PendingRequest] = {}
         self._unsent: list[int] = []
         self._last_id = 0
-        self._link: Link | None = None
+        self._link: SequencerConnection | None = None
         self._flushing = False
         self._goodbye = False
         self._away_s = 0.0  # since when there is no sequencer; only while there is no `_link`
@@ -102,7 +102,7 @@ class SqliteConsensus(ConsensusClientBase):
         self.seen = RollbackDetector(f"sqlite:{self._database}")
         self._broken: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
-        self._seat: host_election.Seat | None = None
+        self._seat: host_election.HostElection | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
@@ -111,10 +111,13 @@ class SqliteConsensus(ConsensusClientBase):
         Raises InvalidError, CorruptError or UnavailableError.
         """
         self._loop = asyncio.get_running_loop()
-        self._seat = host_election.attach(self._database, self._clock)
+        self._seat = host_election.attach_client(self._database, self._clock)
         self._away_s = self._loop.time()
-        self._tasks.spawn(kept("consensus-sqlite-link", self._stay_connected, self._told), name="consensus-sqlite-link")
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        self._tasks.spawn(
+            run_supervised("consensus-sqlite-link", self._stay_connected, self._report_fault),
+            name="consensus-sqlite-link",
+        )
+        self._sweeper = self._loop.call_later(SWEEP_S, self._expire_requests)
         try:
             # Any answer suffices: it proves that a sequencer serves, here or elsewhere.
             await self._submit(HeadOfLog(""))
@@ -137,7 +140,7 @@ class SqliteConsensus(ConsensusClientBase):
             )
         self._last_id += 1
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._pending[self._last_id] = _Pending(op, future, self._loop.time())
+        self._pending[self._last_id] = _PendingRequest(op, future, self._loop.time())
         self._unsent.append(self._last_id)
         self._flush_soon()
         return self._last_id, future
@@ -155,7 +158,7 @@ class SqliteConsensus(ConsensusClientBase):
         finally:
             pending = self._pending.pop(request_id, None)
             if pending is not None and pending.sent and self._link is not None and self._link.transport is not None:
-                self._link.transport.write(protocol.encode([(0, protocol.Forget(request_id))]))
+                self._link.transport.write(protocol.encode_frames([(0, protocol.CancelWait(request_id))]))
 
     def _flush_soon(self) -> None:
         if not self._flushing and self._link is not None:
@@ -179,24 +182,24 @@ class SqliteConsensus(ConsensusClientBase):
             batch.append((request_id, pending.op))
         self._unsent.clear()
         if batch:
-            link.transport.write(self._encoded(batch))
+            link.transport.write(self._encode_batch(batch))
 
-    def _encoded(self, batch: list[tuple[int, object]]) -> bytes:
+    def _encode_batch(self, batch: list[tuple[int, object]]) -> bytes:
         """Encode a batch. A request that cannot be encoded is rejected; the others are sent."""
         try:
-            return protocol.encode(batch)
+            return protocol.encode_frames(batch)
         except Exception:
             coded = []
             for request in batch:
                 try:
-                    coded.append(protocol.encode([request]))
+                    coded.append(protocol.encode_frames([request]))
                 except Exception as error:
                     refused = InvalidError(f"the operation cannot be encoded: reason={error!r}.")
-                    self._settle(self._pending.pop(request[0], None), refused)
+                    self._fail_request(self._pending.pop(request[0], None), refused)
             return b"".join(coded)
 
-    def _answered(self, answer: protocol.Answer) -> None:
-        if answer.outcome == protocol.BYE:
+    def _handle_answer(self, answer: protocol.Answer) -> None:
+        if answer.outcome == protocol.GOODBYE_OUTCOME:
             self._goodbye = True
             return
         pending = self._pending.pop(answer.id, None)
@@ -212,7 +215,7 @@ class SqliteConsensus(ConsensusClientBase):
             error = protocol.decode_error(pending.op, answer)
         except Exception as unread:
             said = f"the sequencer's answer cannot be read: op={type(pending.op).__name__} reason={unread}."
-            self._settle(pending, UnknownOutcomeError(said) if pending.op.writes else UnavailableError(said))
+            self._fail_request(pending, UnknownOutcomeError(said) if pending.op.writes else UnavailableError(said))
             raise
         if isinstance(error, UnavailableError | UnknownOutcomeError | CorruptError):
             if not self._refusal:
@@ -220,12 +223,12 @@ class SqliteConsensus(ConsensusClientBase):
             self._refusal = error.message
         pending.future.set_exception(error)
 
-    def _misled(self, error: Exception) -> None:
+    def _handle_unreadable_answer(self, error: Exception) -> None:
         self._misled_at_s = self._loop.time()
         self._reason = f"the sequencer's answer cannot be read: {error}"
         log.error("an answer of the sequencer cannot be read", database=str(self._database), reason=str(error))
 
-    def _settle(self, pending: _Pending | None, error: TidemillError) -> None:
+    def _fail_request(self, pending: _PendingRequest | None, error: TidemillError) -> None:
         if pending is not None and not pending.future.done():
             pending.future.set_exception(error)
 
@@ -234,9 +237,11 @@ class SqliteConsensus(ConsensusClientBase):
     async def _stay_connected(self) -> None:
         backoff_s = BACKOFF_FIRST_S
         while True:
-            link, refused = await connect(self._database, lambda: Link(self._answered, self._misled))
+            link, refused = await connect_to_sequencer(
+                self._database, lambda: SequencerConnection(self._handle_answer, self._handle_unreadable_answer)
+            )
             self._reason = refused or self._reason
-            if link is not None and await self._greeted(link):
+            if link is not None and await self._greet(link):
                 served_s = self._loop.time()
                 self._link, self._reason = link, ""
                 try:
@@ -245,18 +250,18 @@ class SqliteConsensus(ConsensusClientBase):
                 finally:
                     link.abort()
                     self._link, self._away_s = None, self._loop.time()
-                    self._settle_lost()
+                    self._settle_lost_connection()
                 if self._misled_at_s < served_s:
                     backoff_s = BACKOFF_FIRST_S
                     continue
             else:
                 if link is not None:
                     link.abort()
-                self._host()
+                self._try_host()
             await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
             backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
 
-    async def _greeted(self, link: Link) -> bool:
+    async def _greet(self, link: SequencerConnection) -> bool:
         """Send Hello and wait for the answer.
 
         The sequencer answers after it ended our earlier connection and dropped its unread requests. Nothing
@@ -264,14 +269,14 @@ class SqliteConsensus(ConsensusClientBase):
         """
         assert link.transport is not None
         hello = protocol.Hello(protocol.WIRE_VERSION, self._name)
-        pending = self._pending[0] = _Pending(hello, self._loop.create_future(), self._loop.time())
-        link.transport.write(protocol.encode([(0, hello)]))
-        deadline_s = self._loop.time() + GREETING_S
+        pending = self._pending[0] = _PendingRequest(hello, self._loop.create_future(), self._loop.time())
+        link.transport.write(protocol.encode_frames([(0, hello)]))
+        deadline_s = self._loop.time() + GREETING_TIMEOUT_S
         try:
             done: set[asyncio.Future[Any]] = set()
-            while not done and self._loop.time() < deadline_s and not self._give_up_on_stopped():
+            while not done and self._loop.time() < deadline_s and not self._is_host_stopped():
                 done, _ = await asyncio.wait(
-                    [pending.future, link.lost], timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                    [pending.future, link.lost], timeout=LOCK_CHECK_AFTER_S, return_when=asyncio.FIRST_COMPLETED
                 )
         finally:
             self._pending.pop(0, None)
@@ -280,35 +285,35 @@ class SqliteConsensus(ConsensusClientBase):
         error = pending.future.exception()
         if isinstance(error, InvalidError):
             self._reason = error.message
-            self._fail_all(as_unavailable(error) if self._served else error)
+            self._fail_all(to_unavailable(error) if self._served else error)
         return error is None
 
-    def _host(self) -> None:
+    def _try_host(self) -> None:
         assert self._seat is not None
         try:
             self._seat.try_host()
-            failure = self._seat.take_failure()
+            failure = self._seat.pop_failure()
         except TidemillError as error:
             failure = error
         except (OSError, RuntimeError) as error:
             failure = UnavailableError(f"this process cannot host the sequencer: reason={error}.")
         if isinstance(failure, InvalidError) and self._served:
-            failure = as_unavailable(failure)
+            failure = to_unavailable(failure)
         if failure is not None:
             self._reason = failure.message
             if isinstance(failure, InvalidError | CorruptError) or not self._served:
                 # Opening again would fail the same way: report it to all callers instead of letting them time out.
                 self._fail_all(failure)
-        elif not self._seat.hosting:
-            self._give_up_on_stopped()
+        elif not self._seat.is_hosting:
+            self._is_host_stopped()
 
-    def _give_up_on_stopped(self) -> bool:
+    def _is_host_stopped(self) -> bool:
         """Return whether the process that should serve this client is visibly stopped.
 
         A client that is just starting fails immediately. One that was served before waits as usual, since the process
         may continue.
         """
-        if self._loop.time() - self._away_s < LOOK_S:
+        if self._loop.time() - self._away_s < LOCK_CHECK_AFTER_S:
             return False
         held = lock_holders.lock_holders(socket_address.lock_path(self._database))
         stopped = next((holder for holder in held if holder.state), None)
@@ -324,7 +329,7 @@ class SqliteConsensus(ConsensusClientBase):
             )
         return True
 
-    def _settle_lost(self) -> None:
+    def _settle_lost_connection(self) -> None:
         goodbye, self._goodbye = self._goodbye, False
         for request_id, pending in list(self._pending.items()):
             if not pending.sent:
@@ -339,14 +344,14 @@ class SqliteConsensus(ConsensusClientBase):
                 pending.sent = False
         self._unsent = list(self._pending)
 
-    def _sweep(self) -> None:
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+    def _expire_requests(self) -> None:
+        self._sweeper = self._loop.call_later(SWEEP_S, self._expire_requests)
         now_s = self._loop.time()
         for request_id, pending in list(self._pending.items()):
             age_s = now_s - pending.started_s
             if isinstance(pending.op, (Wait, protocol.Hello)):
                 continue
-            if age_s < UNSENT_AFTER_S:
+            if age_s < NO_SEQUENCER_TIMEOUT_S:
                 break
             if not pending.sent:
                 del self._pending[request_id]
@@ -354,16 +359,16 @@ class SqliteConsensus(ConsensusClientBase):
                     pending.future.set_exception(
                         UnavailableError(
                             f"no sequencer answers for the database: database={self._database} last={self._reason!r}"
-                            f" {lock_holders.who_locks(socket_address.lock_path(self._database))}.",
+                            f" {lock_holders.describe_lock_holder(socket_address.lock_path(self._database))}.",
                             fix="Look for a stopped process that holds the lock file next to the database.",
                         )
                     )
-            elif age_s > UNANSWERED_AFTER_S and self._link is not None:
+            elif age_s > ANSWER_TIMEOUT_S and self._link is not None:
                 if not pending.op.writes:
                     # Otherwise it would be sent again forever. A write is settled when its connection is.
                     del self._pending[request_id]
                     said = f"the sequencer does not answer: database={self._database} waited_s={age_s:.0f}."
-                    self._settle(pending, UnavailableError(said))
+                    self._fail_request(pending, UnavailableError(said))
                 self._link.abort()
                 return
 
@@ -389,11 +394,11 @@ class SqliteConsensus(ConsensusClientBase):
             return f"no sequencer answers for the database: database={self._database} last={self._reason!r}."
         waited_s = max((now_s - p.started_s for p in self._pending.values() if not isinstance(p.op, Wait)), default=0.0)
         if waited_s > SLOW_AFTER_S:
-            who = lock_holders.who_delays(self._database)
+            who = lock_holders.describe_delaying_process(self._database)
             return f"the sequencer is slow to answer: database={self._database} waited_s={waited_s:.0f} {who}."
         return self._refusal if now_s - self._refused_s > REFUSED_AFTER_S else ""
 
-    def _told(self, fault: str) -> None:
+    def _report_fault(self, fault: str) -> None:
         self._reason = fault
 
     def _task_failed(self, name: str, error: BaseException) -> None:
@@ -413,4 +418,4 @@ class SqliteConsensus(ConsensusClientBase):
         self._fail_all(ClosedError("this consensus client was closed."))
         seat, self._seat = self._seat, None
         if seat is not None:
-            await asyncio.to_thread(host_election.detach, seat)
+            await asyncio.to_thread(host_election.detach_client, seat)

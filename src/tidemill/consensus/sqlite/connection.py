@@ -10,10 +10,10 @@ from tidemill.consensus.sqlite import protocol, socket_address
 
 CONNECT_S = 5.0
 
-ROOM_BYTES = 256 << 10
+RECEIVE_BUFFER_BYTES = 256 << 10
 
 
-class Link(asyncio.BufferedProtocol):
+class SequencerConnection(asyncio.BufferedProtocol):
     """Transport of one connection. `answered` receives each answer; `misled` receives the error of an unreadable one.
 
     An unreadable answer ends its connection. Answers are received into one buffer: a plain protocol would get a fresh
@@ -23,8 +23,8 @@ class Link(asyncio.BufferedProtocol):
     def __init__(self, answered: Callable[[protocol.Answer], None], misled: Callable[[Exception], None]) -> None:
         self._answered = answered
         self._misled = misled
-        self._splitter = protocol.Splitter()
-        self._room = memoryview(bytearray(ROOM_BYTES))
+        self._splitter = protocol.FrameSplitter()
+        self._room = memoryview(bytearray(RECEIVE_BUFFER_BYTES))
         self.transport: asyncio.Transport | None = None
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -54,16 +54,18 @@ class Link(asyncio.BufferedProtocol):
             self.transport.abort()
 
 
-async def connect(database: Path, make: Callable[[], Link]) -> tuple[Link | None, str]:
+async def connect_to_sequencer(
+    database: Path, make: Callable[[], SequencerConnection]
+) -> tuple[SequencerConnection | None, str]:
     """Return (a link to a trusted sequencer, or None; the reason why a socket was rejected, or "")."""
     reason = ""
-    with socket_address.addresses(database, create=False) as candidates:
+    with socket_address.socket_paths(database, create=False) as candidates:
         for path in candidates:
             try:
                 async with asyncio.timeout(CONNECT_S):
                     transport, link = await asyncio.get_running_loop().create_unix_connection(make, path)
                 uid = socket_address.peer_uid(transport.get_extra_info("socket"))
-                if socket_address.trusts(uid, database):
+                if socket_address.is_trusted_user(uid, database):
                     return link, ""
                 reason = f"another user serves the socket: path={path} uid={uid}"
                 link.abort()

@@ -20,7 +20,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, LogSlice, Versioned
-from tidemill.consensus.change_journal import Journal
+from tidemill.consensus.change_journal import ChangeJournal
 from tidemill.consensus.engine_clock import EngineClock
 from tidemill.consensus.operations import (
     Acquire,
@@ -41,8 +41,8 @@ from tidemill.consensus.operations import (
     WriteOp,
 )
 from tidemill.consensus.sqlite import schema
-from tidemill.consensus.sqlite.record_storage import LOG_IDS, Placed, Records
-from tidemill.consensus.sqlite.row_checksums import context_of, seal, unsealed_register
+from tidemill.consensus.sqlite.record_storage import LOG_IDS, PlacedRecord, RecordStorage
+from tidemill.consensus.sqlite.row_checksums import register_context, seal, unseal_register
 from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 
 Outcome = Any
@@ -57,7 +57,7 @@ SPACE_RESERVE_BYTES = 32 << 20
 It fits the largest append and the checkpoint of SQLite's write-ahead log.
 """
 
-SPACE_LOOK_S = 0.25
+SPACE_CHECK_INTERVAL_S = 0.25
 """Maximum age of the measured free space."""
 
 FREE_PAGES = 1_024
@@ -69,14 +69,14 @@ returned to the file system at each check of the free space, in the commit in pr
 """
 
 
-_LIVES = itertools.count()
+_LIFE_COUNTER = itertools.count()
 
 
 class CommitOutcomeUnknownError(Exception):
     """COMMIT itself failed: whether the group happened is unknown until the file is reopened."""
 
 
-class _Staged:
+class _StagedChanges:
     """Changes of a group, over the stored state."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class _Staged:
         return bool(self.registers or self.heads or self.leases)
 
 
-class Engine:
+class SqliteEngine:
     """Engine of one database, owned by one thread.
 
     After CommitOutcomeUnknownError or CorruptError it must be closed and reopened.
@@ -98,7 +98,7 @@ class Engine:
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
-        self._db = schema.connect(path)
+        self._db = schema.open_database(path)
         last_seen_ms = self._rows("SELECT clock_ms FROM meta")[0][0]
         self._clock = EngineClock(clock, last_seen_ms)
         self._steady = clock
@@ -108,12 +108,12 @@ class Engine:
         self._ids: dict[str, int] = {}
         self._versions: dict[str, Versioned] = {}
         self._data_version = self._rows("PRAGMA data_version")[0][0]
-        self._records = Records(self._db)
-        self._journal = self._begin_journal()
+        self._records = RecordStorage(self._db)
+        self._journal = self._new_journal()
 
-    def _begin_journal(self) -> Journal:
+    def _new_journal(self) -> ChangeJournal:
         """Start a new change journal: writes of another connection are not in the current one."""
-        return Journal(f"{os.getpid()}.{next(_LIVES)}.{self._clock.now_ms()}")
+        return ChangeJournal(f"{os.getpid()}.{next(_LIFE_COUNTER)}.{self._clock.now_ms()}")
 
     # writes --------------------------------------------------------------------------------------
 
@@ -123,10 +123,10 @@ class Engine:
         Raises CommitOutcomeUnknownError, or UnavailableError if nothing happened.
         """
         look = self._check_space()
-        staged = _Staged()
+        staged = _StagedChanges()
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            self._refresh()
+            self._invalidate_if_changed()
             outcomes: list[Outcome] = []
             for op in ops:
                 try:
@@ -141,7 +141,7 @@ class Engine:
                 self._shrink()
         except apsw.Error as error:
             self._roll_back()
-            raise schema.translate(error, self._path) from error
+            raise schema.translate_sqlite_error(error, self._path) from error
         except BaseException:
             self._roll_back()
             raise
@@ -149,7 +149,7 @@ class Engine:
             self._db.execute("COMMIT")
         except apsw.Error as error:
             raise CommitOutcomeUnknownError(str(error)) from error
-        self._remember(staged)
+        self._update_caches(staged)
         return outcomes
 
     def _check_space(self) -> bool:
@@ -159,7 +159,7 @@ class Engine:
         if look:
             found = os.statvfs(self._path.parent)
             self._free_bytes = found.f_bavail * found.f_frsize
-            self._look_at_s = now_s + SPACE_LOOK_S
+            self._look_at_s = now_s + SPACE_CHECK_INTERVAL_S
         if self._free_bytes < SPACE_RESERVE_BYTES:
             raise UnavailableError(
                 f"the disk is full: path={self._path} free_bytes={self._free_bytes} kept_bytes={SPACE_RESERVE_BYTES}.",
@@ -173,10 +173,10 @@ class Engine:
         if free > FREE_PAGES and free > pages // 4:
             self._rows(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
 
-    def _decide(self, op: WriteOp, staged: _Staged) -> Any:
+    def _decide(self, op: WriteOp, staged: _StagedChanges) -> Any:
         match op:
             case Append(log=log):
-                head = staged.heads.get(log) or self._head(log)
+                head = staged.heads.get(log) or self._read_head(log)
                 grown = transitions.append(head, op)
                 staged.heads[log] = grown
                 staged.appends.append(op)
@@ -190,14 +190,14 @@ class Engine:
                 staged.registers[key] = None
                 return None
             case Fence(log=log):
-                head = staged.heads.get(log) or self._head(log)
+                head = staged.heads.get(log) or self._read_head(log)
                 raised = transitions.fence(head, op)
                 if raised is not head:
                     staged.heads[log] = raised
                     staged.marked.add(log)
                 return raised
             case Truncate(log=log):
-                head = staged.heads.get(log) or self._head(log)
+                head = staged.heads.get(log) or self._read_head(log)
                 cut = transitions.truncate(head, op)
                 if cut is not head:
                     staged.heads[log] = cut
@@ -205,19 +205,19 @@ class Engine:
                 return cut
             case Acquire(name=name):
                 now_ms = self._clock.now_ms()
-                row = transitions.acquire(staged.leases.get(name) or self._lease(name), op, now_ms)
+                row = transitions.acquire(staged.leases.get(name) or self._read_lease(name), op, now_ms)
                 staged.leases[name] = row
                 return row.view(now_ms)
             case Release(name=name):
-                given_up = transitions.release(staged.leases.get(name) or self._lease(name), op)
+                given_up = transitions.release(staged.leases.get(name) or self._read_lease(name), op)
                 if given_up is not None:
                     staged.leases[name] = given_up
                 return None
 
-    def _staged_version(self, key: str, staged: _Staged) -> Versioned | None:
-        return staged.registers[key] if key in staged.registers else self._version(key)
+    def _staged_version(self, key: str, staged: _StagedChanges) -> Versioned | None:
+        return staged.registers[key] if key in staged.registers else self._read_register(key)
 
-    def _write(self, staged: _Staged) -> None:
+    def _write(self, staged: _StagedChanges) -> None:
         execute = self._db.executemany
         ids = self._ids
         for name in staged.heads:
@@ -236,7 +236,7 @@ class Engine:
         if staged.appends:
             self._records.insert(
                 [
-                    Placed(ids[op.log], position, op.term, op.nonce, data)
+                    PlacedRecord(ids[op.log], position, op.term, op.nonce, data)
                     for op in staged.appends
                     for position, data in enumerate(op.records, op.expected_next)
                 ]
@@ -246,7 +246,7 @@ class Engine:
                 "INSERT INTO registers (key, seq, nonce, data) VALUES (?, ?, ?, ?)"
                 " ON CONFLICT (key) DO UPDATE SET seq = excluded.seq, nonce = excluded.nonce, data = excluded.data",
                 [
-                    (key, v.seq, v.nonce, seal(v.data, context_of(key, v.seq, v.nonce)))
+                    (key, v.seq, v.nonce, seal(v.data, register_context(key, v.seq, v.nonce)))
                     for key, v in staged.registers.items()
                     if v is not None
                 ],
@@ -259,10 +259,10 @@ class Engine:
             )
             self._db.execute("UPDATE meta SET clock_ms = max(clock_ms, ?)", (self._clock.now_ms(),))
 
-    def _remember(self, staged: _Staged) -> None:
+    def _update_caches(self, staged: _StagedChanges) -> None:
         """Update the caches after the commit; only durable state enters them."""
         self._records.committed()
-        self._journal.note(staged.heads)
+        self._journal.record_changes(staged.heads)
         if len(self._versions) + len(self._heads) > CACHED_ENTRIES:
             self._versions.clear()
             self._heads.clear()
@@ -280,87 +280,87 @@ class Engine:
     def _roll_back(self) -> None:
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
-        self._forget()
+        self._clear_caches()
 
-    def _forget(self) -> None:
+    def _clear_caches(self) -> None:
         """Clear all caches and reload from the file."""
         self._heads.clear()
         self._ids.clear()
         self._versions.clear()
         self._records.reload()
-        self._journal = self._begin_journal()
+        self._journal = self._new_journal()
 
     # reads ---------------------------------------------------------------------------------------
 
-    def answer(self, op: AnyOp) -> Any:
+    def execute_read(self, op: AnyOp) -> Any:
         """Read committed state. Raises MissingError, CorruptError or UnavailableError."""
         try:
-            self._refresh()
+            self._invalidate_if_changed()
             match op:
                 case Head(key=key):
-                    return self._version(key)
+                    return self._read_register(key)
                 case HeadOfLog(log=log):
-                    return self._head(log)
+                    return self._read_head(log)
                 case Read():
                     return self._read(op)
                 case Changed():
-                    return self._journal.answer(op, self._listed, self._head)
+                    return self._journal.changes_since(op, self._list_heads, self._read_head)
                 case Wait(log=log, beyond=beyond):
-                    return self._head(log).next > beyond
+                    return self._read_head(log).next > beyond
                 case Scan(prefix=prefix):
                     sql = "SELECT key, seq, nonce, data FROM registers WHERE {} ORDER BY key"
-                    rows = self._prefixed(sql, "key", prefix)
+                    rows = self._rows_with_prefix(sql, "key", prefix)
                     return [
-                        (key, Versioned(seq, unsealed_register(key, seq, nonce, data), nonce))
+                        (key, Versioned(seq, unseal_register(key, seq, nonce, data), nonce))
                         for key, seq, nonce, data in rows
                     ]
                 case Leases(prefix=prefix):
                     now_ms = self._clock.now_ms()
                     sql = "SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE {} ORDER BY name"
-                    return [LeaseRow(*row).view(now_ms) for row in self._prefixed(sql, "name", prefix)]
+                    return [LeaseRow(*row).view(now_ms) for row in self._rows_with_prefix(sql, "name", prefix)]
                 case _:
                     raise UnavailableError(f"not a read: op={type(op).__name__}.")
         except apsw.Error as error:
-            raise schema.translate(error, self._path) from error
+            raise schema.translate_sqlite_error(error, self._path) from error
 
     def _read(self, op: Read) -> LogSlice:
-        head = self._head(op.log)
+        head = self._read_head(op.log)
         transitions.check_read(head, op)
         if op.start >= head.next:
             return LogSlice((), head)
         records = self._records.read(self._ids[op.log], head, op.start, op.limit_records, op.limit_bytes)
         return LogSlice(tuple(records), head)
 
-    def _listed(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
+    def _list_heads(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
         sql = "SELECT name, id, term, start, next FROM logs WHERE name >= ? AND name < ? AND name > ?"
         bounds = (prefix, prefix + "\U0010ffff" * 4, after, limit)
         rows = self._rows(f"{sql} ORDER BY name LIMIT ?", bounds)
-        return [(name, self._records.overlay(log_id, LogHead(*head))) for name, log_id, *head in rows]
+        return [(name, self._records.head_with_recent(log_id, LogHead(*head))) for name, log_id, *head in rows]
 
-    def _prefixed(self, sql: str, column: str, prefix: str) -> list[tuple[Any, ...]]:
+    def _rows_with_prefix(self, sql: str, column: str, prefix: str) -> list[tuple[Any, ...]]:
         """Return the rows whose column starts with `prefix`, by index range. No code point sorts above U+10FFFF."""
         if not prefix:
             return self._rows(sql.format("TRUE"))
         return self._rows(sql.format(f"{column} >= ? AND {column} < ?"), (prefix, prefix + "\U0010ffff" * 4))
 
-    def _refresh(self) -> None:
+    def _invalidate_if_changed(self) -> None:
         """Clear the caches if another connection committed."""
         data_version = self._rows("PRAGMA data_version")[0][0]
         if data_version != self._data_version:
             self._data_version = data_version
-            self._forget()
+            self._clear_caches()
 
-    def _head(self, log: str) -> LogHead:
+    def _read_head(self, log: str) -> LogHead:
         head = self._heads.get(log)
         if head is None:
             rows = self._rows("SELECT id, term, start, next FROM logs WHERE name = ?", (log,))
             if not rows:
                 return UNWRITTEN
             self._ids[log] = rows[0][0]
-            head = self._heads[log] = self._records.overlay(rows[0][0], LogHead(*rows[0][1:]))
+            head = self._heads[log] = self._records.head_with_recent(rows[0][0], LogHead(*rows[0][1:]))
         return head
 
-    def _version(self, key: str) -> Versioned | None:
+    def _read_register(self, key: str) -> Versioned | None:
         cached = self._versions.get(key)
         if cached is not None:
             return cached
@@ -368,9 +368,9 @@ class Engine:
         if not rows:
             return None
         seq, data, nonce = rows[0]
-        return Versioned(seq, unsealed_register(key, seq, nonce, data), nonce)
+        return Versioned(seq, unseal_register(key, seq, nonce, data), nonce)
 
-    def _lease(self, name: str) -> LeaseRow | None:
+    def _read_lease(self, name: str) -> LeaseRow | None:
         rows = self._rows("SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE name = ?", (name,))
         return LeaseRow(*rows[0]) if rows else None
 

@@ -1,7 +1,7 @@
 """Election of the process that hosts a database's sequencer: the one whose open file holds an flock next to it.
 
-The clients of a process share one `Seat` per database. A client that finds no listening sequencer asks its seat to try:
-the process that gets the lock starts the sequencer thread. SIGKILL closes the file, which frees the lock.
+The clients of a process share one `HostElection` per database. A client that finds no listening sequencer asks its seat
+to try: the process that gets the lock starts the sequencer thread. SIGKILL closes the file, which frees the lock.
 
 The descriptor is close-on-exec, and a fork closes its copy. A lock lives as long as any copy is open, so a child that
 outlived its killed parent would otherwise keep the database locked.
@@ -22,14 +22,14 @@ from tidemill.consensus.sqlite import schema, socket_address
 from tidemill.consensus.sqlite.sequencer import Sequencer
 
 _guard = threading.Lock()
-_seats: dict[str, Seat] = {}
+_seats: dict[str, HostElection] = {}
 _leaked: list[object] = []
 generation = 0
 """Counter of forks, incremented in every forked child: clients opened before the fork recognise that they are copies.
 """
 
 
-class Seat:
+class HostElection:
     """One database in this process. All methods are thread-safe."""
 
     def __init__(self, database: Path, clock: Clock) -> None:
@@ -45,12 +45,12 @@ class Seat:
         with self._mutex:
             if self._sequencer is not None:
                 return
-            fd = _take_lock(socket_address.lock_path(self._database))
+            fd = _try_lock(socket_address.lock_path(self._database))
             if fd < 0:
                 return
             self._lock_fd = fd
             try:
-                self._sequencer = Sequencer(self._database, self._clock, self._ended)
+                self._sequencer = Sequencer(self._database, self._clock, self._on_sequencer_end)
                 self._sequencer.start()
             except BaseException:
                 # Out of descriptors or threads. A lock without a sequencer would lock every process out.
@@ -59,17 +59,17 @@ class Seat:
                 raise
 
     @property
-    def hosting(self) -> bool:
+    def is_hosting(self) -> bool:
         return self._sequencer is not None
 
-    def take_failure(self) -> TidemillError | None:
+    def pop_failure(self) -> TidemillError | None:
         """Return, once, why the sequencer that was started here ended on its own."""
         failure, self._failure = self._failure, None
         return failure
 
     _failure: TidemillError | None = None
 
-    def _ended(self) -> None:
+    def _on_sequencer_end(self) -> None:
         """Release the lock; the sequencer thread calls it after closing the database.
 
         Only then may another process open it.
@@ -86,28 +86,28 @@ class Seat:
         if sequencer is not None:
             sequencer.stop()
 
-    def abandon(self) -> None:
+    def abandon_in_child(self) -> None:
         """Close the copies of the descriptors in a forked child. This does not release the parent's lock."""
         if self._lock_fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._lock_fd)
         if self._sequencer is not None:
-            self._sequencer.abandon()
+            self._sequencer.abandon_in_child()
             # Closing an inherited SQLite connection could checkpoint concurrently with the parent: keep it forever.
             _leaked.append(self._sequencer)
 
 
-def attach(database: Path, clock: Clock) -> Seat:
+def attach_client(database: Path, clock: Clock) -> HostElection:
     key = os.path.realpath(database)
     with _guard:
         seat = _seats.get(key)
         if seat is None:
-            seat = _seats[key] = Seat(Path(key), clock)
+            seat = _seats[key] = HostElection(Path(key), clock)
         seat.users += 1
         return seat
 
 
-def detach(seat: Seat) -> None:
+def detach_client(seat: HostElection) -> None:
     """Detach a client. The last one of this process stops the sequencer, and blocks until the database is closed."""
     with _guard:
         seat.users -= 1
@@ -118,7 +118,7 @@ def detach(seat: Seat) -> None:
     seat.stop()
 
 
-def _take_lock(path: Path) -> int:
+def _try_lock(path: Path) -> int:
     """Return an open, locked descriptor, or -1 if another process holds the lock.
 
     Raises InvalidError or UnavailableError.
@@ -129,7 +129,7 @@ def _take_lock(path: Path) -> int:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             what = "the lock file of the database of consensus.url cannot be opened"
-            raise schema.translate_os(error, what, path) from error
+            raise schema.translate_os_error(error, what, path) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -149,7 +149,7 @@ def _after_fork_in_child() -> None:
     _guard = threading.Lock()
     generation += 1
     for seat in _seats.values():
-        seat.abandon()
+        seat.abandon_in_child()
         _leaked.append(seat)
     _seats.clear()
 

@@ -19,7 +19,7 @@ COMMAND_CHARS = 120
 STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "D": "waiting for a disk"}
 
 
-class Holder(msgspec.Struct, frozen=True):
+class LockHolder(msgspec.Struct, frozen=True):
     """A process that holds a lock. `state` is "" for one that runs or sleeps normally. pid 0: not visible from here."""
 
     pid: int
@@ -33,41 +33,41 @@ class Holder(msgspec.Struct, frozen=True):
         return f"holder_pid={self.pid} holder_command={self.command!r}{state}"
 
 
-def lock_holders(path: Path) -> list[Holder]:
+def lock_holders(path: Path) -> list[LockHolder]:
     """Return the other processes with a lock on the file, or on SQLite's -shm and -wal files next to it."""
     inodes = set()
     for name in (path, path.with_name(path.name + "-shm"), path.with_name(path.name + "-wal")):
         with contextlib.suppress(OSError):
             inodes.add(os.stat(name).st_ino)
     pids: dict[int, None] = {}
-    for pid, inode in _locks():
+    for pid, inode in _held_locks():
         if inode in inodes and pid != os.getpid():
             pids[max(0, pid)] = None
     return [_holder(pid) for pid in pids]
 
 
-def intruders(database: Path) -> list[Holder]:
+def foreign_lock_holders(database: Path) -> list[LockHolder]:
     """Return the processes that lock the database's own files without hosting its sequencer: commits wait for them."""
     hosts = {holder.pid for holder in lock_holders(database.with_name(database.name + ".lock"))}
     return [holder for holder in lock_holders(database) if holder.pid not in hosts]
 
 
-def who_locks(path: Path) -> str:
+def describe_lock_holder(path: Path) -> str:
     """Return `holder_pid=… holder_command=…` of the first other holder, or `holder_pid=unknown`."""
     found = lock_holders(path)
     return str(found[0]) if found else "holder_pid=unknown"
 
 
-def who_delays(database: Path) -> str:
-    """Name the process that delays the sequencer's answer, as `who_locks` does.
+def describe_delaying_process(database: Path) -> str:
+    """Name the process that delays the sequencer's answer, as `describe_lock_holder` does.
 
     It is one that locks the database's own files, or else the sequencer's host.
     """
-    found = intruders(database)
-    return str(found[0]) if found else who_locks(database.with_name(database.name + ".lock"))
+    found = foreign_lock_holders(database)
+    return str(found[0]) if found else describe_lock_holder(database.with_name(database.name + ".lock"))
 
 
-def _locks() -> list[tuple[int, int]]:
+def _held_locks() -> list[tuple[int, int]]:
     """Return (pid, inode) of every lock held on this machine."""
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -78,11 +78,11 @@ def _locks() -> list[tuple[int, int]]:
     return found
 
 
-def _holder(pid: int) -> Holder:
+def _holder(pid: int) -> LockHolder:
     command, state = "", ""
     with contextlib.suppress(OSError):
         said = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         command = " ".join(said.split())
     with contextlib.suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return Holder(pid, command[:COMMAND_CHARS], STATES.get(state, ""))
+    return LockHolder(pid, command[:COMMAND_CHARS], STATES.get(state, ""))

@@ -50,7 +50,7 @@ FRAME_BYTES = 96 << 20
 """Frame limit, above the largest append. A longer frame means that the peer does not speak this protocol."""
 
 OK = 0
-BYE = 99
+GOODBYE_OUTCOME = 99
 
 
 class Hello(Op, frozen=True, tag=20):
@@ -60,7 +60,7 @@ class Hello(Op, frozen=True, tag=20):
     client: str
 
 
-class Forget(Op, frozen=True, tag=21):
+class CancelWait(Op, frozen=True, tag=21):
     """Cancel the wait with this request id."""
 
     request: int
@@ -68,7 +68,7 @@ class Forget(Op, frozen=True, tag=21):
 
 class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: int
-    op: AnyOp | Hello | Forget
+    op: AnyOp | Hello | CancelWait
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -77,7 +77,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     body: msgspec.Raw
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True):
+class ErrorAnswer(msgspec.Struct, frozen=True, array_like=True):
     message: str
     fix: str
     current: msgspec.Raw
@@ -123,33 +123,33 @@ _CURRENTS: dict[type, Any] = {
 _encoder = msgspec.msgpack.Encoder()
 _requests_decoder = msgspec.msgpack.Decoder(list[Request])
 _answers_decoder = msgspec.msgpack.Decoder(list[Answer])
-_refusal_decoder = msgspec.msgpack.Decoder(Refusal)
+_refusal_decoder = msgspec.msgpack.Decoder(ErrorAnswer)
 _result_decoders = {op: msgspec.msgpack.Decoder(kind) for op, kind in _RESULTS.items()}
 _current_decoders = {op: msgspec.msgpack.Decoder(kind) for op, kind in _CURRENTS.items()}
 
 
-Said = tuple[int, Any] | tuple[int, int, Any]
+Message = tuple[int, Any] | tuple[int, int, Any]
 """A request or an answer before encoding."""
 
 
-def encode(said: list[Any]) -> bytes:
+def encode_frames(said: list[Any]) -> bytes:
     """Encode one frame, or one frame per message if together they would be too long."""
     body = _encoder.encode(said)
     if len(body) > FRAME_BYTES and len(said) > 1:
-        return b"".join(encode([one]) for one in said)
+        return b"".join(encode_frames([one]) for one in said)
     return len(body).to_bytes(4, "little") + body
 
 
-def result(request_id: int, value: object) -> Said:
+def result_answer(request_id: int, value: object) -> Message:
     return (request_id, OK, value)
 
 
-def refusal(request_id: int, error: TidemillError) -> Said:
+def error_answer(request_id: int, error: TidemillError) -> Message:
     kind = next(_OUTCOMES[base] for base in type(error).__mro__ if base in _OUTCOMES)
     return (request_id, kind, (error.message, error.fix, getattr(error, "current", None)))
 
 
-GOODBYE: Said = (0, BYE, None)
+GOODBYE: Message = (0, GOODBYE_OUTCOME, None)
 
 
 def decode_requests(body: bytes) -> list[Request]:
@@ -175,7 +175,7 @@ def decode_error(op: Op, answer: Answer) -> TidemillError:
     return kind(refusal.message, fix=refusal.fix)
 
 
-class Splitter:
+class FrameSplitter:
     """Splitter of a byte stream into frame bodies."""
 
     def __init__(self) -> None:

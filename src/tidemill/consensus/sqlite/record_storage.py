@@ -10,8 +10,8 @@
 
 So a commit of many logs writes few pages and one row; a table keyed by log would dirty a page per log. In each log,
 positions below the first recent one are settled or swept, the others are recent and served from memory. A log's row in
-`logs` may be older than its recent records; `overlay` adds them. Records truncated before they settle are never written
-again. Methods that write run inside the engine's transaction and do not change memory; `committed` does.
+`logs` may be older than its recent records; `head_with_recent` adds them. Records truncated before they settle are
+never written again. Methods that write run inside the engine's transaction and do not change memory; `committed` does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GROUP_ROW_BYTES = 16 * MIB
 RECORD_OVERHEAD_BYTES = 100
 
 
-class Placed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PlacedRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A record with its log, as stored in `recent.body`."""
 
     log_id: int
@@ -53,27 +53,27 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data: bytes
 
 
-class _Group(NamedTuple):
+class _CommitGroup(NamedTuple):
     id: int
-    records: list[Placed]
+    records: list[PlacedRecord]
     size_bytes: int
 
 
-class _Tail:
+class _RecentRecords:
     """The recent records of one log, consecutive, oldest first. Removal from the front is amortised."""
 
     __slots__ = ("records", "taken")
 
     def __init__(self) -> None:
-        self.records: list[Placed] = []
+        self.records: list[PlacedRecord] = []
         self.taken = 0
 
     @property
-    def first(self) -> int:
+    def first_position(self) -> int:
         """Position of the oldest record; only defined if there is one."""
         return self.records[self.taken].position
 
-    def take(self, count: int) -> bool:
+    def drop_oldest(self, count: int) -> bool:
         """Drop the `count` oldest records. True if none is left."""
         self.taken += count
         if self.taken == len(self.records):
@@ -85,11 +85,11 @@ class _Tail:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_group = msgspec.msgpack.Decoder(list[Placed]).decode
+_decode_group = msgspec.msgpack.Decoder(list[PlacedRecord]).decode
 _decode_chunk = msgspec.msgpack.Decoder(list[tuple[int, str, bytes]]).decode
 
 
-class Records:
+class RecordStorage:
     """The records of all logs. Raises apsw.Error, and CorruptError if a body is unreadable or a record is missing."""
 
     def __init__(self, db: apsw.Connection) -> None:
@@ -98,11 +98,11 @@ class Records:
 
     def reload(self) -> None:
         """Clear memory and reload from the file."""
-        self._tails: dict[int, _Tail] = {}
-        self._groups: deque[_Group] = deque()
+        self._tails: dict[int, _RecentRecords] = {}
+        self._groups: deque[_CommitGroup] = deque()
         self._recent_bytes = 0
-        self._staged: list[_Group] = []
-        self._settling: list[_Group] = []
+        self._staged: list[_CommitGroup] = []
+        self._settling: list[_CommitGroup] = []
         self._swept = 0
         self._next_id = 1
         for group_id, body in self._rows("SELECT id, body FROM recent ORDER BY id"):
@@ -110,10 +110,10 @@ class Records:
                 records = _decode_group(unseal(body, f"a group of records is damaged: id={group_id}"))
             except msgspec.MsgspecError as error:
                 raise CorruptError(f"a group of records cannot be read: id={group_id} reason={error}.") from error
-            self._remember(_Group(group_id, records, _size(records)))
+            self._add_recent(_CommitGroup(group_id, records, _size_bytes(records)))
         self.unswept: set[int] = {row[0] for row in self._rows("SELECT id FROM logs WHERE swept < start")}
 
-    def overlay(self, log_id: int, stored: LogHead) -> LogHead:
+    def head_with_recent(self, log_id: int, stored: LogHead) -> LogHead:
         """Return a log's head, from its row and its recent records, whose terms and positions only grow."""
         tail = self._tails.get(log_id)
         if tail is None:
@@ -123,12 +123,12 @@ class Records:
 
     # inside the transaction ----------------------------------------------------------------------
 
-    def insert(self, records: list[Placed]) -> None:
+    def insert(self, records: list[PlacedRecord]) -> None:
         """Insert a group of records. Those of each log are consecutive and follow its newest one."""
         group_id = self._next_id
-        for part in _parts(records):
+        for part in _split_group(records):
             self._db.execute("INSERT INTO recent (id, body) VALUES (?, ?)", (group_id, seal(_encode(part))))
-            self._staged.append(_Group(group_id, part, _size(part)))
+            self._staged.append(_CommitGroup(group_id, part, _size_bytes(part)))
             group_id += 1
 
     def settle(self) -> None:
@@ -136,7 +136,7 @@ class Records:
         if self._recent_bytes <= RECENT_BYTES:
             return
         count = size_bytes = 0
-        logs: dict[int, list[Placed]] = {}
+        logs: dict[int, list[PlacedRecord]] = {}
         for group in self._groups:
             if count >= SETTLE_RECORDS or (count and size_bytes >= SETTLE_BYTES):
                 break
@@ -188,16 +188,16 @@ class Records:
                 for record in group.records:
                     taken[record.log_id] = taken.get(record.log_id, 0) + 1
             for log_id, count in taken.items():
-                if self._tails[log_id].take(count):
+                if self._tails[log_id].drop_oldest(count):
                     del self._tails[log_id]
             self._settling = []
         for group in self._staged:
-            self._remember(group)
+            self._add_recent(group)
         self._staged = []
         self.unswept.discard(self._swept)
         self._swept = 0
 
-    def _remember(self, group: _Group) -> None:
+    def _add_recent(self, group: _CommitGroup) -> None:
         self._groups.append(group)
         self._next_id = group.id + 1
         self._recent_bytes += group.size_bytes
@@ -205,7 +205,7 @@ class Records:
         for record in group.records:
             tail = tails.get(record.log_id)
             if tail is None:
-                tail = tails[record.log_id] = _Tail()
+                tail = tails[record.log_id] = _RecentRecords()
             tail.records.append(record)
 
     # reading -------------------------------------------------------------------------------------
@@ -213,17 +213,17 @@ class Records:
     def read(self, log_id: int, head: LogHead, start: int, limit_records: int, limit_bytes: int) -> list[LogRecord]:
         """Return consecutive records from `start` (head.start ≤ start < head.next), at least one."""
         tail = self._tails.get(log_id)
-        first_recent = tail.first if tail is not None else head.next
+        first_recent = tail.first_position if tail is not None else head.next
         records: list[LogRecord] = []
         total = 0
         if start < first_recent:
-            for record in self._settled(log_id, start, first_recent):
+            for record in self._read_settled(log_id, start, first_recent):
                 total += len(record.data)
                 if records and (total > limit_bytes or len(records) == limit_records):
                     return records
                 records.append(record)
         if tail is not None:
-            at = tail.taken + max(0, start - tail.first)
+            at = tail.taken + max(0, start - tail.first_position)
             for placed in tail.records[at : at + limit_records - len(records)]:
                 total += len(placed.data)
                 if records and total > limit_bytes:
@@ -233,7 +233,7 @@ class Records:
             raise CorruptError(f"a record is missing from the database: log_id={log_id} position={start}.")
         return records
 
-    def _settled(self, log_id: int, start: int, end: int) -> Any:
+    def _read_settled(self, log_id: int, start: int, end: int) -> Any:
         """Yield the settled records of [start, end), reading chunks lazily."""
         base = log_id << POSITION_BITS
         chunks: Any = self._db.execute(
@@ -255,15 +255,15 @@ class Records:
         return rows
 
 
-def _size(records: list[Placed]) -> int:
+def _size_bytes(records: list[PlacedRecord]) -> int:
     return sum([len(record.data) for record in records]) + RECORD_OVERHEAD_BYTES * len(records)
 
 
-def _parts(records: list[Placed]) -> list[list[Placed]]:
+def _split_group(records: list[PlacedRecord]) -> list[list[PlacedRecord]]:
     """Return one part, or several if one row would be too large."""
-    if _size(records) <= GROUP_ROW_BYTES:
+    if _size_bytes(records) <= GROUP_ROW_BYTES:
         return [records]
-    parts: list[list[Placed]] = [[]]
+    parts: list[list[PlacedRecord]] = [[]]
     size_bytes = 0
     for record in records:
         if parts[-1] and size_bytes + len(record.data) > GROUP_ROW_BYTES:

@@ -31,16 +31,16 @@ def unseal(stored: bytes, what: str, context: bytes = b"") -> bytes:
     return body
 
 
-def context_of(key: str, seq: int, nonce: str) -> bytes:
+def register_context(key: str, seq: int, nonce: str) -> bytes:
     """Return the context of a register, which binds the checksum to this version of this key."""
     return f"{key}\0{seq}\0{nonce}\0".encode()
 
 
-def unsealed_register(key: str, seq: int, nonce: str, stored: bytes) -> bytes:
+def unseal_register(key: str, seq: int, nonce: str, stored: bytes) -> bytes:
     """Return the body of a register. Raises CorruptError, also if there is no seal."""
     if stored[:1] != SEAL:
         raise CorruptError(f"a register is damaged: key={key} bytes={len(stored)}.", fix=FIX)
-    return unseal(stored, f"a register is damaged: key={key}", context_of(key, seq, nonce))
+    return unseal(stored, f"a register is damaged: key={key}", register_context(key, seq, nonce))
 
 
 def _crc(body: bytes, context: bytes) -> bytes:

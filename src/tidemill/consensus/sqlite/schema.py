@@ -20,7 +20,7 @@ import apsw
 from tidemill.base.errors import CorruptError, InvalidError, TidemillError, UnavailableError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.consensus.sqlite import lock_holders
-from tidemill.consensus.sqlite.row_checksums import context_of, seal
+from tidemill.consensus.sqlite.row_checksums import register_context, seal
 
 LAYOUT_VERSION = 4
 UNSEALED_LAYOUT = 3
@@ -68,17 +68,17 @@ def check_library() -> None:
         )
 
 
-def connect(path: Path) -> apsw.Connection:
+def open_database(path: Path) -> apsw.Connection:
     """Open or create the database, durable in every commit. Raises InvalidError, CorruptError or UnavailableError."""
     check_library()
     make_directory(path.parent)
     try:
-        _make_private(path)
+        _create_private_file(path)
         connection = apsw.Connection(str(path), OPEN_FLAGS, statementcachesize=256)
     except OSError as error:
-        raise translate_os(error, "the database of consensus.url cannot be created", path) from error
+        raise translate_os_error(error, "the database of consensus.url cannot be created", path) from error
     except apsw.Error as error:
-        raise _why_not_opened(error, path) or translate(error, path, opening=True) from error
+        raise _explain_open_failure(error, path) or translate_sqlite_error(error, path, opening=True) from error
     try:
         connection.set_busy_timeout(BUSY_MS)
         # Takes effect in a new file only; a file of an older version does not shrink.
@@ -107,7 +107,7 @@ def connect(path: Path) -> apsw.Connection:
         connection.execute("COMMIT")
     except apsw.Error as error:
         connection.close(True)
-        raise _why_not_opened(error, path) or translate(error, path, opening=True) from error
+        raise _explain_open_failure(error, path) or translate_sqlite_error(error, path, opening=True) from error
     except TidemillError:
         connection.close(True)
         raise
@@ -116,12 +116,12 @@ def connect(path: Path) -> apsw.Connection:
 
 def _seal_registers(connection: apsw.Connection) -> None:
     rows: list[Any] = connection.execute("SELECT key, seq, nonce, data FROM registers").fetchall()
-    sealed = [(seal(data, context_of(key, seq, nonce)), key) for key, seq, nonce, data in rows]
+    sealed = [(seal(data, register_context(key, seq, nonce)), key) for key, seq, nonce, data in rows]
     connection.executemany("UPDATE registers SET data = ? WHERE key = ?", sealed)
     connection.execute("UPDATE meta SET layout = ?", (LAYOUT_VERSION,))
 
 
-def translate(error: apsw.Error, path: Path, *, opening: bool = False) -> TidemillError:
+def translate_sqlite_error(error: apsw.Error, path: Path, *, opening: bool = False) -> TidemillError:
     """Translate an apsw error. Except for COMMIT, the failed statement certainly took no effect.
 
     While `opening`, an invalid path is an InvalidError for the operator. Later it is retried, since the path was valid
@@ -133,7 +133,7 @@ def translate(error: apsw.Error, path: Path, *, opening: bool = False) -> Tidemi
         )
     if isinstance(error, (apsw.BusyError, apsw.LockedError)):
         return UnavailableError(
-            f"another process has locked the database: path={path} {lock_holders.who_locks(path)}.",
+            f"another process has locked the database: path={path} {lock_holders.describe_lock_holder(path)}.",
             fix="Wait for that process to end its transaction, or kill it; only tidemill may open this file.",
         )
     if isinstance(error, (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError)):
@@ -147,7 +147,7 @@ def translate(error: apsw.Error, path: Path, *, opening: bool = False) -> Tidemi
     return UnavailableError(f"SQLite returned an error: path={path} reason={error}.")
 
 
-def translate_os(error: OSError, what: str, path: Path) -> TidemillError:
+def translate_os_error(error: OSError, what: str, path: Path) -> TidemillError:
     """Translate an operating system error on the way to the database."""
     if error.errno in _CONFIGURATION:
         return InvalidError(
@@ -162,10 +162,10 @@ def make_directory(directory: Path) -> None:
     try:
         make_private_directory(directory)
     except OSError as error:
-        raise translate_os(error, "the directory of consensus.url cannot be created", directory) from error
+        raise translate_os_error(error, "the directory of consensus.url cannot be created", directory) from error
 
 
-def _make_private(path: Path) -> None:
+def _create_private_file(path: Path) -> None:
     """Create a new database that only its user can read.
 
     An existing one is not opened here: closing any descriptor of a file releases all locks that this process holds on
@@ -177,7 +177,7 @@ def _make_private(path: Path) -> None:
         return
 
 
-def _why_not_opened(error: apsw.Error, path: Path) -> TidemillError | None:
+def _explain_open_failure(error: apsw.Error, path: Path) -> TidemillError | None:
     """Return the operating system's reason, since SQLite reports only a failure to open.
 
     None if the file can be opened.
@@ -187,5 +187,5 @@ def _why_not_opened(error: apsw.Error, path: Path) -> TidemillError | None:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
     except OSError as cause:
-        return translate_os(cause, "the database of consensus.url cannot be opened", path)
+        return translate_os_error(cause, "the database of consensus.url cannot be opened", path)
     return None

@@ -25,8 +25,8 @@ from tidemill.base.errors import CorruptError, InvalidError, TidemillError, Unav
 from tidemill.base.runtime import file_descriptors
 from tidemill.consensus.operations import AnyOp, Append, Wait
 from tidemill.consensus.sqlite import protocol, socket_address
-from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError, Engine
-from tidemill.consensus.sqlite.server_sockets import Connection, listen
+from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError, SqliteEngine
+from tidemill.consensus.sqlite.server_sockets import ClientConnection, bind_listener
 
 RECEIVE_BYTES = 1 << 20
 """Limit per connection and round, so that every process progresses under any load of the others."""
@@ -34,7 +34,7 @@ RECEIVE_BYTES = 1 << 20
 UNREAD_ANSWER_BYTES = 64 << 20
 """Limit of unread answers; a client that exceeds it is not read from until it reads them."""
 
-REST_S = 0.2
+ACCEPT_PAUSE_S = 0.2
 """Pause in accepting after an accept failed although the reserve of descriptors was released."""
 
 log = structlog.get_logger()
@@ -53,15 +53,15 @@ class Sequencer:
         self.opened = threading.Event()
         self.failure: TidemillError | None = None
         self._stopping = False
-        self._connections: dict[int, Connection] = {}
-        self._clients: dict[str, Connection] = {}
-        self._waiters: dict[str, dict[tuple[int, int], tuple[int, Connection]]] = {}
+        self._connections: dict[int, ClientConnection] = {}
+        self._clients: dict[str, ClientConnection] = {}
+        self._waiters: dict[str, dict[tuple[int, int], tuple[int, ClientConnection]]] = {}
         self._listener: socket.socket | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
-        self._reserve = file_descriptors.Reserve()
-        self._most_clients = file_descriptors.current().sequencer
+        self._reserve = file_descriptors.DescriptorReserve()
+        self._most_clients = file_descriptors.current_shares().sequencer
         self._rests = False
         self._room = memoryview(bytearray(RECEIVE_BYTES))
         """Reused receive buffer: `recv` would allocate an object of this size each time, for a few hundred bytes."""
@@ -78,7 +78,7 @@ class Sequencer:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=30)
 
-    def abandon(self) -> None:
+    def abandon_in_child(self) -> None:
         """Close the inherited descriptors in a forked child, without touching the database; the parent continues."""
         sockets = [self._listener, self._wake_receiver, self._wake_sender]
         for sock in [*sockets, *(connection.sock for connection in self._connections.values())]:
@@ -99,7 +99,7 @@ class Sequencer:
             log.exception("sequencer failed", database=str(self._database))
         finally:
             for connection in list(self._connections.values()):
-                self._drop(connection)
+                self._close_connection(connection)
             self._wake_receiver.close()
             self._reserve.close()
             self._on_end()
@@ -107,9 +107,9 @@ class Sequencer:
 
     def _serve(self) -> None:
         with self._reserve.released(), contextlib.ExitStack() as opening:
-            engine = Engine(self._database, self._clock)
+            engine = SqliteEngine(self._database, self._clock)
             opening.callback(engine.close)
-            listener, bound = listen(self._database)
+            listener, bound = bind_listener(self._database)
             opening.callback(listener.close)
             selector = selectors.DefaultSelector()
             opening.pop_all()
@@ -121,50 +121,50 @@ class Sequencer:
                 selector.register(self._wake_receiver, selectors.EVENT_READ)
                 self.opened.set()
                 while not self._stopping:
-                    self._round(engine, listener)
+                    self._run_round(engine, listener)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(bound)
                 for connection in list(self._connections.values()):
-                    self._part(connection)
+                    self._say_goodbye(connection)
         finally:
             engine.close()
 
-    def _round(self, engine: Engine, listener: socket.socket) -> None:
-        writes: list[tuple[Connection, int, Any]] = []
-        reads: list[tuple[Connection, int, AnyOp]] = []
-        for key, events in self._selector.select(REST_S if self._rests else None):
+    def _run_round(self, engine: SqliteEngine, listener: socket.socket) -> None:
+        writes: list[tuple[ClientConnection, int, Any]] = []
+        reads: list[tuple[ClientConnection, int, AnyOp]] = []
+        for key, events in self._selector.select(ACCEPT_PAUSE_S if self._rests else None):
             if key.fileobj is listener:
                 self._accept(listener)
             elif key.fileobj is self._wake_receiver:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_receiver.recv(4096)
             else:
-                connection: Connection = key.data
+                connection: ClientConnection = key.data
                 if events & selectors.EVENT_READ and not connection.closed:
                     self._receive(connection, writes, reads)
         if writes:
             self._commit(engine, writes, reads)
         for connection, request_id, op in reads:
             try:
-                answer = engine.answer(op)
+                answer = engine.execute_read(op)
             except TidemillError as error:
-                connection.answers.append(protocol.refusal(request_id, error))
+                connection.answers.append(protocol.error_answer(request_id, error))
                 if isinstance(error, CorruptError):
                     log.error("database damaged", database=str(self._database), error=str(error))
             except Exception as error:
-                connection.answers.append(protocol.refusal(request_id, _foreign(op, error)))
+                connection.answers.append(protocol.error_answer(request_id, _unexpected_error(op, error)))
             else:
                 if isinstance(op, Wait) and not answer:
-                    self._park(connection, request_id, op)
+                    self._add_waiter(connection, request_id, op)
                 else:
-                    connection.answers.append(protocol.result(request_id, answer))
+                    connection.answers.append(protocol.result_answer(request_id, answer))
         for connection in [*self._connections.values()]:
             if connection.answers or connection.out:
                 self._flush(connection)
-        if self._rests or len(self._reserve) < file_descriptors.RESERVE:
-            self._knocks(listener)
+        if self._rests or len(self._reserve) < file_descriptors.RESERVE_DESCRIPTORS:
+            self._resume_accepting(listener)
 
-    def _commit(self, engine: Engine, writes: list[tuple[Connection, int, Any]], reads: list[Any]) -> None:
+    def _commit(self, engine: SqliteEngine, writes: list[tuple[ClientConnection, int, Any]], reads: list[Any]) -> None:
         try:
             outcomes = engine.commit([op for _, _, op in writes])
         except CommitOutcomeUnknownError as error:
@@ -182,7 +182,7 @@ class Sequencer:
         except Exception as error:
             # The group was rolled back. One operation failed unexpectedly: commit each on its own.
             if len(writes) == 1:
-                self._refuse_all(writes, _foreign(writes[0][2], error))
+                self._refuse_all(writes, _unexpected_error(writes[0][2], error))
                 return
             for write in writes:
                 self._commit(engine, [write], reads)
@@ -190,35 +190,35 @@ class Sequencer:
         advanced: dict[str, int] = {}
         for (connection, request_id, op), outcome in zip(writes, outcomes, strict=True):
             if isinstance(outcome, TidemillError):
-                connection.answers.append(protocol.refusal(request_id, outcome))
+                connection.answers.append(protocol.error_answer(request_id, outcome))
             else:
-                connection.answers.append(protocol.result(request_id, outcome))
+                connection.answers.append(protocol.result_answer(request_id, outcome))
                 if type(op) is Append:
                     advanced[op.log] = outcome.next
         if self._waiters:
             for log_name, next_position in advanced.items():
-                self._wake(log_name, next_position)
+                self._wake_waiters(log_name, next_position)
 
-    def _refuse_all(self, requests: list[tuple[Connection, int, Any]], error: TidemillError) -> None:
+    def _refuse_all(self, requests: list[tuple[ClientConnection, int, Any]], error: TidemillError) -> None:
         for connection, request_id, _ in requests:
-            connection.answers.append(protocol.refusal(request_id, error))
+            connection.answers.append(protocol.error_answer(request_id, error))
         for connection in {id(c): c for c, _, _ in requests}.values():
             self._flush(connection)
 
     # waiters -------------------------------------------------------------------------------------
 
-    def _park(self, connection: Connection, request_id: int, op: Wait) -> None:
+    def _add_waiter(self, connection: ClientConnection, request_id: int, op: Wait) -> None:
         connection.waits[request_id] = op.log
         waiting = self._waiters.setdefault(op.log, {})
         waiting[(id(connection), request_id)] = (op.beyond, connection)
 
-    def _wake(self, log_name: str, next_position: int) -> None:
+    def _wake_waiters(self, log_name: str, next_position: int) -> None:
         for (_, request_id), (beyond, connection) in list(self._waiters.get(log_name, {}).items()):
             if next_position > beyond:
-                self._forget(connection, request_id)
-                connection.answers.append(protocol.result(request_id, True))
+                self._remove_waiter(connection, request_id)
+                connection.answers.append(protocol.result_answer(request_id, True))
 
-    def _forget(self, connection: Connection, request_id: int) -> None:
+    def _remove_waiter(self, connection: ClientConnection, request_id: int) -> None:
         log_name = connection.waits.pop(request_id, None)
         if log_name is None:
             return
@@ -237,19 +237,19 @@ class Sequencer:
         except OSError as error:
             if error.errno not in file_descriptors.EXHAUSTED:
                 log.warning("a client could not be accepted", reason=str(error))
-                self._rest(listener)
+                self._pause_accepting(listener)
                 return
             late = self._accept_from_reserve(listener)
             if late is None:
                 return
             sock = late
         try:
-            welcome = len(self._connections) < self._most_clients and socket_address.serves(
+            welcome = len(self._connections) < self._most_clients and socket_address.is_served_user(
                 socket_address.peer_uid(sock)
             )
             if welcome:
                 sock.setblocking(False)
-                self._selector.register(sock, selectors.EVENT_READ, Connection(sock))
+                self._selector.register(sock, selectors.EVENT_READ, ClientConnection(sock))
         except OSError as error:
             welcome = False
             log.warning("a client could not be served", reason=str(error))
@@ -268,10 +268,10 @@ class Sequencer:
             try:
                 return listener.accept()[0]
             except OSError:
-                self._rest(listener)
+                self._pause_accepting(listener)
                 return None
 
-    def _rest(self, listener: socket.socket) -> None:
+    def _pause_accepting(self, listener: socket.socket) -> None:
         """Stop accepting for REST_S, since not even the reserve helped.
 
         Otherwise waiting clients would wake this thread constantly.
@@ -279,13 +279,13 @@ class Sequencer:
         self._selector.unregister(listener)
         self._rests = True
 
-    def _knocks(self, listener: socket.socket) -> None:
+    def _resume_accepting(self, listener: socket.socket) -> None:
         self._reserve.fill()
         if self._rests:
             self._rests = False
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def _receive(self, connection: Connection, writes: list[Any], reads: list[Any]) -> None:
+    def _receive(self, connection: ClientConnection, writes: list[Any], reads: list[Any]) -> None:
         try:
             data = bytes(self._room[: connection.sock.recv_into(self._room)])
         except BlockingIOError:
@@ -293,7 +293,7 @@ class Sequencer:
         except OSError:
             data = b""
         if not data:
-            self._drop(connection)
+            self._close_connection(connection)
             return
         try:
             for body in connection.splitter.feed(data):
@@ -303,37 +303,37 @@ class Sequencer:
                         writes.append((connection, request.id, op))
                     elif isinstance(op, protocol.Hello):
                         self._greet(connection, request.id, op)
-                    elif isinstance(op, protocol.Forget):
-                        self._forget(connection, op.request)
+                    elif isinstance(op, protocol.CancelWait):
+                        self._remove_waiter(connection, op.request)
                     else:
                         reads.append((connection, request.id, op))
         except Exception as error:
             log.warning("peer does not speak the protocol", reason=str(error))
-            self._drop(connection)
+            self._close_connection(connection)
 
-    def _greet(self, connection: Connection, request_id: int, hello: protocol.Hello) -> None:
+    def _greet(self, connection: ClientConnection, request_id: int, hello: protocol.Hello) -> None:
         if hello.version != protocol.WIRE_VERSION:
             mismatch = InvalidError(
                 f"two versions of tidemill share a database: database={self._database}"
                 f" theirs={hello.version} ours={protocol.WIRE_VERSION}.",
                 fix="Run the same version in every process.",
             )
-            connection.answers.append(protocol.refusal(request_id, mismatch))
+            connection.answers.append(protocol.error_answer(request_id, mismatch))
             return
         earlier = self._clients.get(hello.client)
         if earlier is not None and earlier is not connection:
             # Requests that the client sent there and that are still unread must never take effect: it may already count
             # them as lost.
-            self._drop(earlier)
+            self._close_connection(earlier)
         connection.client = hello.client
         self._clients[hello.client] = connection
-        connection.answers.append(protocol.result(request_id, None))
+        connection.answers.append(protocol.result_answer(request_id, None))
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, connection: ClientConnection) -> None:
         if connection.closed:
             return
         if connection.answers:
-            connection.out += protocol.encode(connection.answers)
+            connection.out += protocol.encode_frames(connection.answers)
             connection.answers.clear()
         try:
             while connection.out:
@@ -342,7 +342,7 @@ class Sequencer:
         except BlockingIOError:
             pass
         except OSError:
-            self._drop(connection)
+            self._close_connection(connection)
             return
         events = selectors.EVENT_WRITE if connection.out else 0
         if len(connection.out) < UNREAD_ANSWER_BYTES:
@@ -350,19 +350,19 @@ class Sequencer:
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
 
-    def _part(self, connection: Connection) -> None:
+    def _say_goodbye(self, connection: ClientConnection) -> None:
         """Send an orderly goodbye: requests of this client without an answer were not executed."""
-        connection.out += protocol.encode([*connection.answers, protocol.GOODBYE])
+        connection.out += protocol.encode_frames([*connection.answers, protocol.GOODBYE])
         with contextlib.suppress(OSError):
             connection.sock.settimeout(1.0)
             connection.sock.sendall(connection.out)
 
-    def _drop(self, connection: Connection) -> None:
+    def _close_connection(self, connection: ClientConnection) -> None:
         if connection.closed:
             return
         connection.closed = True
         for request_id in list(connection.waits):
-            self._forget(connection, request_id)
+            self._remove_waiter(connection, request_id)
         if self._clients.get(connection.client) is connection:
             del self._clients[connection.client]
         self._connections.pop(connection.sock.fileno(), None)
@@ -371,7 +371,7 @@ class Sequencer:
         connection.sock.close()
 
 
-def _foreign(op: object, error: Exception) -> UnavailableError:
+def _unexpected_error(op: object, error: Exception) -> UnavailableError:
     """Reject a request that failed unexpectedly, without harm to others."""
     log.error("an operation failed", op=type(op).__name__, exc_info=error)
     return UnavailableError(f"the sequencer could not execute the operation: op={type(op).__name__} reason={error!r}.")

@@ -11,26 +11,26 @@ from tidemill.base.errors import InvalidError
 from tidemill.consensus.sqlite import protocol, socket_address
 
 
-class Connection:
+class ClientConnection:
     """A client's connection. `answers` wait for the round's end, `out` for the socket; `waits`: request id → log."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.splitter = protocol.Splitter()
-        self.answers: list[protocol.Said] = []
+        self.splitter = protocol.FrameSplitter()
+        self.answers: list[protocol.Message] = []
         self.out = bytearray()
         self.client = ""
         self.closed = False
         self.waits: dict[int, str] = {}
 
 
-def listen(database: Path) -> tuple[socket.socket, str]:
+def bind_listener(database: Path) -> tuple[socket.socket, str]:
     """Bind the best address that works; return the socket, and the path to unlink at the end.
 
     The caller holds the lock, so a file at any of the addresses is stale. Raises InvalidError.
     """
     reasons = []
-    with socket_address.addresses(database, create=True) as candidates:
+    with socket_address.socket_paths(database, create=True) as candidates:
         for path in candidates:
             with contextlib.suppress(FileNotFoundError, OSError):
                 os.unlink(path)

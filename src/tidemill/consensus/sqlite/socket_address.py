@@ -29,7 +29,7 @@ def lock_path(database: Path) -> Path:
 
 
 @contextlib.contextmanager
-def addresses(database: Path, *, create: bool) -> Iterator[list[str]]:
+def socket_paths(database: Path, *, create: bool) -> Iterator[list[str]]:
     """Yield candidate socket paths, best first, usable within the context. `create` makes the fallback directory."""
     digest = hashlib.sha256(os.fsencode(os.path.realpath(database))).hexdigest()[:16]
     name = database.name + ".sock"
@@ -69,12 +69,12 @@ def peer_uid(sock: socket.socket) -> int | None:
     return int(uid)
 
 
-def serves(uid: int | None) -> bool:
+def is_served_user(uid: int | None) -> bool:
     """Return whether the sequencer of this process serves that user."""
     return uid is None or uid in (os.getuid(), 0)
 
 
-def trusts(uid: int | None, database: Path) -> bool:
+def is_trusted_user(uid: int | None, database: Path) -> bool:
     """Return whether a client of this process trusts a sequencer of that user."""
     if uid is None or uid in (os.getuid(), 0):
         return True

@@ -14,7 +14,7 @@ S = TypeVar("S")
 
 
 class Replica(Generic[S]):
-    """State of one log up to `position`. Only `_replay` and `_restart` change state and position, both in one step.
+    """State of one log up to `position`. Only `_replay` and `_load_rollup` change state and position, both in one step.
 
     Invariant (exact state): `state` is the result of applying every command below `position`, all of them durable.
     """
@@ -50,13 +50,13 @@ class Replica(Generic[S]):
     async def catch_up(self) -> bool:
         """Apply everything that is durable now (a linearizable read). Return whether anything was new."""
         async with self._reading:
-            self._check()
+            self._check_usable()
             before = self.position
             while True:
                 try:
                     found = await self._consensus.read(self.log, self.position)
                 except MissingError:
-                    await self._restart()
+                    await self._load_rollup()
                     continue
                 for record in found.records:
                     self._replay(record)
@@ -64,7 +64,7 @@ class Replica(Generic[S]):
                     self._loaded = True
                     return self.position != before
                 if not found.records:
-                    raise self._break(f"the log has a gap: position={self.position} next={found.head.next}")
+                    raise self._fail_corrupt(f"the log has a gap: position={self.position} next={found.head.next}")
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait until the log has more records than were applied, then catch up. Return False after the timeout."""
@@ -72,7 +72,7 @@ class Replica(Generic[S]):
             return False
         return await self.catch_up()
 
-    async def until(self, reached: Callable[[S], bool], timeout_s: float) -> bool:
+    async def wait_until(self, reached: Callable[[S], bool], timeout_s: float) -> bool:
         """Follow the log until `reached(state)`. Return False after the timeout, having caught up at least once."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -87,7 +87,7 @@ class Replica(Generic[S]):
     def _replay(self, record: LogRecord) -> None:
         """Apply one record. A plain function, so that no await splits it."""
         if record.position != self.position:
-            raise self._break(f"a record is out of place: expected={self.position} got={record.position}")
+            raise self._fail_corrupt(f"a record is out of place: expected={self.position} got={record.position}")
         kind = record.data[0] if record.data else -1
         if kind == codec.ROLLUP:
             # A replica that has applied everything before a rollup already has its state.
@@ -97,22 +97,22 @@ class Replica(Generic[S]):
             self.position += 1
             return
         if kind != codec.COMMAND or self._following:
-            raise self._break(f"a record has an unknown kind: position={record.position} kind={kind}")
+            raise self._fail_corrupt(f"a record has an unknown kind: position={record.position} kind={kind}")
         refused: TidemillError | None = None
         try:
             self.state = self._apply(self.state, record.data[1:], record.position, record.term)
         except TidemillError as error:
             refused = error
         except Exception as error:
-            raise self._break(f"apply failed: position={record.position} reason={error!r}") from error
+            raise self._fail_corrupt(f"apply failed: position={record.position} reason={error!r}") from error
         self.position += 1
         self.records_since_rollup += 1
-        self._replayed(record, refused)
+        self._on_replayed(record, refused)
 
-    def _replayed(self, record: LogRecord, refused: TidemillError | None) -> None:
+    def _on_replayed(self, record: LogRecord, refused: TidemillError | None) -> None:
         """Hook: a command was applied or rejected. The writing half passes the outcome to its proposer."""
 
-    async def _restart(self) -> None:
+    async def _load_rollup(self) -> None:
         """Load the rollup at the log's start, because the log was truncated past `position`. State changes in one step.
 
         Returns without effect if the log is truncated again in the meantime; the caller then calls again.
@@ -128,14 +128,14 @@ class Replica(Generic[S]):
                 return
             for record in found.records:
                 if not record.data or record.data[0] != codec.ROLLUP:
-                    raise self._break(f"the log does not start with a rollup: start={start} position={position}")
+                    raise self._fail_corrupt(f"the log does not start with a rollup: start={start} position={position}")
                 following, part = codec.decode_part(record.data)
                 parts.append(part)
                 position += 1
                 if following == 0:
                     break
             if not found.records:
-                raise self._break(f"the rollup is incomplete: start={start} next={found.head.next}")
+                raise self._fail_corrupt(f"the rollup is incomplete: start={start} next={found.head.next}")
         decoded = self._decode(b"".join(parts))
         self.state = await decoded if isinstance(decoded, Awaitable) else decoded
         self.position = position
@@ -143,7 +143,7 @@ class Replica(Generic[S]):
         self._following = 0
         self._rolled_over = start
 
-    def _break(self, reason: str) -> CorruptError:
+    def _fail_corrupt(self, reason: str) -> CorruptError:
         """Return the error that every further call raises: the state of this process is no longer reliable."""
         error = CorruptError(
             f"{reason} log={self.log!r}.", fix="Report this with the log's records; nothing was overwritten."
@@ -152,10 +152,10 @@ class Replica(Generic[S]):
         return error
 
     @property
-    def broken(self) -> TidemillError | None:
+    def failure(self) -> TidemillError | None:
         """The error that every call raises from now on (also ClosedError); None while the state is reliable."""
         return self._broken
 
-    def _check(self) -> None:
+    def _check_usable(self) -> None:
         if self._broken is not None:
             raise self._broken

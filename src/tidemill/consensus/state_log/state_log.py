@@ -137,7 +137,7 @@ class StateLog(Replica[S]):
             await self.catch_up()
             return self.state
 
-    def propose_late_nowait(self, make: Callable[[S], bytes]) -> asyncio.Future[Applied[S]]:
+    def propose_deferred(self, make: Callable[[S], bytes]) -> asyncio.Future[Applied[S]]:
         """Take a place in the queue now; `make(state)` creates the command when its append is assembled.
 
         Work that arrives until then can still be included in the command. The command shares its append with its
@@ -148,9 +148,9 @@ class StateLog(Replica[S]):
         UnknownOutcomeError (only if the log cannot be read, or was rolled up over the answer). Cancelling the future
         does not undo the command.
         """
-        self._check()
+        self._check_usable()
         future: asyncio.Future[Applied[S]] = asyncio.get_running_loop().create_future()
-        self._line_up(_Proposal(make, b"", future, alone=False))
+        self._enqueue_proposal(_Proposal(make, b"", future, alone=False))
         return future
 
     async def propose(self, command: bytes, *, check: Callable[[S], None] | None = None) -> int:
@@ -217,31 +217,31 @@ class StateLog(Replica[S]):
     # the driver: one append at a time ------------------------------------------------------------
 
     def _enqueue(self, decide: Callable[[S], bytes] | None, command: bytes) -> asyncio.Future[Applied[S]]:
-        self._check()
+        self._check_usable()
         future: asyncio.Future[Applied[S]] = asyncio.get_running_loop().create_future()
-        self._line_up(_Proposal(decide, command, future))
+        self._enqueue_proposal(_Proposal(decide, command, future))
         return future
 
-    def _line_up(self, proposal: _Proposal[S]) -> None:
+    def _enqueue_proposal(self, proposal: _Proposal[S]) -> None:
         self._queue.append(proposal)
         if self._driver is None:
-            self._driver = self._tasks.spawn(self._drive(), name=f"statelog {self.log}")
+            self._driver = self._tasks.spawn(self._append_loop(), name=f"statelog {self.log}")
 
-    async def _drive(self) -> None:
+    async def _append_loop(self) -> None:
         losses = 0
         try:
             while self._queue:
                 async with self._appending:
-                    lost = await self._step()
+                    lost = await self._append_next_batch()
                 losses = losses + 1 if lost else 0
                 await self._pause(losses)
                 if 0 < self._rollup_due <= self.records_since_rollup and not self._rolling:
                     self._rolling = True
-                    self._tasks.spawn(self._rollup_quietly(), name=f"rollup {self.log}")
+                    self._tasks.spawn(self._try_rollup(), name=f"rollup {self.log}")
         finally:
             self._driver = None
 
-    async def _step(self) -> bool:
+    async def _append_next_batch(self) -> bool:
         """Append the next batch of the queue, or reject its first proposal. True if another writer was first."""
         try:
             if not self._loaded:
@@ -250,7 +250,7 @@ class StateLog(Replica[S]):
             if not batch:
                 # The first proposal refused, or all were cancelled. Later arrivals belong to the next step.
                 if self._queue:
-                    await self._refuse(self._queue[0])
+                    await self._reject_if_still_refused(self._queue[0])
                 return False
         except TidemillError as error:
             self._fail_queue(error)
@@ -275,11 +275,11 @@ class StateLog(Replica[S]):
             await self._consensus.append(self.log, self.term, flight.expected, records, flight.nonce)
         except ConflictError:
             self._requeue(flight)
-            await self._resolve(flight, landed=False)
+            await self._resolve_append(flight, landed=False)
             return True
         except UnknownOutcomeError:
             # Catching up recognises this append by its nonce; the backend ended the attempt before it raised.
-            await self._resolve(flight, landed=None)
+            await self._resolve_append(flight, landed=None)
             return False
         except FencedError as error:
             self._fail(flight.batch, error)
@@ -289,7 +289,7 @@ class StateLog(Replica[S]):
             self._fail(flight.batch, error)
             return False
         if not self._replay_own(flight.expected, records, flight.nonce):
-            await self._resolve(flight, landed=True)
+            await self._resolve_append(flight, landed=True)
         return False
 
     def _replay_own(self, start: int, records: Sequence[bytes], nonce: str) -> bool:
@@ -300,7 +300,7 @@ class StateLog(Replica[S]):
             self._replay(LogRecord(start + index, self.term, nonce, record))
         return True
 
-    async def _resolve(self, flight: _InFlight[S], landed: bool | None) -> None:
+    async def _resolve_append(self, flight: _InFlight[S], landed: bool | None) -> None:
         """Catch up past the position of the append. Proposals of the batch still without an outcome get one here."""
         for attempt in range(RESOLVE_ATTEMPTS):
             try:
@@ -358,7 +358,7 @@ class StateLog(Replica[S]):
                 break
         return batch
 
-    async def _refuse(self, proposal: _Proposal[S]) -> None:
+    async def _reject_if_still_refused(self, proposal: _Proposal[S]) -> None:
         """Reject a proposal whose `decide` refused, if it refuses on the newest state, too: stale state proves nothing.
 
         During the read, the proposal's caller may cancel, and another proposal may become the first one: this proposal
@@ -387,14 +387,14 @@ class StateLog(Replica[S]):
     def _driver_failed(self, name: str, error: BaseException) -> None:
         """Fail the queue after an unexpected error in a task of this log.
 
-        Proposals in flight already have an outcome (`_step`), and queued ones did not happen. The next proposal starts
-        another driver. Only an unreliable state breaks the log.
+        Proposals in flight already have an outcome (`_append_next_batch`), and queued ones did not happen. The next
+        proposal starts another driver. Only an unreliable state breaks the log.
         """
         _log.error("a state log's task failed", log=self.log, task=name, exc_info=error)
         failed = UnavailableError(f"the state log could not append: log={self.log!r} reason={error!r}.", fix="Retry.")
         self._fail_queue(error if isinstance(error, TidemillError) else failed)
 
-    async def _rollup_quietly(self) -> None:
+    async def _try_rollup(self) -> None:
         """Write a rollup as an optimisation: a failure is logged, and retried after as many further commands."""
         due = self._rollup_after
         try:
@@ -410,7 +410,7 @@ class StateLog(Replica[S]):
         if attempts > 1:
             await asyncio.sleep(self._rand.uniform(0, CONFLICT_PAUSE_S * min(attempts, 10)))
 
-    def _replayed(self, record: LogRecord, refused: TidemillError | None) -> None:
+    def _on_replayed(self, record: LogRecord, refused: TidemillError | None) -> None:
         flight = self._in_flight
         if flight is None or flight.nonce != record.nonce:
             return

@@ -5,8 +5,8 @@
 
 Only its own process writes a report, so the last write wins and a lost acknowledgement is resolved by writing again.
 One scan reads all registers; a page may be slightly newer than its head. This module never interprets a report as
-health: `base.status.status.derive_all` does that. A publishing process also drops the reports of processes that have
-been silent for an hour: those are gone, not blind.
+health: `base.status.status.derive_statuses` does that. A publishing process also drops the reports of processes that
+have been silent for an hour: those are gone, not blind.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import structlog
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.base.status.status import Report
-from tidemill.consensus.api import REPORTS, Consensus, Versioned
-from tidemill.consensus.status.pages import Pager, head_of, join
+from tidemill.base.status.status import StatusReport
+from tidemill.consensus.api import REPORT_PREFIX, Consensus, Versioned
+from tidemill.consensus.status.pages import Pager, decode_report_head, join_report
 
-PREFIX = REPORTS
+PREFIX = REPORT_PREFIX
 SEPARATOR = "\x1f"
 
-FORGET_AFTER_MS = 3_600_000
+DROP_SILENT_AFTER_MS = 3_600_000
 """Silence after which a process counts as gone rather than blind; its registers are then dropped."""
 
-TIDY_EVERY_MS = 600_000
+CLEANUP_INTERVAL_MS = 600_000
 
-ATTEMPTS = 5
-LOOK_S = 2.0
-"""Deadline for `look`: a person, a load balancer or a scraper gets an answer within this time."""
+WRITE_ATTEMPTS = 5
+READ_TIMEOUT_S = 2.0
+"""Deadline for `reports_or_raise`: a person, a load balancer or a scraper gets an answer within this time."""
 
 log = structlog.get_logger()
 
 
-class Board:
+class StatusBoard:
     """Reader and writer of the board, one per process and event loop.
 
     Methods raise UnavailableError and ClosedError as the consensus does.
@@ -52,7 +52,7 @@ class Board:
         self._written: dict[str, bytes] = {}
         self._tidied_ms = 0
 
-    async def publish(self, report: Report) -> None:
+    async def publish(self, report: StatusReport) -> None:
         """Replace this process's last report by `report`.
 
         Raises UnknownOutcomeError only if retries did not resolve it.
@@ -60,9 +60,9 @@ class Board:
         key = PREFIX + report.process
         if report.process not in self._pagers:
             # An earlier life of this process may have had more pages than this one.
-            await self._learn(key)
+            await self._read_versions(key)
             self._pagers[report.process] = Pager()
-        head, pages = self._pagers[report.process].cut(report)
+        head, pages = self._pagers[report.process].split(report)
         names = [f"{key}{SEPARATOR}{number:06d}" for number in range(len(pages))]
         changed = [(name, page) for name, page in zip(names, pages, strict=True) if self._written.get(name) != page]
         # Writes that start in order share few commits.
@@ -78,39 +78,39 @@ class Board:
         for name in stale:
             await self._drop(name, self._seqs.pop(name))
             self._written.pop(name, None)
-        if report.at_ms - self._tidied_ms > TIDY_EVERY_MS:
+        if report.at_ms - self._tidied_ms > CLEANUP_INTERVAL_MS:
             self._tidied_ms = report.at_ms
-            await self._tidy(report.at_ms)
+            await self._drop_silent_processes(report.at_ms)
 
-    async def reports(self) -> list[Report]:
+    async def reports(self) -> list[StatusReport]:
         """Return all reports, by process name. An unreadable one has no statuses and the time 0."""
-        return [_read(process, registers) for process, registers in (await self._scan()).items()]
+        return [_decode_report(process, registers) for process, registers in (await self._scan()).items()]
 
-    async def sign(self, process: str) -> Report | None:
+    async def last_report_head(self, process: str) -> StatusReport | None:
         """Return the last report of one process without statuses and facts, by one small read.
 
         None if there is no readable report.
         """
         head = await self._consensus.head(PREFIX + process)
         try:
-            return None if head is None else head_of(head.data)
+            return None if head is None else decode_report_head(head.data)
         except msgspec.MsgspecError as error:
             log.debug("the head of a report cannot be read", process=process, cause=str(error))
             return None
 
-    async def look(self, trouble: Callable[[], str]) -> list[Report]:
+    async def reports_or_raise(self, trouble: Callable[[], str]) -> list[StatusReport]:
         """Return `reports` within LOOK_S, for a caller that must answer in time.
 
         Raises UnavailableError with `trouble()`, or with the fact that consensus does not answer.
         """
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(READ_TIMEOUT_S):
                 return await self.reports()
         except TimeoutError as error:
-            said = trouble() or f"consensus does not answer: waited_s={LOOK_S:g}."
+            said = trouble() or f"consensus does not answer: waited_s={READ_TIMEOUT_S:g}."
             raise UnavailableError(said, fix="Check that its server runs and can be reached.") from error
 
-    async def forget(self, process: str) -> None:
+    async def drop_report(self, process: str) -> None:
         """Drop the report of a process that ended for good. If the process publishes concurrently, its report stays."""
         for key, version in reversed((await self._scan()).get(process, [])):
             if not await self._drop(key, version.seq):
@@ -126,14 +126,14 @@ class Board:
             found.setdefault(process, []).append((key, version))
         return {process: each for process, each in found.items() if each[0][0] == PREFIX + process}
 
-    async def _learn(self, key: str) -> None:
+    async def _read_versions(self, key: str) -> None:
         head = await self._consensus.head(key)
         self._seqs[key] = head.seq if head is not None else 0
         for name, version in await self._consensus.scan(key + SEPARATOR):
             self._seqs[name] = version.seq
 
     async def _write(self, key: str, data: bytes) -> None:
-        for attempt in range(ATTEMPTS):
+        for attempt in range(WRITE_ATTEMPTS):
             if key not in self._seqs:
                 current = await self._consensus.head(key)
                 self._seqs[key] = current.seq if current else 0
@@ -147,7 +147,7 @@ class Board:
                 # Whether it landed or not, writing the same data again is right.
                 self._seqs.pop(key, None)
                 self._written.pop(key, None)
-                if attempt == ATTEMPTS - 1:
+                if attempt == WRITE_ATTEMPTS - 1:
                     raise
             else:
                 self._seqs[key] = version.seq
@@ -158,10 +158,10 @@ class Board:
             fix="Give every process its own node name.",
         )
 
-    async def _tidy(self, now_ms: int) -> None:
+    async def _drop_silent_processes(self, now_ms: int) -> None:
         """Drop the registers of processes that are gone. Failures are left for the next time, or another process."""
         for process, registers in (await self._scan()).items():
-            if _read(process, registers).at_ms >= now_ms - FORGET_AFTER_MS:
+            if _decode_report(process, registers).at_ms >= now_ms - DROP_SILENT_AFTER_MS:
                 continue
             log.info("a silent process was removed from the status board", process=process, registers=len(registers))
             for key, version in reversed(registers):  # the head last: until then the report can be found again
@@ -180,8 +180,8 @@ class Board:
         return True
 
 
-def _read(process: str, registers: list[tuple[str, Versioned]]) -> Report:
+def _decode_report(process: str, registers: list[tuple[str, Versioned]]) -> StatusReport:
     try:
-        return join(registers[0][1].data, (version.data for _, version in registers[1:]))
+        return join_report(registers[0][1].data, (version.data for _, version in registers[1:]))
     except (msgspec.MsgspecError, TidemillError, ValueError) as error:
-        return Report(process, 0, (), {"error": f"its report cannot be read: {error}"})
+        return StatusReport(process, 0, (), {"error": f"its report cannot be read: {error}"})

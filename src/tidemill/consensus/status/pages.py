@@ -11,34 +11,34 @@ from collections.abc import Iterable
 import msgspec
 
 from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
-from tidemill.base.status.status import Report, StageStatus
+from tidemill.base.status.status import StageStatus, StatusReport
 
 NAME_CHARS = 300
 TEXT_CHARS = 600
 
 
-class Page(msgspec.Struct, frozen=True):
+class ReportPage(msgspec.Struct, frozen=True):
     marks: list[StageStatus]
     facts: dict[str, object]
 
 
-class _Encoded(msgspec.Struct, frozen=True):
-    """A `Page` whose entries are already encoded."""
+class _EncodedPage(msgspec.Struct, frozen=True):
+    """A `ReportPage` whose entries are already encoded."""
 
     marks: list[msgspec.Raw]
     facts: dict[str, msgspec.Raw]
 
 
-class Head(msgspec.Struct, frozen=True):
+class ReportHead(msgspec.Struct, frozen=True):
     """The `report` without statuses and facts; those are in pages 0 … pages − 1."""
 
-    report: Report
+    report: StatusReport
     pages: int
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
-_decode_page = msgspec.msgpack.Decoder(Page).decode
-_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_page = msgspec.msgpack.Decoder(ReportPage).decode
+_decode_head = msgspec.msgpack.Decoder(ReportHead).decode
 
 
 class Pager:
@@ -48,7 +48,7 @@ class Pager:
         self._page_of: dict[str, int] = {}
         self._marks: dict[str, tuple[StageStatus, bytes]] = {}
 
-    def cut(self, report: Report) -> tuple[bytes, list[bytes]]:
+    def split(self, report: StatusReport) -> tuple[bytes, list[bytes]]:
         """Return the head, and every page in order, each below a register's limit."""
         known, self._marks = self._marks, {}
         for mark in report.marks:
@@ -56,21 +56,23 @@ class Pager:
             old = known.get(name)
             # A tracker returns the same object while nothing in it changes, which is true of nearly all of many
             # thousands.
-            self._marks[name] = old if old is not None and old[0] is mark else (mark, _encode(_cut_mark(mark)))
+            self._marks[name] = old if old is not None and old[0] is mark else (mark, _encode(_truncate_status(mark)))
         facts = {name[:NAME_CHARS]: encode_fact(fact) for name, fact in report.facts.items()}
         entries = {"m" + name: data for name, (_, data) in self._marks.items()}
         entries |= {"f" + name: data for name, data in facts.items()}
-        pages = [_Encoded([], {}) for _ in range(self._place({name: len(data) for name, data in entries.items()}))]
+        pages = [
+            _EncodedPage([], {}) for _ in range(self._assign_pages({name: len(data) for name, data in entries.items()}))
+        ]
         for name, data in entries.items():
             page = pages[self._page_of[name]]
             if name[0] == "m":
                 page.marks.append(msgspec.Raw(data))
             else:
                 page.facts[name[1:]] = msgspec.Raw(data)
-        head = Head(msgspec.structs.replace(report, marks=(), facts={}), len(pages))
+        head = ReportHead(msgspec.structs.replace(report, marks=(), facts={}), len(pages))
         return _encode(head), [_encode(page) for page in pages]
 
-    def _place(self, sizes: dict[str, int]) -> int:
+    def _assign_pages(self, sizes: dict[str, int]) -> int:
         """Assign a page to every entry; return the number of pages. Each holds at most PAGE_BYTES plus one entry."""
         kept: dict[str, int] = {}
         full: list[int] = []
@@ -124,8 +126,8 @@ def encode_fact(fact: object) -> bytes:
     return _encode({**small, "cut": f"{note} entries={len(fact)} shown={len(small)}"})
 
 
-def join(head: bytes, pages: Iterable[bytes]) -> Report:
-    """Return the report that `Pager.cut` split. An entry that was on two pages for a moment appears once.
+def join_report(head: bytes, pages: Iterable[bytes]) -> StatusReport:
+    """Return the report that `Pager.split` split. An entry that was on two pages for a moment appears once.
 
     Raises msgspec.MsgspecError, and ValueError if a page is missing, so that an incomplete report never passes for
     health.
@@ -143,12 +145,12 @@ def join(head: bytes, pages: Iterable[bytes]) -> Report:
     return msgspec.structs.replace(found.report, marks=tuple(marks.values()), facts=facts)
 
 
-def head_of(head: bytes) -> Report:
+def decode_report_head(head: bytes) -> StatusReport:
     """Return the report without its statuses and facts. Raises msgspec.MsgspecError."""
     return _decode_head(head).report
 
 
-def _cut_mark(mark: StageStatus) -> StageStatus:
+def _truncate_status(mark: StageStatus) -> StageStatus:
     if max(len(mark.name), len(mark.held_by), len(mark.upstream)) <= NAME_CHARS and (
         len(mark.reason) <= TEXT_CHARS and len(mark.error) <= TEXT_CHARS
     ):

@@ -17,7 +17,7 @@ from tidemill.kafka import error_codes
 from tidemill.kafka.net.listener_security import ClientIdentity
 from tidemill.metastore.rows.topics import TopicRow
 from tidemill.security.acl_cache import AclCache
-from tidemill.security.acls import OPERATIONS, Operation, Resource, bits
+from tidemill.security.acls import OPERATIONS, Operation, Resource, operation_bits
 from tidemill.security.audit import Audit
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ DENIED: Final = {
 }
 
 
-class Access:
+class RequestAuthorizer:
     """Access rules as requests use them. `rulebook` None means that every client may do everything."""
 
     def __init__(self, rulebook: AclCache | None, audit: Audit) -> None:
@@ -53,14 +53,14 @@ class Access:
         return self._rulebook.authorizer if self._rulebook is not None else None
 
     @property
-    def asks(self) -> bool:
+    def is_enforced(self) -> bool:
         return self._rulebook is not None
 
-    def may(self, visitor: ClientIdentity, operation: Operation, resource: Resource, name: str) -> bool:
+    def is_allowed(self, visitor: ClientIdentity, operation: Operation, resource: Resource, name: str) -> bool:
         """Return whether the operation is allowed. A denial is written to the audit log."""
-        if self.sees(visitor, operation, resource, name):
+        if self.is_visible(visitor, operation, resource, name):
             return True
-        self._audit.refused(
+        self._audit.log_refusal(
             "kafka.operation_denied",
             (visitor.principal, operation.name, resource.name, name),
             principal=visitor.principal,
@@ -71,7 +71,7 @@ class Access:
         )
         return False
 
-    def sees(self, visitor: ClientIdentity, operation: Operation, resource: Resource, name: str) -> bool:
+    def is_visible(self, visitor: ClientIdentity, operation: Operation, resource: Resource, name: str) -> bool:
         """Return whether the operation is allowed, without an audit entry: for items that are left out of an answer
         silently.
         """
@@ -80,37 +80,39 @@ class Access:
             visitor.principal, visitor.host, operation, resource, name
         )
 
-    def may_some(self, visitor: ClientIdentity, operation: Operation, resource: Resource) -> bool:
+    def is_allowed_on_any(self, visitor: ClientIdentity, operation: Operation, resource: Resource) -> bool:
         rulebook = self._rulebook
-        return rulebook is None or rulebook.authorizer.allows_some(visitor.principal, visitor.host, operation, resource)
+        return rulebook is None or rulebook.authorizer.allows_on_any(
+            visitor.principal, visitor.host, operation, resource
+        )
 
     def topic(
         self, visitor: ClientIdentity, operation: Operation, asked: str, row: RowOrCode, *, is_id: bool
     ) -> RowOrCode | int:
         """Return `row`, or TOPIC_AUTHORIZATION_FAILED. A denied name does not reveal whether the topic exists."""
         name = asked if not is_id else row.name if isinstance(row, TopicRow) else None
-        if name is None or self.may(visitor, operation, Resource.TOPIC, name):
+        if name is None or self.is_allowed(visitor, operation, Resource.TOPIC, name):
             return row
         return error_codes.TOPIC_AUTHORIZATION_FAILED
 
-    def operations(self, visitor: ClientIdentity, resource: Resource, name: str) -> int:
+    def allowed_operations(self, visitor: ClientIdentity, resource: Resource, name: str) -> int:
         """Return the allowed operations as bits (KIP-430)."""
         if self._rulebook is None:
-            return bits(OPERATIONS[resource])
-        return self._rulebook.authorizer.operations(visitor.principal, visitor.host, resource, name)
+            return operation_bits(OPERATIONS[resource])
+        return self._rulebook.authorizer.allowed_operations(visitor.principal, visitor.host, resource, name)
 
 
-class Asking(NamedTuple):
+class CheckedRequest(NamedTuple):
     """Request that is being checked."""
 
     context: Context
     request: Request
 
-    def may(self, operation: Operation, resource: Resource, name: str) -> bool:
-        return self.context.access.may(self.request.visitor, operation, resource, name)
+    def is_allowed(self, operation: Operation, resource: Resource, name: str) -> bool:
+        return self.context.access.is_allowed(self.request.visitor, operation, resource, name)
 
-    def sees(self, operation: Operation, resource: Resource, name: str) -> bool:
-        return self.context.access.sees(self.request.visitor, operation, resource, name)
+    def is_visible(self, operation: Operation, resource: Resource, name: str) -> bool:
+        return self.context.access.is_visible(self.request.visitor, operation, resource, name)
 
 
 class Verdict(NamedTuple):
@@ -124,7 +126,7 @@ class Verdict(NamedTuple):
     allowed: Body | None
     denied: tuple[tuple[Body, int], ...] = ()
     lists: tuple[str, ...] = ()
-    after: Callable[[Asking, Body, Body], None] | None = None
+    after: Callable[[CheckedRequest, Body, Body], None] | None = None
 
 
-Check = Callable[[Asking, Body], Verdict]
+Check = Callable[[CheckedRequest, Body], Verdict]

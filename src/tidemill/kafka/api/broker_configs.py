@@ -124,11 +124,11 @@ DEFAULT_BROKER: Final = ""
 """Resource name of the default configs of all brokers."""
 
 
-def is_own(context: Context, resource_name: str) -> bool:
+def is_this_broker(context: Context, resource_name: str) -> bool:
     return resource_name == str(context.own.node_id)
 
 
-def refuse_change(context: Context, resource_name: str, names: Sequence[str]) -> None:
+def reject_config_change(context: Context, resource_name: str, names: Sequence[str]) -> None:
     """Reject setting the configs `names` of a broker.
 
     Raises InvalidConfigRequestError, or InvalidError for an unknown config.
@@ -136,7 +136,7 @@ def refuse_change(context: Context, resource_name: str, names: Sequence[str]) ->
     An empty list is accepted. Deletions are accepted too: no config is ever set, and Kafka's tools delete replication
     throttles that they have not set.
     """
-    if resource_name != DEFAULT_BROKER and not is_own(context, resource_name):
+    if resource_name != DEFAULT_BROKER and not is_this_broker(context, resource_name):
         raise InvalidConfigRequestError(
             f"configs of another broker: asked={resource_name!r} this={context.own.node_id}."
         )

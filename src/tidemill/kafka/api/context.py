@@ -10,10 +10,10 @@ import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.coop import STRETCH_S, CoopBudget
-from tidemill.kafka.api.authorizer import Access
-from tidemill.kafka.metadata.encoded_partitions import Layouts
+from tidemill.kafka.api.authorizer import RequestAuthorizer
+from tidemill.kafka.metadata.encoded_partitions import EncodedPartitions
 from tidemill.kafka.metadata.topic_cache import TopicCache
-from tidemill.kafka.net.listeners import DEFAULT, Advertised
+from tidemill.kafka.net.listeners import DEFAULT, AdvertisedListener
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.security.audit import Audit
@@ -23,13 +23,13 @@ from tidemill.topics.api import TopicLog
 from tidemill.topics.produce.producer_ids import ProducerIds
 
 if TYPE_CHECKING:
-    from tidemill.kafka.api.coordinator_lookup import Owners
-    from tidemill.kafka.fetch_sessions.implicit import Repeats
+    from tidemill.kafka.api.coordinator_lookup import CoordinatorLookup
+    from tidemill.kafka.fetch_sessions.implicit import ImplicitSessions
     from tidemill.kafka.fetch_sessions.sessions import FetchSessions
-    from tidemill.kafka.groups.config_cache import GroupConfigs
-    from tidemill.kafka.groups.coordinator import Coordinator
-    from tidemill.kafka.groups.topic_patterns import Subscribable
-    from tidemill.kafka.transactions.coordinator import Transactions
+    from tidemill.kafka.groups.config_cache import GroupConfigCache
+    from tidemill.kafka.groups.coordinator import GroupCoordinator
+    from tidemill.kafka.groups.topic_patterns import TopicPatterns
+    from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 
 
 class NodeAddress(Protocol):
@@ -79,15 +79,15 @@ class Context:
         cache: TopicCache,
         producer_ids: ProducerIds,
         users: Users,
-        access: Access,
+        access: RequestAuthorizer,
         quotas: QuotaCache,
-        group_configs: GroupConfigs,
+        group_configs: GroupConfigCache,
         nodes: Nodes | None,
         clock: Clock,
         audit: Audit,
         settings: KafkaSettings,
         own: Broker,
-        listeners: Sequence[Advertised] = (),
+        listeners: Sequence[AdvertisedListener] = (),
     ) -> None:
         self.topics = topics
         self.catalogue = catalogue
@@ -100,21 +100,21 @@ class Context:
         self.clock = clock
         self.audit = audit
         self.pace = CoopBudget(clock)
-        self.layouts = Layouts()
+        self.layouts = EncodedPartitions()
         self.beginnings = CoopBudget(clock, 2 * STRETCH_S)
         self.settings = settings
         self.own = own
         self.listener = DEFAULT
         self.listeners = tuple(listeners)
         self._nodes = nodes
-        self.owners: Owners
-        self.groups: Coordinator
-        self.transactions: Transactions
+        self.owners: CoordinatorLookup
+        self.groups: GroupCoordinator
+        self.transactions: TransactionCoordinator
         self.fetch_sessions: FetchSessions
-        self.repeats: Repeats
-        self.subscribable: Subscribable
+        self.repeats: ImplicitSessions
+        self.subscribable: TopicPatterns
 
-    def coordinators(self) -> list[Broker]:
+    def coordinator_nodes(self) -> list[Broker]:
         """Return the nodes that all live nodes count on.
 
         This node is included only if membership lists it, or if there is no other node.
@@ -122,7 +122,7 @@ class Context:
         names = {member.name for member in self._nodes.members()} if self._nodes is not None else set()
         return [broker for broker in self.brokers() if broker.name in names] or [self.own]
 
-    def come_by(self, listener: str, own: Broker) -> Context:
+    def for_listener(self, listener: str, own: Broker) -> Context:
         """Return the context for clients of another listener; both share all objects."""
         found = copy(self)
         found.listener, found.own = listener, own

@@ -12,11 +12,11 @@ import msgspec
 import structlog
 
 from tidemill.base.runtime.coop import CoopBudget
-from tidemill.base.runtime.tasks import is_own_fault, sentence
-from tidemill.kafka.api.required_operations import checked
+from tidemill.base.runtime.tasks import error_sentence, is_own_fault_of_await
+from tidemill.kafka.api.required_operations import authorize_and_handle
 from tidemill.kafka.error_codes import UNKNOWN_SERVER_ERROR
 from tidemill.kafka.schema.codec_compiler import Body, decode_request, encode_response, is_flexible
-from tidemill.kafka.schema.primitives import I32, MalformedFrameError, begin_request, read_i16, skip_tags
+from tidemill.kafka.schema.primitives import I32, MalformedFrameError, read_i16, reset_element_count, skip_tags
 from tidemill.objects.store import Buffer
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ LARGE_ANSWER_ELEMENTS: Final = 2_000
 LARGE_REQUEST_BYTES: Final = 4_096
 """Size from which a request is decoded in a thread: at two bytes an element, some 3 ms of work."""
 
-AT_ONCE: Final = 32
+CONCURRENT_ITEMS_MAX: Final = 32
 """Number of items of one request that are processed concurrently."""
 
 T = TypeVar("T")
@@ -113,11 +113,11 @@ class Api(msgspec.Struct, frozen=True):
 
 
 Handle = Callable[["Context", Request, Body], Coroutine[Any, Any, Body]]
-Failed = Callable[[Body, int], Body]
+ErrorAnswer = Callable[[Body, int], Body]
 """Function of the request and an error code; returns the answer that reports the code for every requested item."""
 
 
-def cold(handle: Handle, failed: Failed) -> Begin:
+def begin_decoded(handle: Handle, failed: ErrorAnswer) -> Begin:
     """Return the `begin` of a handler on decoded dicts, which does nothing before its turn on the connection.
 
     `handle` receives the authorized part of the request (`required_operations`), and is not called if that is empty.
@@ -125,12 +125,12 @@ def cold(handle: Handle, failed: Failed) -> Begin:
     """
 
     async def begin(context: Context, request: Request) -> Reply:
-        body = await decoded(context.pace, request, _decode)
+        body = await decode_body(context.pace, request, _decode)
         try:
-            answer = await checked(context, request, body, partial(handle, context, request), failed)
-            return await encoded(context.pace, request, answer)
+            answer = await authorize_and_handle(context, request, body, partial(handle, context, request), failed)
+            return await encode_answer(context.pace, request, answer)
         except BaseException as error:
-            if not is_own_fault(error):
+            if not is_own_fault_of_await(error):
                 raise
             fault = error
         log.error(
@@ -138,7 +138,7 @@ def cold(handle: Handle, failed: Failed) -> Begin:
             key=request.key,
             version=request.version,
             client_id=request.client_id,
-            error=sentence(fault),
+            error=error_sentence(fault),
             exc_info=fault,
         )
         return [encode_response(request.key, request.version, failed(body, UNKNOWN_SERVER_ERROR))]
@@ -150,33 +150,33 @@ def _decode(request: Request) -> Body:
     return decode_request(request.key, request.version, request.view, request.position)
 
 
-async def decoded(pace: CoopBudget, request: Request, decode: Callable[[Request], T]) -> T:
+async def decode_body(pace: CoopBudget, request: Request, decode: Callable[[Request], T]) -> T:
     """Decode the request's body; a large one in a thread, so that it does not block the loop.
 
     Raises MalformedFrameError.
     """
 
     def work() -> T:
-        begin_request()
+        reset_element_count()
         return decode(request)
 
     if len(request.view) > LARGE_REQUEST_BYTES:
         return await asyncio.to_thread(work)
-    if pace.due:
-        await pace.rest()
+    if pace.is_used_up:
+        await pace.wait_for_turn()
     return work()
 
 
-async def encoded(pace: CoopBudget, request: Request, body: Body) -> Reply:
+async def encode_answer(pace: CoopBudget, request: Request, body: Body) -> Reply:
     """Encode the answer; a large one in a thread."""
-    if _weight(body) >= LARGE_ANSWER_ELEMENTS:
+    if _count_elements(body) >= LARGE_ANSWER_ELEMENTS:
         return [await asyncio.to_thread(encode_response, request.key, request.version, body)]
-    if pace.due:
-        await pace.rest()
+    if pace.is_used_up:
+        await pace.wait_for_turn()
     return [encode_response(request.key, request.version, body)]
 
 
-def _weight(body: Body) -> int:
+def _count_elements(body: Body) -> int:
     """Return about how many elements an answer has, two arrays deep; counting stops at LARGE_ANSWER_ELEMENTS."""
     lists = [value for value in body.values() if isinstance(value, list)]
     weight = sum(map(len, lists))
@@ -188,20 +188,20 @@ def _weight(body: Body) -> int:
     return weight
 
 
-async def each(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]], pace: CoopBudget) -> list[R]:
+async def map_items(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]], pace: CoopBudget) -> list[R]:
     """Return the results of `work` for all items, in order.
 
     A few items run concurrently: a request can name thousands, and the loop serves other requests too.
     """
     found: list[R] = []
-    for at in range(0, len(items), AT_ONCE):
-        if pace.due:
-            await pace.rest()
-        found += await asyncio.gather(*map(work, items[at : at + AT_ONCE]))
+    for at in range(0, len(items), CONCURRENT_ITEMS_MAX):
+        if pace.is_used_up:
+            await pace.wait_for_turn()
+        found += await asyncio.gather(*map(work, items[at : at + CONCURRENT_ITEMS_MAX]))
     return found
 
 
-async def within(timeout_ms: int, work: Coroutine[Any, Any, T], *, late: T) -> T:
+async def run_with_timeout(timeout_ms: int, work: Coroutine[Any, Any, T], *, late: T) -> T:
     """Return what `work` returns, or `late` if the client's timeout expires first.
 
     Below 1 ms there is no timeout but the work's own limits.
@@ -213,7 +213,7 @@ async def within(timeout_ms: int, work: Coroutine[Any, Any, T], *, late: T) -> T
         return late
 
 
-def peek(view: memoryview) -> tuple[int, int, int]:
+def peek_header(view: memoryview) -> tuple[int, int, int]:
     """Return (key, version, correlation id) of a request. Raises MalformedFrameError."""
     if len(view) < HEADER_BYTES_MIN - 2:
         raise MalformedFrameError(f"request shorter than a header: bytes={len(view)}.")

@@ -13,11 +13,11 @@ import asyncio
 
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.net.listener_security import ClientIdentity
-from tidemill.security.sasl import Step
+from tidemill.security.sasl import SaslStep
 from tidemill.security.scram import AuthenticationFailedError
 
 
-async def prove(context: Context, visitor: ClientIdentity, message: bytes) -> tuple[Step, int]:
+async def advance_authentication(context: Context, visitor: ClientIdentity, message: bytes) -> tuple[SaslStep, int]:
     """Process one message and return the step and the lifetime of the session in ms (0 = unlimited).
 
     Raises AuthenticationFailedError, UnavailableError.
@@ -35,7 +35,7 @@ async def prove(context: Context, visitor: ClientIdentity, message: bytes) -> tu
             )
     except AuthenticationFailedError as refused:
         visitor.exchange = None
-        await _slow_down(context, visitor, refused)
+        await _log_and_delay(context, visitor, refused)
         raise
     visitor.exchange = None
     visitor.principal = step.principal
@@ -46,7 +46,7 @@ async def prove(context: Context, visitor: ClientIdentity, message: bytes) -> tu
     return step, lifetime_ms
 
 
-def _lifetime_ms(context: Context, visitor: ClientIdentity, step: Step) -> int:
+def _lifetime_ms(context: Context, visitor: ClientIdentity, step: SaslStep) -> int:
     lifetimes = [int(visitor.gate.session_lifetime_s * 1000)] if visitor.gate.session_lifetime_s else []
     if step.expires_ms:
         lifetimes.append(step.expires_ms - context.clock.now_ms())
@@ -57,8 +57,8 @@ def _lifetime_ms(context: Context, visitor: ClientIdentity, step: Step) -> int:
     return min(lifetimes)
 
 
-async def _slow_down(context: Context, visitor: ClientIdentity, refused: AuthenticationFailedError) -> None:
-    context.audit.refused(
+async def _log_and_delay(context: Context, visitor: ClientIdentity, refused: AuthenticationFailedError) -> None:
+    context.audit.log_refusal(
         "kafka.authentication_failed",
         (visitor.host, refused.user),
         host=visitor.host,

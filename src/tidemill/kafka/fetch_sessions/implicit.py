@@ -17,55 +17,57 @@ from collections.abc import Iterable
 from typing import Final
 
 from tidemill.kafka.api.dispatch import Reply, Request
-from tidemill.kafka.fetch_sessions.partitions import Interest, Key
-from tidemill.kafka.fetch_sessions.request_diff import Asked
+from tidemill.kafka.fetch_sessions.partitions import FetchedPartitions, Key
+from tidemill.kafka.fetch_sessions.request_diff import RequestDiff
 from tidemill.kafka.fetch_sessions.sessions import FetchSession, FetchSessions
-from tidemill.kafka.schema.fetch import Blank, FetchRequest, FetchTopic, PartitionRecords
+from tidemill.kafka.schema.fetch import FetchAnswerTemplate, FetchRequest, FetchTopic, PartitionRecords
 
 PARTITIONS_MIN: Final = 64
 """Smallest number of partitions with an implicit session: fewer are decoded and encoded in less than a millisecond."""
 
 
-class Repeated:
+class ImplicitSession:
     """The last request of a connection, and the answer to it without records."""
 
-    def __init__(self, fetch: FetchRequest, session: FetchSession, asked: Asked, blank: Blank) -> None:
+    def __init__(
+        self, fetch: FetchRequest, session: FetchSession, asked: RequestDiff, blank: FetchAnswerTemplate
+    ) -> None:
         self.session = session
         self.fetch = fetch._replace(topics=[])
         self.asked = asked
         self._blank = blank
 
     @property
-    def interest(self) -> Interest:
+    def interest(self) -> FetchedPartitions:
         return self.session.interest
 
-    def answer(self, found: Iterable[tuple[Key, PartitionRecords]]) -> Reply:
-        return self._blank.filled(found)
+    def encode_answer(self, found: Iterable[tuple[Key, PartitionRecords]]) -> Reply:
+        return self._blank.fill(found)
 
 
-class Repeats:
+class ImplicitSessions:
     """Implicit sessions by connection."""
 
     def __init__(self, sessions: FetchSessions) -> None:
         self._sessions = sessions
-        self._kept: dict[int, Repeated] = {}
+        self._kept: dict[int, ImplicitSession] = {}
 
-    def take(self, request: Request) -> tuple[Repeated, list[FetchTopic]] | None:
+    def claim(self, request: Request) -> tuple[ImplicitSession, list[FetchTopic]] | None:
         """Return the session that this request repeats, and the partitions that it changes.
 
-        The session is removed: the caller must return it by `keep` or `close` it.
+        The session is removed: the caller must return it by `store` or `close` it.
         """
         kept = self._kept.pop(request.sender, None)
         if kept is None or kept.session.closed:
             return None
-        changes = kept.asked.changes(_body(request), request.version)
+        changes = kept.asked.changed_topics(_body(request), request.version)
         if changes is None:
             self._sessions.close(kept.session)
             return None
         return kept, changes
 
-    async def begin(
-        self, request: Request, fetch: FetchRequest, interest: Interest, found: dict[Key, PartitionRecords]
+    async def create(
+        self, request: Request, fetch: FetchRequest, interest: FetchedPartitions, found: dict[Key, PartitionRecords]
     ) -> Reply | None:
         """Return the answer that contains `found` and create an implicit session, which then owns the interest.
 
@@ -73,41 +75,43 @@ class Repeats:
         """
         if len(interest) < PARTITIONS_MIN or request.sender in self._kept:
             return None
-        prepared = await asyncio.to_thread(_prepare, _body(request), request.version, fetch, found)
+        prepared = await asyncio.to_thread(_prepare_session, _body(request), request.version, fetch, found)
         if prepared is None or request.sender in self._kept:
             return None
         session = self._sessions.open(interest, own=True)
         if session is None:
             return None
         asked, blank, reply = prepared
-        self._kept[request.sender] = Repeated(fetch, session, asked, blank)
+        self._kept[request.sender] = ImplicitSession(fetch, session, asked, blank)
         return reply
 
-    def keep(self, request: Request, repeated: Repeated) -> None:
+    def store(self, request: Request, repeated: ImplicitSession) -> None:
         before = self._kept.get(request.sender)
         if before is not None:
             self._sessions.close(before.session)
-        self._sessions.used(repeated.session)
+        self._sessions.touch(repeated.session)
         self._kept[request.sender] = repeated
 
-    def close(self, repeated: Repeated) -> None:
+    def close(self, repeated: ImplicitSession) -> None:
         self._sessions.close(repeated.session)
 
-    def forget(self, sender: int) -> None:
+    def close_connection(self, sender: int) -> None:
         """Close the session of a connection that has ended."""
         kept = self._kept.pop(sender, None)
         if kept is not None:
             self._sessions.close(kept.session)
 
 
-def _prepare(
+def _prepare_session(
     body: bytes, version: int, fetch: FetchRequest, found: dict[Key, PartitionRecords]
-) -> tuple[Asked, Blank, Reply] | None:
-    asked = Asked.of(body, version, fetch.topics)
+) -> tuple[RequestDiff, FetchAnswerTemplate, Reply] | None:
+    asked = RequestDiff.from_body(body, version, fetch.topics)
     if asked is None:
         return None
-    blank = Blank(((topic.topic, [each.partition for each in topic.partitions]) for topic in fetch.topics), version)
-    return asked, blank, blank.filled(found.items())
+    blank = FetchAnswerTemplate(
+        ((topic.topic, [each.partition for each in topic.partitions]) for topic in fetch.topics), version
+    )
+    return asked, blank, blank.fill(found.items())
 
 
 def _body(request: Request) -> bytes:

@@ -27,7 +27,7 @@ from tidemill.topics.api import Fetched, FetchRead
 log = structlog.get_logger()
 
 READ_COMMITTED: Final = 1
-_FOR_GOOD: Final = (
+_PERMANENT_CODES: Final = (
     error_codes.TOPIC_AUTHORIZATION_FAILED,
     error_codes.UNKNOWN_TOPIC_OR_PARTITION,
     error_codes.UNKNOWN_TOPIC_ID,
@@ -37,13 +37,13 @@ Key = tuple[str, int]
 """Topic name or id, as the client names it, and partition."""
 
 
-class Interest:
+class FetchedPartitions:
     def __init__(self, context: Context, visitor: ClientIdentity, *, by_id: bool) -> None:
         self._context = context
         self._visitor = visitor
         self.by_id = by_id
         self._committed = False
-        self._following = context.topics.follow()
+        self._following = context.topics.subscribe()
         self._refused: dict[Key, tuple[FetchPartition, int]] = {}
         """Partitions that cannot be read, each with its error code."""
         self._rules = self._context.access.rules
@@ -59,17 +59,17 @@ class Interest:
     def host(self) -> str:
         return self._visitor.host
 
-    async def ask(self, topics: Iterable[FetchTopic]) -> None:
+    async def add_topics(self, topics: Iterable[FetchTopic]) -> None:
         pace = self._context.pace
         for topic in topics:
             row = self._resolve(topic.topic)
             for asked in topic.partitions:
-                self._put(topic.topic, row, asked)
-                if pace.due:
-                    await pace.rest()
-        await self._settle()
+                self._add_partition(topic.topic, row, asked)
+                if pace.is_used_up:
+                    await pace.wait_for_turn()
+        await self._await_missing()
 
-    async def _settle(self) -> None:
+    async def _await_missing(self) -> None:
         """Look for missing topics and partitions before the client receives an error.
 
         The correct answer to its first request is UNKNOWN_TOPIC_ID or UNKNOWN_TOPIC_OR_PARTITION, or records (KIP-516).
@@ -77,43 +77,43 @@ class Interest:
         for _ in range(SETTLE_ROUNDS):
             if not (missing := self._missing()):
                 return
-            await self._put_again(missing)
+            await self._resolve_again(missing)
             if not (missing := self._missing()):
                 return
-            await self._context.cache.settled()
-            await self._put_again(missing)
+            await self._context.cache.await_refresh()
+            await self._resolve_again(missing)
 
     def _missing(self) -> list[tuple[Key, FetchPartition]]:
         return [
             (key, asked) for key, (asked, code) in self._refused.items() if code == error_codes.NOT_LEADER_OR_FOLLOWER
         ]
 
-    async def forget(self, topics: Iterable[tuple[str, list[int]]]) -> None:
+    async def remove_topics(self, topics: Iterable[tuple[str, list[int]]]) -> None:
         pace = self._context.pace
         for topic, partitions in topics:
             for partition in partitions:
                 self._following.drop((topic, partition))
                 self._refused.pop((topic, partition), None)
-                if pace.due:
-                    await pace.rest()
+                if pace.is_used_up:
+                    await pace.wait_for_turn()
 
-    async def look_again(self) -> None:
+    async def refresh(self) -> None:
         """Resolve refused partitions again before a fetch, and all partitions if the access rules have changed."""
         rules = self._context.access.rules
         again = [(key, asked) for key, (asked, _) in self._refused.items()]
         if rules is not self._rules:
             self._rules = rules
-            again += [(cast(Key, key), _asked(read)) for key, read in self._following.reads()]
-        await self._put_again(again)
+            again += [(cast(Key, key), _requested_partition(read)) for key, read in self._following.reads()]
+        await self._resolve_again(again)
 
-    async def _put_again(self, again: Iterable[tuple[Key, FetchPartition]]) -> None:
+    async def _resolve_again(self, again: Iterable[tuple[Key, FetchPartition]]) -> None:
         rows: dict[str, TopicRow | int] = {}
         for (topic, _), asked in again:
             if topic not in rows:
                 rows[topic] = self._resolve(topic)
-            self._put(topic, rows[topic], asked)
-            if self._context.pace.due:
-                await self._context.pace.rest()
+            self._add_partition(topic, rows[topic], asked)
+            if self._context.pace.is_used_up:
+                await self._context.pace.wait_for_turn()
 
     async def fetch(self, fetch: FetchRequest) -> dict[Key, PartitionRecords]:
         """Return the answers of the partitions that have something to report.
@@ -126,21 +126,21 @@ class Interest:
         if committed != self._committed:
             self._committed = committed
             for key, read in self._following.reads():
-                self._following.put(key, _read(read.topic_id, _asked(read), committed))
+                self._following.put(key, _partition_read(read.topic_id, _requested_partition(read), committed))
         found = {key: PartitionRecords(key[1], code) for key, (_, code) in self._refused.items()}
         if not len(self._following):
             return found
         max_wait_s = min(max(fetch.max_wait_ms, 0) / 1000, self._context.settings.idle_timeout_s)
-        if any(answer.error_code not in _FOR_GOOD for answer in found.values()):
+        if any(answer.error_code not in _PERMANENT_CODES for answer in found.values()):
             max_wait_s = 0.0
         pace = self._context.pace
         answered = await self._read(fetch, max_wait_s)
         for key, got in answered:
-            found[cast(Key, key)] = self._answer(cast(Key, key), got)
-            if pace.due:
-                await pace.rest()
+            found[cast(Key, key)] = self._partition_answer(cast(Key, key), got)
+            if pace.is_used_up:
+                await pace.wait_for_turn()
         if any(isinstance(got.error, MissingError) for _, got in answered):
-            await self._settle()
+            await self._await_missing()
             gone = [cast(Key, key) for key, got in answered if isinstance(got.error, MissingError)]
             found |= {key: PartitionRecords(key[1], self._refused[key][1]) for key in gone if key in self._refused}
         return found
@@ -152,19 +152,19 @@ class Interest:
     def _resolve(self, topic: str) -> TopicRow | int:
         context = self._context
         row = context.cache.resolve(topic, is_id=self.by_id)
-        if context.access.asks:
+        if context.access.is_enforced:
             row = context.access.topic(self._visitor, Operation.READ, topic, row, is_id=self.by_id)
         return row
 
-    def _put(self, topic: str, row: TopicRow | int, asked: FetchPartition) -> None:
+    def _add_partition(self, topic: str, row: TopicRow | int, asked: FetchPartition) -> None:
         key = (topic, asked.partition)
         if isinstance(row, int):
             self._refuse(key, asked, row)
         elif not 0 <= asked.partition < row.partitions:
-            self._refuse(key, asked, self._context.cache.no_partition(row, asked.partition))
+            self._refuse(key, asked, self._context.cache.missing_partition_code(row, asked.partition))
         else:
             self._refused.pop(key, None)
-            self._following.put(key, _read(row.topic_id, asked, self._committed))
+            self._following.put(key, _partition_read(row.topic_id, asked, self._committed))
 
     def _refuse(self, key: Key, asked: FetchPartition, code: int) -> None:
         self._following.drop(key)
@@ -180,32 +180,32 @@ class Interest:
         except TidemillError as error:
             return [(key, Fetched(-1, -1, [], error)) for key, _ in self._following.reads()]
 
-    def _answer(self, key: Key, got: Fetched) -> PartitionRecords:
+    def _partition_answer(self, key: Key, got: Fetched) -> PartitionRecords:
         if got.error is None:
             offsets = (got.high_watermark, got.log_start_offset)
             aborted = got.aborted if self._committed else None
             return PartitionRecords(key[1], 0, *offsets, got.batches, got.last_stable, aborted)
         if isinstance(got.error, MissingError):
             # The row was stale, as in Produce.
-            self._gone(key)
+            self._drop_stale_row(key)
             return PartitionRecords(key[1], error_codes.NOT_LEADER_OR_FOLLOWER)
         if not error_codes.is_expected(got.error):
             log.error("kafka.fetch_failed", topic=key[0], partition=key[1], error=repr(got.error))
         offsets = (got.high_watermark, got.log_start_offset)
         return PartitionRecords(key[1], error_codes.code_of(got.error), *offsets, last_stable=got.last_stable)
 
-    def _gone(self, key: Key) -> None:
+    def _drop_stale_row(self, key: Key) -> None:
         read = self._following.read(key)
         if read is not None:
             row = self._context.cache.by_id(read.topic_id)
             if row is not None:
-                self._context.cache.forget(row.name)
-            self._refuse(key, _asked(read), error_codes.NOT_LEADER_OR_FOLLOWER)
+                self._context.cache.remove(row.name)
+            self._refuse(key, _requested_partition(read), error_codes.NOT_LEADER_OR_FOLLOWER)
 
 
-def _read(topic_id: str, asked: FetchPartition, committed: bool) -> FetchRead:
+def _partition_read(topic_id: str, asked: FetchPartition, committed: bool) -> FetchRead:
     return FetchRead(topic_id, asked.partition, asked.offset, max(asked.max_bytes, 1), committed)
 
 
-def _asked(read: FetchRead) -> FetchPartition:
+def _requested_partition(read: FetchRead) -> FetchPartition:
     return FetchPartition(read.partition, read.offset, read.max_bytes)

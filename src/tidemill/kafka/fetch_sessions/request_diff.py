@@ -16,8 +16,8 @@ from array import array
 from bisect import bisect_left
 from typing import NamedTuple
 
-from tidemill.kafka.schema.fetch import FIRST_FLEXIBLE, FIRST_WITH_IDS, FetchPartition, FetchTopic, asked_at
-from tidemill.kafka.schema.fetch import asked_bytes as entry_bytes
+from tidemill.kafka.schema.fetch import FIRST_FLEXIBLE, FIRST_WITH_IDS, FetchPartition, FetchTopic, decode_entry
+from tidemill.kafka.schema.fetch import partition_entry_bytes as entry_bytes
 from tidemill.kafka.schema.primitives import MalformedFrameError, read_length
 
 _PREFIX_BYTES = 64
@@ -32,7 +32,7 @@ class _Groups(NamedTuple):
 
 
 class _Topic:
-    """Last entries of one topic. `known` and `of` are filled when another order occurs first."""
+    """Last entries of one topic. `known` and `from_body` are filled when another order occurs first."""
 
     __slots__ = ("blob", "known", "name", "of")
 
@@ -43,7 +43,7 @@ class _Topic:
         self.of: dict[int, bytes] = {}
 
 
-class Asked:
+class RequestDiff:
     def __init__(self, body: bytes, version: int, groups: _Groups, topics: dict[bytes, _Topic]) -> None:
         self._version = version
         self._size = entry_bytes(version)
@@ -54,25 +54,27 @@ class Asked:
         self._remember(body, groups)
 
     @staticmethod
-    def of(body: bytes, version: int, topics: list[FetchTopic]) -> Asked | None:
+    def from_body(body: bytes, version: int, topics: list[FetchTopic]) -> RequestDiff | None:
         """Return the diff base of a body that was decoded as `topics`, or None if later requests are not comparable
         with it.
         """
-        groups = _walk(body, version)
+        groups = _split_groups(body, version)
         if groups is None or len(groups.found) != len(topics):
             return None
         made: dict[bytes, _Topic] = {}
         named: set[tuple[str, int]] = set()
         count = 0
         for (key, blob), topic in zip(groups.found, topics, strict=True):
-            if [asked_at(entry, version) for entry in _slices(blob, entry_bytes(version))] != topic.partitions:
+            if [
+                decode_entry(entry, version) for entry in _split_entries(blob, entry_bytes(version))
+            ] != topic.partitions:
                 return None
             made.setdefault(key, _Topic(topic.topic, b"")).blob += blob
             named.update((topic.topic, entry.partition) for entry in topic.partitions)
             count += len(topic.partitions)
-        return Asked(body, version, groups, made) if len(named) == count else None
+        return RequestDiff(body, version, groups, made) if len(named) == count else None
 
-    def changes(self, body: bytes, version: int) -> list[FetchTopic] | None:
+    def changed_topics(self, body: bytes, version: int) -> list[FetchTopic] | None:
         """Return the entries that this request changes; the request then becomes the last one.
 
         Return None if it is not comparable; this object must not be used any more then.
@@ -80,9 +82,9 @@ class Asked:
         head = len(self._head)
         if version != self._version or body[:head] != self._head:
             return None
-        if self._is_turned(body):
+        if self._is_rotation(body):
             return []
-        groups = _walk(body, version)
+        groups = _split_groups(body, version)
         if groups is None or body[groups.end :] != self._tail:
             return None
         whole: set[bytes] = set()
@@ -94,12 +96,12 @@ class Asked:
             if blob == topic.blob and key not in whole and key not in parts:
                 whole.add(key)
             else:
-                parts.setdefault(key, []).extend(_slices(blob, self._size))
+                parts.setdefault(key, []).extend(_split_entries(blob, self._size))
         if len(whole) + len(parts) != len(self._topics) or not whole.isdisjoint(parts):
             return None
         found: list[FetchTopic] = []
         for key, entries in parts.items():
-            changed = self._compare(self._topics[key], entries)
+            changed = self._changed_entries(self._topics[key], entries)
             if changed is None:
                 return None
             if changed:
@@ -107,16 +109,16 @@ class Asked:
         self._remember(body, groups)
         return found
 
-    def _compare(self, topic: _Topic, entries: list[bytes]) -> list[FetchPartition] | None:
+    def _changed_entries(self, topic: _Topic, entries: list[bytes]) -> list[FetchPartition] | None:
         """Return the entries of the topic that differ from the last ones, or None if they name other partitions."""
         if len(entries) * self._size != len(topic.blob):
             return None
         if topic.known is None:
-            topic.known = set(_slices(topic.blob, self._size))
+            topic.known = set(_split_entries(topic.blob, self._size))
             topic.of = {int.from_bytes(entry[:4], "big", signed=True): entry for entry in topic.known}
         given, changed = set(entries), []
         for entry in given - topic.known:
-            asked = asked_at(entry, self._version)
+            asked = decode_entry(entry, self._version)
             former = topic.of.get(asked.partition) if asked is not None else None
             if asked is None or former is None:
                 return None
@@ -127,7 +129,7 @@ class Asked:
         topic.blob = b"".join(entries)
         return changed if given == topic.known else None
 
-    def _is_turned(self, body: bytes) -> bool:
+    def _is_rotation(self, body: bytes) -> bool:
         """Return whether the body has the same groups, rotated."""
         head, region = len(self._head), self._region
         if len(body) != head + len(region) + len(self._tail) or not body.endswith(self._tail):
@@ -146,7 +148,7 @@ class Asked:
         self._region, self._starts = body[len(self._head) : groups.end], groups.starts
 
 
-def _walk(body: bytes, version: int) -> _Groups | None:
+def _split_groups(body: bytes, version: int) -> _Groups | None:
     size, flexible = entry_bytes(version), version >= FIRST_FLEXIBLE
     view = memoryview(body)
     found: list[tuple[bytes, bytes]] = []
@@ -176,7 +178,7 @@ def _walk(body: bytes, version: int) -> _Groups | None:
     return _Groups(found, starts, at)
 
 
-def _slices(blob: bytes, size: int) -> list[bytes]:
+def _split_entries(blob: bytes, size: int) -> list[bytes]:
     return [blob[at : at + size] for at in range(0, len(blob), size)]
 
 

@@ -30,7 +30,7 @@ from prometheus_client import Counter, Gauge
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.kafka import error_codes
-from tidemill.kafka.fetch_sessions.partitions import Interest
+from tidemill.kafka.fetch_sessions.partitions import FetchedPartitions
 from tidemill.kafka.settings import KafkaSettings
 
 NO_SESSION: Final = 0
@@ -53,7 +53,7 @@ _DECLINED = Counter("tidemill_kafka_fetch_sessions_declined", "Fetch sessions fo
 class FetchSession:
     """One fetch session. `epoch` is the epoch of its client's next request."""
 
-    def __init__(self, session_id: int, interest: Interest, now_s: float) -> None:
+    def __init__(self, session_id: int, interest: FetchedPartitions, now_s: float) -> None:
         self.id = session_id
         self.epoch = 1
         self.interest = interest
@@ -81,7 +81,7 @@ class FetchSessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, interest: Interest, *, own: bool = False) -> FetchSession | None:
+    def open(self, interest: FetchedPartitions, *, own: bool = False) -> FetchSession | None:
         """Create a session; None if there is no room for it.
 
         `own` marks an internal session, whose id no client can name.
@@ -97,12 +97,12 @@ class FetchSessions:
         session = self._sessions[session_id] = FetchSession(session_id, interest, now_s)
         session.counted = len(interest)
         self.used_bytes += session.size_bytes
-        self._tell()
+        self._publish_gauges()
         return session
 
     def find(self, session_id: int, epoch: int, *, principal: str, host: str, by_id: bool) -> FetchSession | int:
         """Return the session, with its epoch advanced, or a Kafka error code."""
-        session = self._of(session_id, principal, host)
+        session = self._owned_session(session_id, principal, host)
         if session is None:
             return error_codes.FETCH_SESSION_ID_NOT_FOUND
         if session.epoch != epoch or session.busy:
@@ -110,17 +110,17 @@ class FetchSessions:
         if session.interest.by_id != by_id:
             return error_codes.FETCH_SESSION_TOPIC_ID_ERROR
         session.epoch = 1 if epoch == EPOCH_MAX else epoch + 1
-        self.used(session)
+        self.touch(session)
         return session
 
-    def used(self, session: FetchSession) -> None:
+    def touch(self, session: FetchSession) -> None:
         if not session.closed:
             session.used_s = self._clock.monotonic_s()
             self._sessions.move_to_end(session.id)
 
-    def close_of(self, session_id: int, *, principal: str, host: str) -> None:
+    def close_by_id(self, session_id: int, *, principal: str, host: str) -> None:
         """Close a session at the request of its client. Ignores the sessions of other clients."""
-        session = self._of(session_id, principal, host)
+        session = self._owned_session(session_id, principal, host)
         if session is not None:
             self.close(session)
 
@@ -132,9 +132,9 @@ class FetchSessions:
         del self._sessions[session.id]
         self.used_bytes -= session.size_bytes
         session.interest.close()
-        self._tell()
+        self._publish_gauges()
 
-    def grown(self, session: FetchSession) -> bool:
+    def update_size(self, session: FetchSession) -> bool:
         """Count the partitions that the session has now. Return False if there is no room and the session has ended."""
         if session.closed:
             return False
@@ -145,10 +145,10 @@ class FetchSessions:
             return False
         session.counted += delta
         self.used_bytes += PARTITION_BYTES * delta
-        self._tell()
+        self._publish_gauges()
         return True
 
-    def _of(self, session_id: int, principal: str, host: str) -> FetchSession | None:
+    def _owned_session(self, session_id: int, principal: str, host: str) -> FetchSession | None:
         session = self._sessions.get(session_id) if session_id > 0 else None
         mine = session is not None and (session.interest.principal, session.interest.host) == (principal, host)
         return session if mine else None
@@ -182,6 +182,6 @@ class FetchSessions:
             self.close(each)
         return True
 
-    def _tell(self) -> None:
+    def _publish_gauges(self) -> None:
         _OPEN.set(len(self._sessions))
         _PARTITIONS.set((self.used_bytes - SESSION_BYTES * len(self._sessions)) // PARTITION_BYTES)

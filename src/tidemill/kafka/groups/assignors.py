@@ -32,9 +32,11 @@ usually suffice.
 """
 
 
-def uniform(subscriptions: Subscriptions, counts: Mapping[str, int], before: Mapping[str, Partitions]) -> Assignment:
+def assign_uniform(
+    subscriptions: Subscriptions, counts: Mapping[str, int], before: Mapping[str, Partitions]
+) -> Assignment:
     mine: dict[str, set[Place]] = {member: set() for member in subscriptions}
-    topics = _topics(subscriptions)
+    topics = _subscribed_topics(subscriptions)
     free = {(topic, partition) for topic in topics for partition in range(counts.get(topic, 0))}
     for member, places in mine.items():
         for topic, partitions in before.get(member, {}).items():
@@ -42,14 +44,14 @@ def uniform(subscriptions: Subscriptions, counts: Mapping[str, int], before: Map
                 places |= {(topic, partition) for partition in partitions} & free
         free -= places
     if len(set(subscriptions.values())) == 1:
-        _fill_equally(mine, free)
+        _assign_equally(mine, free)
     else:
-        _fill(subscriptions, mine, free)
-        _level(subscriptions, mine, topics)
-    return {member: _by_topic(places) for member, places in mine.items()}
+        _assign_free(subscriptions, mine, free)
+        _level_counts(subscriptions, mine, topics)
+    return {member: _group_by_topic(places) for member, places in mine.items()}
 
 
-def _fill_equally(mine: dict[str, set[Place]], free: set[Place]) -> None:
+def _assign_equally(mine: dict[str, set[Place]], free: set[Place]) -> None:
     """Distribute partitions among members of equal subscriptions: equal counts, and one more to members that have it
     already, in their order.
     """
@@ -66,12 +68,12 @@ def _fill_equally(mine: dict[str, set[Place]], free: set[Place]) -> None:
         places.update(next(left) for _ in range(quotas.get(member, each) - len(places)))
 
 
-def _fill(subscriptions: Subscriptions, mine: dict[str, set[Place]], free: Iterable[Place]) -> None:
+def _assign_free(subscriptions: Subscriptions, mine: dict[str, set[Place]], free: Iterable[Place]) -> None:
     """Give each partition to the subscribed member with the fewest; topics with few subscribers first."""
     by_topic: dict[str, list[int]] = {}
     for topic, partition in sorted(free):
         by_topic.setdefault(topic, []).append(partition)
-    wanting = _wanting(subscriptions)
+    wanting = _subscribers(subscriptions)
     for topic in sorted(by_topic, key=lambda topic: (len(wanting[topic]), topic)):
         least = [(len(mine[member]), index, member) for index, member in enumerate(wanting[topic])]
         heapify(least)
@@ -81,12 +83,12 @@ def _fill(subscriptions: Subscriptions, mine: dict[str, set[Place]], free: Itera
             heapreplace(least, (count + 1, index, member))
 
 
-def _level(subscriptions: Subscriptions, mine: dict[str, set[Place]], topics: Iterable[str]) -> None:
+def _level_counts(subscriptions: Subscriptions, mine: dict[str, set[Place]], topics: Iterable[str]) -> None:
     """Level the counts: per topic, move partitions from the fullest to the emptiest member while they differ by two.
 
     Each move decreases the sum of squares, so this ends; it stops early after PASSES_MAX passes.
     """
-    wanting = _wanting(subscriptions)
+    wanting = _subscribers(subscriptions)
     for _ in range(PASSES_MAX):
         moved = False
         for topic in topics:
@@ -128,9 +130,11 @@ def _level_topic(topic: str, members: list[str], mine: dict[str, set[Place]]) ->
     return moved
 
 
-def ranges(subscriptions: Subscriptions, counts: Mapping[str, int], before: Mapping[str, Partitions]) -> Assignment:
+def assign_ranges(
+    subscriptions: Subscriptions, counts: Mapping[str, int], before: Mapping[str, Partitions]
+) -> Assignment:
     found: Assignment = {member: {} for member in subscriptions}
-    for topic, members in _wanting(subscriptions).items():
+    for topic, members in _subscribers(subscriptions).items():
         each, more = divmod(counts.get(topic, 0), len(members))
         start = 0
         for index, member in enumerate(members):
@@ -141,11 +145,11 @@ def ranges(subscriptions: Subscriptions, counts: Mapping[str, int], before: Mapp
     return found
 
 
-def _topics(subscriptions: Subscriptions) -> list[str]:
+def _subscribed_topics(subscriptions: Subscriptions) -> list[str]:
     return sorted(set().union(*subscriptions.values()))
 
 
-def _wanting(subscriptions: Subscriptions) -> dict[str, list[str]]:
+def _subscribers(subscriptions: Subscriptions) -> dict[str, list[str]]:
     """Return topic → subscribed members, in the order of the members."""
     found: dict[str, list[str]] = {}
     for member, topics in subscriptions.items():
@@ -154,12 +158,12 @@ def _wanting(subscriptions: Subscriptions) -> dict[str, list[str]]:
     return found
 
 
-def _by_topic(places: set[Place]) -> dict[str, frozenset[int]]:
+def _group_by_topic(places: set[Place]) -> dict[str, frozenset[int]]:
     topics: dict[str, set[int]] = {}
     for topic, partition in places:
         topics.setdefault(topic, set()).add(partition)
     return {topic: frozenset(partitions) for topic, partitions in topics.items()}
 
 
-ASSIGNORS: Final[Mapping[str, Assignor]] = {"uniform": uniform, "range": ranges}
+ASSIGNORS: Final[Mapping[str, Assignor]] = {"uniform": assign_uniform, "range": assign_ranges}
 DEFAULT: Final = "uniform"

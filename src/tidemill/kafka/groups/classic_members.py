@@ -18,37 +18,44 @@ from typing import Final
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import consumer_reconciliation
 from tidemill.kafka.groups.assignors import Partitions
-from tidemill.kafka.groups.classic_state import Join, JoinAnswer, Sync, SyncAnswer, metadata_bytes
-from tidemill.kafka.groups.consumer import ID_BYTES, check
-from tidemill.kafka.groups.consumer_state import Classic, Consumer, ConsumerGroup, TopicSnapshot, minus, places
-from tidemill.kafka.groups.subscriptions import CONSUMER, Place, Subscription, encode_assignment, subscription_of
+from tidemill.kafka.groups.classic_state import JoinAnswer, JoinRequest, SyncAnswer, SyncRequest, metadata_bytes
+from tidemill.kafka.groups.consumer import ID_BYTES, member_error
+from tidemill.kafka.groups.consumer_state import (
+    ClassicSubscription,
+    ConsumerGroup,
+    ConsumerGroupMember,
+    TopicSnapshot,
+    iterate_places,
+    subtract_partitions,
+)
+from tidemill.kafka.groups.subscriptions import CONSUMER, Place, Subscription, decode_subscription, encode_assignment
 from tidemill.kafka.schema.primitives import MalformedFrameError
 
 NO_LEADER: Final = ""
 
 
-def join(group: ConsumerGroup, now: int, ask: Join, seen: TopicSnapshot) -> JoinAnswer:
+def join(group: ConsumerGroup, now: int, ask: JoinRequest, seen: TopicSnapshot) -> JoinAnswer:
     """Join or rejoin a member. An error changes nothing."""
-    code = refusal(group, ask)
+    code = join_error(group, ask)
     if code:
         return JoinAnswer(code, ask.member_id)
     if not ask.member_id and ask.instance_id is None and ask.knows_first:
         return JoinAnswer(error_codes.MEMBER_ID_REQUIRED, ask.new_id)
-    subscription = subscription_of(ask.protocols[0][1])
-    member = _member(group, ask)
-    _learn(group, member, ask, subscription)
-    consumer_reconciliation.look(group, seen)
-    consumer_reconciliation.reconcile(group, now, member, by_id(subscription.owned, seen), is_join=True)
+    subscription = decode_subscription(ask.protocols[0][1])
+    member = _joining_member(group, ask)
+    _update_member(group, member, ask, subscription)
+    consumer_reconciliation.update_target(group, seen)
+    consumer_reconciliation.reconcile(group, now, member, by_topic_id(subscription.owned, seen), is_join=True)
     member.until_ms, member.owes_until_ms = now + ask.session_ms, now + ask.rebalance_ms
     return JoinAnswer(0, member.member_id, member.epoch, CONSUMER, ask.protocols[0][0], NO_LEADER)
 
 
-def refusal(group: ConsumerGroup, ask: Join) -> int:
+def join_error(group: ConsumerGroup, ask: JoinRequest) -> int:
     """Return the error code if the join is invalid, else 0."""
     limits = group.limits
     if not limits.session_ms_min <= ask.session_ms <= limits.session_ms_max:
         return error_codes.INVALID_SESSION_TIMEOUT
-    if ask.protocol_type != CONSUMER or not _is_spoken(group, ask):
+    if ask.protocol_type != CONSUMER or not _has_common_protocol(group, ask):
         return error_codes.INCONSISTENT_GROUP_PROTOCOL
     if len(ask.member_id.encode()) > ID_BYTES or "\x00" in ask.member_id:
         return error_codes.UNKNOWN_MEMBER_ID
@@ -56,7 +63,7 @@ def refusal(group: ConsumerGroup, ask: Join) -> int:
     if ask.instance_id is not None:
         known = group.instances.get(ask.instance_id)
         if ask.member_id:
-            code = check(group, ask.member_id, ask.instance_id)
+            code = member_error(group, ask.member_id, ask.instance_id)
             if code:
                 return code
         elif known is not None:
@@ -71,14 +78,14 @@ def refusal(group: ConsumerGroup, ask: Join) -> int:
     return 0
 
 
-def _is_spoken(group: ConsumerGroup, ask: Join) -> bool:
+def _has_common_protocol(group: ConsumerGroup, ask: JoinRequest) -> bool:
     """Return whether the request names a protocol that all other classic members speak.
 
     They use it among themselves again when the last member of the consumer protocol leaves.
     """
     names = {name for name, _ in ask.protocols}
     try:
-        subscription_of(ask.protocols[0][1] if ask.protocols else b"")
+        decode_subscription(ask.protocols[0][1] if ask.protocols else b"")
     except MalformedFrameError:
         return False
     for member in group.members.values():
@@ -88,7 +95,7 @@ def _is_spoken(group: ConsumerGroup, ask: Join) -> bool:
     return bool(names)
 
 
-def _member(group: ConsumerGroup, ask: Join) -> Consumer:
+def _joining_member(group: ConsumerGroup, ask: JoinRequest) -> ConsumerGroupMember:
     """Return the joining member.
 
     A static member that returns continues with its state, whichever protocol it used. An unknown member is added under
@@ -99,41 +106,43 @@ def _member(group: ConsumerGroup, ask: Join) -> Consumer:
         member = group.members.pop(known)
         group.changed.discard(known)
         member.member_id, member.away = ask.new_id, False
-        group.owners.update(dict.fromkeys(places(member.held), ask.new_id))
+        group.owners.update(dict.fromkeys(iterate_places(member.held), ask.new_id))
     else:
         found = group.members.get(ask.member_id)
-        member = found or Consumer(ask.member_id or ask.new_id, ask.instance_id)
+        member = found or ConsumerGroupMember(ask.member_id or ask.new_id, ask.instance_id)
         if found is None:
-            consumer_reconciliation.resubscribed(group)
+            consumer_reconciliation.note_subscription_change(group)
     group.members[member.member_id] = member
     if member.instance_id is not None:
         group.instances[member.instance_id] = member.member_id
     return member
 
 
-def _learn(group: ConsumerGroup, member: Consumer, ask: Join, subscription: Subscription) -> None:
+def _update_member(
+    group: ConsumerGroup, member: ConsumerGroupMember, ask: JoinRequest, subscription: Subscription
+) -> None:
     member.client_id, member.client_host = ask.client_id, ask.client_host
     member.rebalance_ms, member.rack_id = ask.rebalance_ms, subscription.rack_id
-    member.classic = Classic(ask.session_ms, ask.protocols)
+    member.classic = ClassicSubscription(ask.session_ms, ask.protocols)
     if (member.topics, member.pattern, member.assignor) != (subscription.topics, "", None):
         member.topics, member.pattern, member.assignor = subscription.topics, "", None
-        consumer_reconciliation.resubscribed(group)
+        consumer_reconciliation.note_subscription_change(group)
     group.changed.add(member.member_id)
     group.unstored = True
 
 
-def by_id(named: tuple[Place, ...] | list[Place], seen: TopicSnapshot) -> Partitions:
+def by_topic_id(named: tuple[Place, ...] | list[Place], seen: TopicSnapshot) -> Partitions:
     """Return the partitions by topic id, without topics that do not exist."""
     found: dict[str, frozenset[int]] = {}
     for name, partition in named:
-        topic = seen.of(name)
+        topic = seen.topic(name)
         if topic is not None and 0 <= partition < topic.partitions:
             found[topic.topic_id] = found.get(topic.topic_id, frozenset()) | {partition}
     return found
 
 
-def sync(group: ConsumerGroup, now: int, ask: Sync) -> SyncAnswer:
-    code = _check(group, ask.member_id, ask.instance_id, ask.generation)
+def sync(group: ConsumerGroup, now: int, ask: SyncRequest) -> SyncAnswer:
+    code = _request_error(group, ask.member_id, ask.instance_id, ask.generation)
     if code:
         return SyncAnswer(code)
     member = group.members[ask.member_id]
@@ -144,47 +153,47 @@ def sync(group: ConsumerGroup, now: int, ask: Sync) -> SyncAnswer:
             return SyncAnswer(error_codes.INCONSISTENT_GROUP_PROTOCOL)
     # A member that must revoke partitions learns of them here; it gets the new epoch at its next JoinGroup.
     if group.topics is None or (group.epoch > member.epoch and not member.revoking):
-        _owes(member, now)
+        _set_rejoin_deadline(member, now)
         return SyncAnswer(error_codes.REBALANCE_IN_PROGRESS)
     member.until_ms, member.owes_until_ms = now + member.classic.session_ms, 0
-    return SyncAnswer(0, CONSUMER, protocol, assignment(group, member), member.member_id)
+    return SyncAnswer(0, CONSUMER, protocol, encode_member_assignment(group, member), member.member_id)
 
 
-def assignment(group: ConsumerGroup, member: Consumer) -> bytes:
+def encode_member_assignment(group: ConsumerGroup, member: ConsumerGroupMember) -> bytes:
     """Encode the partitions that the member may use, as its client reads them. Deleted topics are left out."""
     assert member.classic is not None
     names = {topic.topic_id: name for name, topic in (group.topics or {}).items()}
     assigned = {names[topic_id]: numbers for topic_id, numbers in member.assigned.items() if topic_id in names}
-    return encode_assignment(subscription_of(member.classic.protocols[0][1]).version, assigned)
+    return encode_assignment(decode_subscription(member.classic.protocols[0][1]).version, assigned)
 
 
 def heartbeat(group: ConsumerGroup, now: int, member_id: str, instance_id: str | None, generation: int) -> int:
-    code = _check(group, member_id, instance_id, generation)
+    code = _request_error(group, member_id, instance_id, generation)
     if code:
         return code
     member = group.members[member_id]
     member.until_ms = max(member.until_ms, now + group.session_ms(member))
-    if member.epoch == group.epoch and not member.revoking and not _has_more_to_get(group, member):
+    if member.epoch == group.epoch and not member.revoking and not _has_free_partitions(group, member):
         return 0
-    _owes(member, now)
+    _set_rejoin_deadline(member, now)
     return error_codes.REBALANCE_IN_PROGRESS
 
 
-def _has_more_to_get(group: ConsumerGroup, member: Consumer) -> bool:
+def _has_free_partitions(group: ConsumerGroup, member: ConsumerGroupMember) -> bool:
     """Return whether all missing partitions of the target are free.
 
     Waiting for all of them avoids one rejoin per partition.
     """
-    missing = minus(member.target, member.held)
-    return bool(missing) and not any(place in group.owners for place in places(missing))
+    missing = subtract_partitions(member.target, member.held)
+    return bool(missing) and not any(place in group.owners for place in iterate_places(missing))
 
 
-def _owes(member: Consumer, now: int) -> None:
+def _set_rejoin_deadline(member: ConsumerGroupMember, now: int) -> None:
     member.owes_until_ms = member.owes_until_ms or now + member.rebalance_ms
 
 
-def _check(group: ConsumerGroup, member_id: str, instance_id: str | None, generation: int) -> int:
-    code = check(group, member_id, instance_id)
+def _request_error(group: ConsumerGroup, member_id: str, instance_id: str | None, generation: int) -> int:
+    code = member_error(group, member_id, instance_id)
     if code:
         return code
     if not group.speaks_classic(member_id):
@@ -196,10 +205,10 @@ def leave(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
     """Remove a member. A static member may be named by its instance alone, as administrators do."""
     if not member_id and instance_id is not None:
         member_id = group.instances.get(instance_id, "")
-    code = check(group, member_id, instance_id)
+    code = member_error(group, member_id, instance_id)
     if code:
         return code
     if not group.speaks_classic(member_id):
         return error_codes.UNKNOWN_MEMBER_ID
-    consumer_reconciliation.remove(group, group.members[member_id])
+    consumer_reconciliation.remove_member(group, group.members[member_id])
     return 0

@@ -49,7 +49,7 @@ Waiter = object
 """Receiver of an answer: opaque to the core."""
 
 
-class Join(msgspec.Struct, frozen=True):
+class JoinRequest(msgspec.Struct, frozen=True):
     """JoinGroup request. `member_id` "" means a new member; `new_id` is the id that it would get.
 
     knows_first   the client can receive its id before it joins (JoinGroup 4, KIP-394)
@@ -82,7 +82,7 @@ class JoinAnswer(msgspec.Struct, frozen=True):
     members: tuple[tuple[str, str | None, bytes], ...] = ()
 
 
-class Sync(msgspec.Struct, frozen=True):
+class SyncRequest(msgspec.Struct, frozen=True):
     member_id: str
     instance_id: str | None
     generation: int
@@ -100,7 +100,7 @@ class SyncAnswer(msgspec.Struct, frozen=True):
     """Id of the receiving member, where the core must find it again."""
 
 
-class BeatAnswer(msgspec.Struct, frozen=True):
+class HeartbeatAnswer(msgspec.Struct, frozen=True):
     """Answer to a heartbeat of the consumer protocol. `assignment` (topic id → partitions) None means unchanged."""
 
     error: int
@@ -110,17 +110,17 @@ class BeatAnswer(msgspec.Struct, frozen=True):
     assignment: Mapping[str, frozenset[int]] | None = None
 
 
-Answer = JoinAnswer | SyncAnswer | BeatAnswer
+Answer = JoinAnswer | SyncAnswer | HeartbeatAnswer
 
 
-def failed(answer: Answer, code: int) -> Answer:
+def error_answer_for(answer: Answer, code: int) -> Answer:
     """Return the error answer that replaces `answer` if its state did not become durable."""
     if isinstance(answer, JoinAnswer):
         return JoinAnswer(code, answer.member_id)
-    return SyncAnswer(code) if isinstance(answer, SyncAnswer) else BeatAnswer(code)
+    return SyncAnswer(code) if isinstance(answer, SyncAnswer) else HeartbeatAnswer(code)
 
 
-class Member(msgspec.Struct):
+class ClassicMember(msgspec.Struct):
     """Member of a classic group.
 
     `until_ms` is the end of its session; a member that waits for an answer cannot time out. `joining` and `syncing` are
@@ -152,7 +152,7 @@ def metadata_bytes(protocols: Protocols) -> int:
     return sum(len(name) + len(data) for name, data in protocols)
 
 
-class Group:
+class ClassicGroup:
     """State of a group. Only `classic_rebalance` and `classic` change it. All times are monotonic milliseconds.
 
     expected      member ids that were assigned (KIP-394), and the times until which their joins are expected
@@ -173,7 +173,7 @@ class Group:
         self.protocol = ""
         self.generation = 0
         self.leader = ""
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, ClassicMember] = {}
         self.instances: dict[str, str] = {}
         self.expected: dict[str, int] = {}
         self.join_until = 0
@@ -196,15 +196,15 @@ class Group:
         return not (self.members or self.expected or self.later)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if the group has no members and no pending work."""
         return not (self.members or self.expected or self.unstored or self.outbox)
 
-    def say(self, waiter: Waiter | None, answer: Answer) -> None:
+    def queue_answer(self, waiter: Waiter | None, answer: Answer) -> None:
         if waiter is not None:
             self.outbox.append((waiter, answer))
 
-    def check(self, member_id: str, instance_id: str | None) -> int:
+    def member_error(self, member_id: str, instance_id: str | None) -> int:
         """Return the error code if the ids do not identify a member, else 0 (KIP-345)."""
         if instance_id is not None:
             known = self.instances.get(instance_id)
@@ -220,19 +220,21 @@ class Group:
             return False
         if not self.members:
             return True
-        return protocol_type == self.protocol_type and not self.common().isdisjoint(name for name, _ in protocols)
+        return protocol_type == self.protocol_type and not self.common_protocols().isdisjoint(
+            name for name, _ in protocols
+        )
 
-    def common(self) -> set[str]:
+    def common_protocols(self) -> set[str]:
         """Return the protocols that all members speak."""
         spoken = [{name for name, _ in member.protocols} for member in self.members.values()]
         return set.intersection(*spoken) if spoken else set()
 
     def elected_protocol(self) -> str:
         """Return the common protocol that most members prefer; of equals the first by name."""
-        common = self.common()
+        common = self.common_protocols()
         votes = [next((n for n, _ in m.protocols if n in common), "") for m in self.members.values()]
         return max(sorted(set(votes)), key=votes.count, default="")
 
-    def listed(self) -> tuple[tuple[str, str | None, bytes], ...]:
+    def members_for_leader(self) -> tuple[tuple[str, str | None, bytes], ...]:
         """Return the members as the leader receives them."""
         return tuple((m.member_id, m.instance_id, m.metadata(self.protocol)) for m in self.members.values())

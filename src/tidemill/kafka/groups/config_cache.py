@@ -11,7 +11,7 @@ from typing import Final
 from tidemill.base.errors import InvalidError
 from tidemill.kafka.groups import configs
 from tidemill.kafka.groups.classic_state import GroupLimits
-from tidemill.metastore.cached_rows import refresh_for_ever
+from tidemill.metastore.cached_rows import refresh_forever
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.rows.group_configs import GroupConfigRow
 
@@ -20,7 +20,7 @@ GROUPS_MAX: Final = 10_000
 """Maximum number of groups with configs of their own."""
 
 
-class GroupConfigs:
+class GroupConfigCache:
     """Cached group configs. `limits` are those of a group without its own configs."""
 
     def __init__(self, catalogue: Catalogue, limits: GroupLimits) -> None:
@@ -33,7 +33,7 @@ class GroupConfigs:
     def limits(self, group: str) -> GroupLimits:
         """Return the limits of a group from the cache."""
         row = self._own.get(group)
-        return self._limits if row is None else configs.limited(self._limits, row.config)
+        return self._limits if row is None else configs.apply_configs(self._limits, row.config)
 
     def on_change(self, follow: Callable[[], None]) -> None:
         """Register a callback for every change of the answers."""
@@ -49,9 +49,9 @@ class GroupConfigs:
 
     async def run(self) -> None:
         """Refresh forever."""
-        await refresh_for_ever(self, REFRESH_S, "kafka.group_configs_not_read")
+        await refresh_forever(self, REFRESH_S, "kafka.group_configs_not_read")
 
-    async def of(self, group: str) -> Mapping[str, str]:
+    async def own_configs(self, group: str) -> Mapping[str, str]:
         """Return the group's own configs. Raises UnavailableError."""
         await self.refresh()
         row = self._own.get(group)
@@ -72,10 +72,10 @@ class GroupConfigs:
 
         def changed(config: dict[str, str]) -> dict[str, str]:
             new = change(config)
-            configs.refuse_change(self._limits, config, new)
+            configs.check_change(self._limits, config, new)
             return new
 
-        own = await self.of(group)
+        own = await self.own_configs(group)
         if not own and len(self._own) >= GROUPS_MAX:
             raise InvalidError(
                 f"too many groups with configs: limit={GROUPS_MAX}.", fix="Set the node's configs for all groups."

@@ -13,7 +13,7 @@ import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.kafka.groups.classic_state import GroupLimits
-from tidemill.topics.config.alter import Kind
+from tidemill.topics.config.alter import ConfigKind
 from tidemill.topics.config.configs import Setting
 
 _INT: Final = 2**31 - 1
@@ -30,13 +30,13 @@ SETTINGS: Final[dict[str, Setting]] = {
         "consumer_session_ms", 1, _INT, broker="group.consumer.session.timeout.ms",
     ),
 }  # fmt: skip
-_REFUSED: Final = {"share.": "Share groups (KIP-932)", "streams.": "Streams groups (KIP-1071)"}
+_UNSUPPORTED_PREFIXES: Final = {"share.": "Share groups (KIP-932)", "streams.": "Streams groups (KIP-1071)"}
 
 
 def check(config: Mapping[str, str]) -> None:
     """Raise InvalidError with the first config that is unknown or unreadable."""
     for name, value in sorted(config.items()):
-        for prefix, what in _REFUSED.items():
+        for prefix, what in _UNSUPPORTED_PREFIXES.items():
             if name.startswith(prefix):
                 raise InvalidError(
                     f"group type is not supported: name={name}.", fix=f"Remove it: {what} are not supported."
@@ -46,10 +46,10 @@ def check(config: Mapping[str, str]) -> None:
         SETTINGS[name].parse(name, value)
 
 
-GROUP: Final = Kind(SETTINGS, check)
+GROUP: Final = ConfigKind(SETTINGS, check)
 
 
-def refuse_change(limits: GroupLimits, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+def check_change(limits: GroupLimits, before: Mapping[str, str], after: Mapping[str, str]) -> None:
     """Raise InvalidError if the node does not allow the change. Unchanged values are not checked."""
     for name, value in after.items():
         if before.get(name) == value:
@@ -58,7 +58,7 @@ def refuse_change(limits: GroupLimits, before: Mapping[str, str], after: Mapping
         low, high = _bounds(limits, name)
         if not low <= int(value) <= high:
             raise InvalidError(f"bad value: name={name} value={value!r}.", fix=f"Use {low} to {high}.")
-    wanted = _nearest(limits, after)
+    wanted = _clamped(limits, after)
     if before != after and wanted.consumer_session_ms <= wanted.consumer_heartbeat_ms:
         raise InvalidError(
             f"{SESSION} must be greater than {HEARTBEAT}: session={wanted.consumer_session_ms} "
@@ -67,11 +67,11 @@ def refuse_change(limits: GroupLimits, before: Mapping[str, str], after: Mapping
         )
 
 
-def limited(limits: GroupLimits, config: Mapping[str, str]) -> GroupLimits:
+def apply_configs(limits: GroupLimits, config: Mapping[str, str]) -> GroupLimits:
     """Return the limits of a group with these configs, which may be older than the node's bounds or from another
     version.
     """
-    wanted = _nearest(limits, config)
+    wanted = _clamped(limits, config)
     session_ms = wanted.consumer_session_ms
     return msgspec.structs.replace(wanted, consumer_heartbeat_ms=min(wanted.consumer_heartbeat_ms, session_ms - 1))
 
@@ -80,7 +80,7 @@ def value_of(limits: GroupLimits, name: str) -> str:
     return str(getattr(limits, SETTINGS[name].field))
 
 
-def _nearest(limits: GroupLimits, config: Mapping[str, str]) -> GroupLimits:
+def _clamped(limits: GroupLimits, config: Mapping[str, str]) -> GroupLimits:
     values: dict[str, int] = {}
     for name, value in config.items():
         if name in SETTINGS and value.isascii() and value.isdecimal():

@@ -1,7 +1,7 @@
 """Requests of members to a group of the consumer protocol, answered as Kafka 4 does. Pure.
 
 `now` is monotonic milliseconds. `ConsumerGroup.unstored` is set when the group must be made durable: the caller writes
-it between `begin_store` and `stored`, and an answer is sent once everything before it is durable.
+it between `begin_store` and `complete_store`, and an answer is sent once everything before it is durable.
 
 Sources: KIP-848; ConsumerGroupHeartbeatRequest.json of Kafka 4.1; KIP-1082 (ids of members from version 1 on).
 """
@@ -13,51 +13,51 @@ from typing import Final
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import consumer_reconciliation
 from tidemill.kafka.groups.assignors import ASSIGNORS
-from tidemill.kafka.groups.classic_state import Answer, BeatAnswer, Waiter, failed
+from tidemill.kafka.groups.classic_state import Answer, HeartbeatAnswer, Waiter, error_answer_for
 from tidemill.kafka.groups.consumer_state import (
-    LEAVES,
-    LEAVES_FOR_A_WHILE,
-    Consumer,
+    EPOCH_LEAVE,
+    EPOCH_LEAVE_TEMPORARILY,
     ConsumerGroup,
+    ConsumerGroupMember,
+    ConsumerWrite,
     HeartbeatRequest,
-    Storing,
     TopicSnapshot,
+    is_subset,
     subscription_bytes,
-    within,
 )
 
 ID_BYTES: Final = 255
 """Maximum bytes of a member id, an instance id and a rack id, because a row's key must have room for them."""
 
 
-def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: TopicSnapshot) -> BeatAnswer:
+def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: TopicSnapshot) -> HeartbeatAnswer:
     """Process one heartbeat of the consumer protocol. An error changes nothing."""
-    message = _malformed(ask)
+    message = _request_error(ask)
     if message:
-        return BeatAnswer(error_codes.INVALID_REQUEST, message)
+        return HeartbeatAnswer(error_codes.INVALID_REQUEST, message)
     if ask.assignor is not None and ask.assignor not in ASSIGNORS:
-        return BeatAnswer(error_codes.UNSUPPORTED_ASSIGNOR, f"Use one of {', '.join(ASSIGNORS)}.")
+        return HeartbeatAnswer(error_codes.UNSUPPORTED_ASSIGNOR, f"Use one of {', '.join(ASSIGNORS)}.")
     if ask.epoch < 0:
         return _leave(group, now, ask)
-    refused = _refusal_to_join(group, ask) if ask.epoch == 0 else _fences(group, ask)
+    refused = _join_rejection(group, ask) if ask.epoch == 0 else _epoch_rejection(group, ask)
     if refused is None:
-        refused = _too_large(group, ask)
+        refused = _size_rejection(group, ask)
     if refused is not None:
         return refused
     if ask.epoch == 0:
-        _join(group, ask)
+        _reset_member(group, ask)
     member = group.members[ask.member_id]
-    _learn(group, member, ask)
+    _update_member(group, member, ask)
     member.until_ms = now + group.limits.consumer_session_ms
-    consumer_reconciliation.look(group, seen)
+    consumer_reconciliation.update_target(group, seen)
     changed = consumer_reconciliation.reconcile(group, now, member, ask.owned)
     # A member that sends its full state, or an outdated epoch, may not have received its last answer.
     is_whole = ask.owned is not None and (ask.topics is not None or ask.pattern is not None)
     tells = changed or is_whole or ask.epoch != member.epoch
-    return BeatAnswer(0, "", member.member_id, member.epoch, member.assigned if tells else None)
+    return HeartbeatAnswer(0, "", member.member_id, member.epoch, member.assigned if tells else None)
 
 
-def _malformed(ask: HeartbeatRequest) -> str:
+def _request_error(ask: HeartbeatRequest) -> str:
     texts = (ask.member_id, ask.instance_id, ask.rack_id)
     if not ask.member_id:
         return "MemberId can't be empty."
@@ -65,9 +65,9 @@ def _malformed(ask: HeartbeatRequest) -> str:
         return "InstanceId and RackId can't be empty."
     if any(len(text.encode()) > ID_BYTES or "\x00" in text for text in texts if text is not None):
         return f"An id is longer than {ID_BYTES} bytes or contains a zero byte."
-    if ask.epoch < LEAVES_FOR_A_WHILE:
+    if ask.epoch < EPOCH_LEAVE_TEMPORARILY:
         return "MemberEpoch is invalid."
-    if ask.epoch == LEAVES_FOR_A_WHILE and ask.instance_id is None:
+    if ask.epoch == EPOCH_LEAVE_TEMPORARILY and ask.instance_id is None:
         return "InstanceId can't be null for a member that leaves temporarily."
     if ask.epoch == 0:
         if ask.rebalance_ms < 0:
@@ -79,7 +79,7 @@ def _malformed(ask: HeartbeatRequest) -> str:
     return ""
 
 
-def _refusal_to_join(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None:
+def _join_rejection(group: ConsumerGroup, ask: HeartbeatRequest) -> HeartbeatAnswer | None:
     """Return the rejection of a joining member, or None.
 
     The member may also rejoin under its id, because it was fenced or did not receive an answer.
@@ -89,14 +89,14 @@ def _refusal_to_join(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer 
         holder = group.members[group.instances[ask.instance_id]]
         # During a migration a static member changes the protocol without leaving first.
         if holder is not before and not holder.away and holder.classic is None:
-            return BeatAnswer(error_codes.UNRELEASED_INSTANCE_ID, "Another member has this instance id.")
+            return HeartbeatAnswer(error_codes.UNRELEASED_INSTANCE_ID, "Another member has this instance id.")
         before = holder
     if before is None and len(group.members) >= group.limits.members:
-        return BeatAnswer(error_codes.GROUP_MAX_SIZE_REACHED, f"The group has {len(group.members)} members.")
+        return HeartbeatAnswer(error_codes.GROUP_MAX_SIZE_REACHED, f"The group has {len(group.members)} members.")
     return None
 
 
-def _too_large(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None:
+def _size_rejection(group: ConsumerGroup, ask: HeartbeatRequest) -> HeartbeatAnswer | None:
     member = group.members.get(ask.member_id)
     topics = ask.topics if ask.topics is not None else member.topics if member is not None else frozenset()
     pattern = ask.pattern if ask.pattern is not None else member.pattern if member is not None else ""
@@ -105,31 +105,31 @@ def _too_large(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None
     size = subscription_bytes(topics, pattern)
     others = sum(each.subscription_bytes for each in group.members.values() if each is not member)
     if size > group.limits.member_bytes or size + others > group.limits.bytes:
-        return BeatAnswer(
+        return HeartbeatAnswer(
             error_codes.GROUP_MAX_SIZE_REACHED, f"The subscription has {size} bytes and those of others {others} bytes."
         )
     return None
 
 
-def _join(group: ConsumerGroup, ask: HeartbeatRequest) -> None:
+def _reset_member(group: ConsumerGroup, ask: HeartbeatRequest) -> None:
     """Add or reset a joining member.
 
     It begins without partitions: those that it held are free, and it gets its target again.
     """
     member = group.members.get(ask.member_id)
     if member is not None and member.instance_id != ask.instance_id:
-        consumer_reconciliation.remove(group, member)
+        consumer_reconciliation.remove_member(group, member)
         member = None
     if member is None and ask.instance_id is not None and ask.instance_id in group.instances:
         # A static member returned in time: the other members see no change (KIP-848, "Static membership").
         member = group.members.pop(group.instances[ask.instance_id])
-        consumer_reconciliation.give_up(group, member, member.held)
+        consumer_reconciliation.free_partitions(group, member, member.held)
         group.changed.discard(member.member_id)
         member.member_id = ask.member_id
     is_new = member is None
     if member is None:
-        member = Consumer(ask.member_id, ask.instance_id)
-    consumer_reconciliation.give_up(group, member, member.held)
+        member = ConsumerGroupMember(ask.member_id, ask.instance_id)
+    consumer_reconciliation.free_partitions(group, member, member.held)
     member.revoking, member.away = {}, False
     member.classic, member.owes_until_ms = None, 0
     member.epoch, member.previous = 0, -1
@@ -137,50 +137,50 @@ def _join(group: ConsumerGroup, ask: HeartbeatRequest) -> None:
     group.members[ask.member_id] = member
     if ask.instance_id is not None:
         group.instances[ask.instance_id] = ask.member_id
-    _change(group, member)
+    _mark_changed(group, member)
     if is_new:
-        consumer_reconciliation.resubscribed(group)
+        consumer_reconciliation.note_subscription_change(group)
 
 
-def _learn(group: ConsumerGroup, member: Consumer, ask: HeartbeatRequest) -> None:
+def _update_member(group: ConsumerGroup, member: ConsumerGroupMember, ask: HeartbeatRequest) -> None:
     before = (member.rack_id, member.rebalance_ms, member.client_id, member.client_host)
     member.rack_id = ask.rack_id if ask.rack_id is not None else member.rack_id
     member.rebalance_ms = ask.rebalance_ms if ask.rebalance_ms >= 0 else member.rebalance_ms
     member.client_id, member.client_host = ask.client_id, ask.client_host
     if (member.rack_id, member.rebalance_ms, member.client_id, member.client_host) != before:
-        _change(group, member)
+        _mark_changed(group, member)
     wanted = (member.topics, member.pattern, member.assignor)
     member.topics = ask.topics if ask.topics is not None else member.topics
     member.pattern = ask.pattern if ask.pattern is not None else member.pattern
     member.assignor = ask.assignor if ask.assignor is not None else member.assignor
     if (member.topics, member.pattern, member.assignor) != wanted:
-        _change(group, member)
-        consumer_reconciliation.resubscribed(group)
+        _mark_changed(group, member)
+        consumer_reconciliation.note_subscription_change(group)
 
 
-def _change(group: ConsumerGroup, member: Consumer) -> None:
+def _mark_changed(group: ConsumerGroup, member: ConsumerGroupMember) -> None:
     group.changed.add(member.member_id)
     group.unstored = True
 
 
-def _fences(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None:
-    code = _check_speaker(group, ask)
+def _epoch_rejection(group: ConsumerGroup, ask: HeartbeatRequest) -> HeartbeatAnswer | None:
+    code = _consumer_error(group, ask)
     if code:
-        return BeatAnswer(code, "The member is not in the group.")
+        return HeartbeatAnswer(code, "The member is not in the group.")
     member = group.members[ask.member_id]
     if not member.away:
         if ask.epoch == member.epoch:
             return None
         # The member may have missed its last answer; then it owns no partition outside its assignment.
-        if ask.epoch == member.previous and ask.owned is not None and within(ask.owned, member.assigned):
+        if ask.epoch == member.previous and ask.owned is not None and is_subset(ask.owned, member.assigned):
             return None
-    return BeatAnswer(
+    return HeartbeatAnswer(
         error_codes.FENCED_MEMBER_EPOCH,
-        f"The member's epoch is {ask.epoch}, but the group has {member.told_epoch}: join again.",
+        f"The member's epoch is {ask.epoch}, but the group has {member.reported_epoch}: join again.",
     )
 
 
-def check(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
+def member_error(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
     """Return the error code if the ids do not identify a member, else 0."""
     if instance_id is not None:
         known = group.instances.get(instance_id)
@@ -191,27 +191,27 @@ def check(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
     return 0 if member_id in group.members else error_codes.UNKNOWN_MEMBER_ID
 
 
-def _check_speaker(group: ConsumerGroup, ask: HeartbeatRequest) -> int:
-    return check(group, ask.member_id, ask.instance_id) or (
+def _consumer_error(group: ConsumerGroup, ask: HeartbeatRequest) -> int:
+    return member_error(group, ask.member_id, ask.instance_id) or (
         error_codes.UNKNOWN_MEMBER_ID if group.speaks_classic(ask.member_id) else 0
     )
 
 
-def _leave(group: ConsumerGroup, now: int, ask: HeartbeatRequest) -> BeatAnswer:
-    code = _check_speaker(group, ask)
+def _leave(group: ConsumerGroup, now: int, ask: HeartbeatRequest) -> HeartbeatAnswer:
+    code = _consumer_error(group, ask)
     if code:
-        return BeatAnswer(code, "The member is not in the group.")
+        return HeartbeatAnswer(code, "The member is not in the group.")
     member = group.members[ask.member_id]
-    if ask.epoch == LEAVES:
-        consumer_reconciliation.remove(group, member)
+    if ask.epoch == EPOCH_LEAVE:
+        consumer_reconciliation.remove_member(group, member)
     else:
         member.away = True
         member.until_ms = now + group.limits.consumer_session_ms
-        _change(group, member)
-    return BeatAnswer(0, "", ask.member_id, ask.epoch)
+        _mark_changed(group, member)
+    return HeartbeatAnswer(0, "", ask.member_id, ask.epoch)
 
 
-def commit_refusal(
+def commit_error(
     group: ConsumerGroup, member_id: str, instance_id: str | None, epoch: int, *, in_transaction: bool = False
 ) -> int:
     """Return the code if a client with these properties may not commit offsets or read them as a member, else 0.
@@ -221,7 +221,7 @@ def commit_refusal(
     """
     if epoch < 0 and (not group.members or (in_transaction and not member_id and instance_id is None)):
         return 0
-    code = check(group, member_id, instance_id)
+    code = member_error(group, member_id, instance_id)
     if code:
         return code
     member = group.members[member_id]
@@ -237,22 +237,22 @@ def commit_refusal(
 
 def tick(group: ConsumerGroup, now: int) -> None:
     """Fence members that do not send a heartbeat, revoke, join or sync in time."""
-    for member in _free_to_speak(group):
-        if _until(member) <= now:
-            consumer_reconciliation.remove(group, member)
+    for member in _members_with_timeouts(group):
+        if _deadline_ms(member) <= now:
+            consumer_reconciliation.remove_member(group, member)
 
 
-def due(group: ConsumerGroup) -> int | None:
+def next_due_ms(group: ConsumerGroup) -> int | None:
     """Return the earliest time at which `tick` has something to do; None if no member can time out."""
-    return min(map(_until, _free_to_speak(group)), default=None)
+    return min(map(_deadline_ms, _members_with_timeouts(group)), default=None)
 
 
-def _until(member: Consumer) -> int:
+def _deadline_ms(member: ConsumerGroupMember) -> int:
     until = min(member.until_ms, member.revoke_until_ms) if member.revoking else member.until_ms
     return min(until, member.owes_until_ms) if member.owes_until_ms else until
 
 
-def _free_to_speak(group: ConsumerGroup) -> list[Consumer]:
+def _members_with_timeouts(group: ConsumerGroup) -> list[ConsumerGroupMember]:
     """Return the members whose timeouts run.
 
     A member that waits for its answer cannot time out, however long the write takes.
@@ -261,7 +261,7 @@ def _free_to_speak(group: ConsumerGroup) -> list[Consumer]:
     return [member for member in group.members.values() if member.member_id not in waiting]
 
 
-def answer(group: ConsumerGroup, waiter: Waiter, said: Answer) -> None:
+def queue_answer(group: ConsumerGroup, waiter: Waiter, said: Answer) -> None:
     """Send an answer once everything that it reports is durable."""
     if group.unstored:
         group.waiting.append((waiter, said))
@@ -271,16 +271,16 @@ def answer(group: ConsumerGroup, waiter: Waiter, said: Answer) -> None:
         group.outbox.append((waiter, said))
 
 
-def begin_store(group: ConsumerGroup) -> Storing:
+def begin_store(group: ConsumerGroup) -> ConsumerWrite:
     """Begin to write the group in its current state, and return what waits for exactly this write."""
     group.unstored = False
-    storing = Storing(frozenset(group.changed), group.waiting)
+    storing = ConsumerWrite(frozenset(group.changed), group.waiting)
     group.changed, group.waiting = set(), []
     group.in_flight = storing.waiting
     return storing
 
 
-def stored(group: ConsumerGroup, now: int, storing: Storing, code: int) -> None:
+def complete_store(group: ConsumerGroup, now: int, storing: ConsumerWrite, code: int) -> None:
     """Answer the waiting requests after a write that `begin_store` began; `code` is 0 or the error of the write.
 
     After an error the caller must discard this group, because it was derived from state that is not durable.
@@ -288,7 +288,7 @@ def stored(group: ConsumerGroup, now: int, storing: Storing, code: int) -> None:
     if group.in_flight is storing.waiting:
         group.in_flight = None
     for waiter, said in storing.waiting:
-        group.outbox.append((waiter, failed(said, code) if code else said))
+        group.outbox.append((waiter, error_answer_for(said, code) if code else said))
         member = group.members.get(said.member_id)
         if member is not None:
             # The member's timeouts begin when it receives the answer.
@@ -298,12 +298,12 @@ def stored(group: ConsumerGroup, now: int, storing: Storing, code: int) -> None:
             member.revoke_until_ms = max(member.revoke_until_ms, now + member.rebalance_ms)
 
 
-def abandon(group: ConsumerGroup, code: int) -> None:
+def release(group: ConsumerGroup, code: int) -> None:
     """Stop coordinating the group on this node.
 
     All waiting requests get `code`, so that their clients look up the coordinator.
     """
     group.is_dead = True
     for waiting in (group.waiting, group.in_flight or []):
-        group.outbox += [(waiter, failed(said, code)) for waiter, said in waiting]
+        group.outbox += [(waiter, error_answer_for(said, code)) for waiter, said in waiting]
     group.waiting, group.in_flight = [], None

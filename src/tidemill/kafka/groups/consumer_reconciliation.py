@@ -15,15 +15,22 @@ Source: KIP-848, "Assignment" and "Member reconciliation".
 from __future__ import annotations
 
 from tidemill.kafka.groups.assignors import ASSIGNORS, DEFAULT, Partitions
-from tidemill.kafka.groups.consumer_state import Consumer, ConsumerGroup, TopicSnapshot, digest_of, minus, places
+from tidemill.kafka.groups.consumer_state import (
+    ConsumerGroup,
+    ConsumerGroupMember,
+    TopicSnapshot,
+    digest_of,
+    iterate_places,
+    subtract_partitions,
+)
 
 
-def look(group: ConsumerGroup, seen: TopicSnapshot) -> None:
+def update_target(group: ConsumerGroup, seen: TopicSnapshot) -> None:
     """Begin a new epoch and compute its target if subscriptions or topics have changed."""
     if group.topics is None or group.seen_version != seen.version:
         group.matches = {pattern: seen.matching(pattern) for pattern in group.patterns()}
         wanted = set().union(*map(group.subscribed_names, group.members.values()))
-        found = {name: topic for name in sorted(wanted) if (topic := seen.of(name)) is not None}
+        found = {name: topic for name in sorted(wanted) if (topic := seen.topic(name)) is not None}
         group.seen_version = seen.version
         if found != group.topics:
             group.topics = found
@@ -32,10 +39,10 @@ def look(group: ConsumerGroup, seen: TopicSnapshot) -> None:
                 group.digest = digest
                 _next_epoch(group)
     if group.target_epoch != group.epoch:
-        _aim(group)
+        _compute_target(group)
 
 
-def resubscribed(group: ConsumerGroup) -> None:
+def note_subscription_change(group: ConsumerGroup) -> None:
     """Begin a new epoch after a change of subscriptions."""
     group.seen_version = -1
     _next_epoch(group)
@@ -48,10 +55,10 @@ def _next_epoch(group: ConsumerGroup) -> None:
     group.unstored = True
 
 
-def _aim(group: ConsumerGroup) -> None:
+def _compute_target(group: ConsumerGroup) -> None:
     """Compute the target of the group's epoch."""
     topics = group.topics or {}
-    members = sorted(group.members.values(), key=lambda member: member.order)
+    members = sorted(group.members.values(), key=lambda member: member.sort_key)
     subscriptions = {
         member.member_id: frozenset(topics[name].topic_id for name in group.subscribed_names(member) if name in topics)
         for member in members
@@ -69,7 +76,7 @@ def _aim(group: ConsumerGroup) -> None:
 
 
 def reconcile(
-    group: ConsumerGroup, now: int, member: Consumer, owned: Partitions | None, *, is_join: bool = False
+    group: ConsumerGroup, now: int, member: ConsumerGroupMember, owned: Partitions | None, *, is_join: bool = False
 ) -> bool:
     """Take one step of a member's reconciliation, and return whether it has something new to report to the member.
 
@@ -77,20 +84,20 @@ def reconcile(
     revoked everything that it does not own, whether asked to or not.
     """
     before = (member.epoch, dict(member.held), dict(member.revoking))
-    if member.revoking and owned is not None and _lets_go(member.revoking, owned):
-        give_up(group, member, member.revoking)
+    if member.revoking and owned is not None and _has_revoked(member.revoking, owned):
+        free_partitions(group, member, member.revoking)
         member.revoking = {}
     if not member.revoking:
-        gone = minus(member.held, member.target)
-        if gone and is_join and owned is not None and _lets_go(gone, owned):
-            give_up(group, member, gone)
+        gone = subtract_partitions(member.held, member.target)
+        if gone and is_join and owned is not None and _has_revoked(gone, owned):
+            free_partitions(group, member, gone)
             gone = {}
         if gone:
             member.revoking, member.revoke_until_ms = gone, now + member.rebalance_ms
         else:
             if member.epoch != group.target_epoch:
                 member.previous, member.epoch = member.epoch, group.target_epoch
-            _give(group, member, minus(member.target, member.held))
+            _assign_free(group, member, subtract_partitions(member.target, member.held))
     if (member.epoch, member.held, member.revoking) == before:
         return False
     group.changed.add(member.member_id)
@@ -98,11 +105,11 @@ def reconcile(
     return True
 
 
-def _lets_go(revoking: Partitions, owned: Partitions) -> bool:
+def _has_revoked(revoking: Partitions, owned: Partitions) -> bool:
     return all(owned.get(topic, frozenset()).isdisjoint(gone) for topic, gone in revoking.items())
 
 
-def _give(group: ConsumerGroup, member: Consumer, wanted: Partitions) -> None:
+def _assign_free(group: ConsumerGroup, member: ConsumerGroupMember, wanted: Partitions) -> None:
     """Assign the wanted partitions that no member holds."""
     for topic, partitions in wanted.items():
         free = frozenset(partition for partition in partitions if (topic, partition) not in group.owners)
@@ -111,17 +118,17 @@ def _give(group: ConsumerGroup, member: Consumer, wanted: Partitions) -> None:
             group.owners.update(((topic, partition), member.member_id) for partition in free)
 
 
-def give_up(group: ConsumerGroup, member: Consumer, these: Partitions) -> None:
-    for place in places(these):
+def free_partitions(group: ConsumerGroup, member: ConsumerGroupMember, these: Partitions) -> None:
+    for place in iterate_places(these):
         del group.owners[place]
-    member.held = minus(member.held, these)
+    member.held = subtract_partitions(member.held, these)
 
 
-def remove(group: ConsumerGroup, member: Consumer) -> None:
+def remove_member(group: ConsumerGroup, member: ConsumerGroupMember) -> None:
     """Remove a member that left or timed out. Its partitions become free."""
-    give_up(group, member, member.held)
+    free_partitions(group, member, member.held)
     del group.members[member.member_id]
     group.changed.discard(member.member_id)
     if member.instance_id is not None and group.instances.get(member.instance_id) == member.member_id:
         del group.instances[member.instance_id]
-    resubscribed(group)
+    note_subscription_change(group)

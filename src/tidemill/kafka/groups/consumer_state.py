@@ -14,8 +14,8 @@ import msgspec
 from tidemill.kafka.groups.assignors import Partitions
 from tidemill.kafka.groups.classic_state import Answer, GroupLimits, Phase, Protocols, Waiter, metadata_bytes
 
-LEAVES: Final = -1
-LEAVES_FOR_A_WHILE: Final = -2
+EPOCH_LEAVE: Final = -1
+EPOCH_LEAVE_TEMPORARILY: Final = -2
 """Epoch in the heartbeat of a static member that leaves temporarily and will return within its session."""
 PARTITION_BYTES: Final = 8
 """Approximate memory of one held partition."""
@@ -47,19 +47,19 @@ class TopicSnapshot(Protocol):
 
     @property
     def version(self) -> int: ...
-    def of(self, name: str) -> Topic | None: ...
+    def topic(self, name: str) -> Topic | None: ...
     def matching(self, pattern: str) -> frozenset[str]:
         """Return the names that match a pattern."""
 
 
-class Classic(msgspec.Struct, frozen=True):
+class ClassicSubscription(msgspec.Struct, frozen=True):
     """Properties of a member of the classic protocol; the first of its protocols is the one in its answers."""
 
     session_ms: int
     protocols: Protocols
 
 
-class Consumer(msgspec.Struct):
+class ConsumerGroupMember(msgspec.Struct):
     """Member of a consumer group.
 
     epoch, previous   epoch of the assignment that it received; the one before, which a repeated heartbeat may name
@@ -87,22 +87,22 @@ class Consumer(msgspec.Struct):
     until_ms: int = 0
     revoke_until_ms: int = 0
     away: bool = False
-    classic: Classic | None = None
+    classic: ClassicSubscription | None = None
     owes_until_ms: int = 0
 
     @property
-    def order(self) -> tuple[str, str]:
+    def sort_key(self) -> tuple[str, str]:
         """Sort key among the members of a group; a static member keeps its position under another id."""
         return (self.instance_id or self.member_id, self.member_id)
 
     @property
     def assigned(self) -> dict[str, frozenset[int]]:
         """Partitions that the member may use."""
-        return minus(self.held, self.revoking)
+        return subtract_partitions(self.held, self.revoking)
 
     @property
-    def told_epoch(self) -> int:
-        return LEAVES_FOR_A_WHILE if self.away else self.epoch
+    def reported_epoch(self) -> int:
+        return EPOCH_LEAVE_TEMPORARILY if self.away else self.epoch
 
     @property
     def subscription_bytes(self) -> int:
@@ -114,7 +114,7 @@ class Consumer(msgspec.Struct):
         return self.subscription_bytes + PARTITION_BYTES * sum(map(len, self.held.values()))
 
 
-class Storing(NamedTuple):
+class ConsumerWrite(NamedTuple):
     """Members that one write makes durable, and the answers that wait for it."""
 
     changed: frozenset[str]
@@ -145,7 +145,7 @@ class ConsumerGroup:
         self.epoch = 0
         self.target_epoch = 0
         self.assignor = ""
-        self.members: dict[str, Consumer] = {}
+        self.members: dict[str, ConsumerGroupMember] = {}
         self.instances: dict[str, str] = {}
         self.owners: dict[tuple[str, int], str] = {}
         self.topics: dict[str, Topic] | None = None
@@ -180,7 +180,7 @@ class ConsumerGroup:
         return not (self.members or self.waiting)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return self.is_vacant and not self.unstored and self.in_flight is None
 
     @property
@@ -192,13 +192,13 @@ class ConsumerGroup:
         member = self.members.get(member_id)
         return member is not None and member.classic is not None
 
-    def session_ms(self, member: Consumer) -> int:
+    def session_ms(self, member: ConsumerGroupMember) -> int:
         return self.limits.consumer_session_ms if member.classic is None else member.classic.session_ms
 
     def patterns(self) -> set[str]:
         return {member.pattern for member in self.members.values() if member.pattern}
 
-    def subscribed_names(self, member: Consumer) -> frozenset[str]:
+    def subscribed_names(self, member: ConsumerGroupMember) -> frozenset[str]:
         return member.topics | self.matches.get(member.pattern, frozenset())
 
 
@@ -210,14 +210,14 @@ def digest_of(topics: Mapping[str, Topic]) -> str:
     return blake2b(msgspec.msgpack.encode(sorted(topics.items())), digest_size=16).hexdigest()
 
 
-def minus(these: Partitions, those: Partitions) -> dict[str, frozenset[int]]:
+def subtract_partitions(these: Partitions, those: Partitions) -> dict[str, frozenset[int]]:
     left = {topic: partitions - those.get(topic, frozenset()) for topic, partitions in these.items()}
     return {topic: partitions for topic, partitions in left.items() if partitions}
 
 
-def within(these: Partitions, those: Partitions) -> bool:
+def is_subset(these: Partitions, those: Partitions) -> bool:
     return all(partitions <= those.get(topic, frozenset()) for topic, partitions in these.items())
 
 
-def places(these: Partitions) -> Iterator[tuple[str, int]]:
+def iterate_places(these: Partitions) -> Iterator[tuple[str, int]]:
     return ((topic, partition) for topic, partitions in these.items() for partition in partitions)

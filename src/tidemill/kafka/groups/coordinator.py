@@ -15,12 +15,12 @@ from prometheus_client import Gauge
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
-from tidemill.base.runtime.tasks import Backoff, Tasks, sentence
+from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence
 from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.kafka.groups.group_runner import GroupRunner
-from tidemill.kafka.groups.group_store import NO_FAULTS, GroupFencedError, GroupRows
+from tidemill.kafka.groups.group_store import NO_FAULTS, GroupFencedError, GroupStore
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUPS
 
@@ -31,13 +31,13 @@ OPENING_S = 5.0
 GROUP_BYTES = 512
 """Maximum bytes of a group's name in a key: with a topic id or member id it fits into one."""
 COUNT_EVERY_S = 1.0
-TOLD_S = 30.0
-TOLD_BY_NAME = 100
+REPORTED_S = 30.0
+REPORTED_GROUPS_MAX = 100
 
 _LOADED = Gauge("tidemill_kafka_groups", "Consumer groups in memory on this node")
 
 
-def is_name(group: str) -> bool:
+def is_group_name(group: str) -> bool:
     """Return whether the string is a valid group name."""
     return bool(group) and len(GROUPS.key(group)) <= GROUP_BYTES
 
@@ -50,11 +50,11 @@ class GroupUnavailableError(Exception):
         self.code = code
 
 
-class Coordinator:
+class GroupCoordinator:
     """Coordinator of groups.
 
     `is_own(group)` is true if this node coordinates the group in its current view. `limits(group)` are the group's
-    current limits; after a change `reconfigured` is called.
+    current limits; after a change `apply_configs` is called.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Coordinator:
         tracker: StatusTracker,
         faults: frozenset[str] = NO_FAULTS,
     ) -> None:
-        self.rows = GroupRows(metastore, f"{node}/{rand.nonce()[:12]}", clock, rand, faults)
+        self.rows = GroupStore(metastore, f"{node}/{rand.nonce()[:12]}", clock, rand, faults)
         self._rand = rand
         self._is_own = is_own
         self._clock = clock
@@ -84,7 +84,7 @@ class Coordinator:
         self._led: dict[str, GroupRunner] = {}
         self._opening: dict[str, asyncio.Task[GroupRunner]] = {}
         self._failing: set[str] = set()
-        self._tasks = Tasks(self._task_broke)
+        self._tasks = Tasks(self._task_failed)
         self._adopting = False
         self._moved = False
         self._closed = False
@@ -94,20 +94,20 @@ class Coordinator:
         """Size of the metadata and assignments of all groups in memory."""
         return sum(led.group.size_bytes for led in self._led.values())
 
-    def new_id(self) -> str:
+    def new_member_suffix(self) -> str:
         """Return the suffix of a new member's id."""
         return self._rand.uuid()
 
-    def led(self) -> Sequence[GroupRunner]:
+    def loaded_groups(self) -> Sequence[GroupRunner]:
         return list(self._led.values())
 
-    def found(self, group: str) -> GroupRunner | None:
+    def loaded_group(self, group: str) -> GroupRunner | None:
         """Return the group if it is in memory here."""
         return self._led.get(group)
 
     async def get(self, group: str, *, growing: bool = False) -> GroupRunner:
         """Return the group, taken over if necessary. `growing` marks a join. Raises GroupUnavailableError."""
-        if not is_name(group):
+        if not is_group_name(group):
             raise GroupUnavailableError(error_codes.INVALID_GROUP_ID)
         if self._closed or not self._is_own(group):
             raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
@@ -130,9 +130,9 @@ class Coordinator:
         except GroupUnavailableError:
             raise
         except Exception as error:
-            # Any error here is a fault of this group only; its task reports it (`_task_broke`).
+            # Any error here is a fault of this group only; its task reports it (`_task_failed`).
             raise GroupUnavailableError(error_codes.COORDINATOR_NOT_AVAILABLE) from error
-        if led.is_over:
+        if led.is_closed:
             raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
         return led
 
@@ -150,48 +150,48 @@ class Coordinator:
             taken = await self.rows.take_over(group)
             if self._closed or not self._is_own(group):
                 raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
-            led = GroupRunner(self.rows, taken, self._limits(group), self._clock, self._tasks, self._ended)
+            led = GroupRunner(self.rows, taken, self._limits(group), self._clock, self._tasks, self._group_ended)
             self._led[group] = led
             _LOADED.set(len(self._led))
             return led
         finally:
             del self._opening[group]
 
-    def reconfigured(self) -> None:
+    def apply_configs(self) -> None:
         """Apply changed configs. Members follow from their next heartbeat on."""
         for led in self._led.values():
             led.group.limits = self._limits(led.group.name)
 
-    def _ended(self, led: GroupRunner, fault: BaseException | None) -> None:
+    def _group_ended(self, led: GroupRunner, fault: BaseException | None) -> None:
         name = led.group.name
         if self._led.get(name) is led:
             del self._led[name]
         _LOADED.set(len(self._led))
         if fault is None or isinstance(fault, GroupFencedError):
             return
-        log.error("kafka.group_ended", group=name, error=sentence(fault), exc_info=fault)
-        self._fail(name, fault)
+        log.error("kafka.group_ended", group=name, error=error_sentence(fault), exc_info=fault)
+        self._report_failure(name, fault)
 
-    def _fail(self, name: str, fault: BaseException) -> None:
+    def _report_failure(self, name: str, fault: BaseException) -> None:
         """Report a failure for a while under the group's own stage, or under one stage of all groups if many fail
         together.
         """
-        mark = f"group:{name}" if len(self._failing) < TOLD_BY_NAME else "groups"
+        mark = f"group:{name}" if len(self._failing) < REPORTED_GROUPS_MAX else "groups"
         self._failing.add(mark)
-        self._tracker.fail(mark, sentence(fault), now_ms=self._clock.now_ms())
-        asyncio.get_running_loop().call_later(TOLD_S, self._heal, mark)
+        self._tracker.fail(mark, error_sentence(fault), now_ms=self._clock.now_ms())
+        asyncio.get_running_loop().call_later(REPORTED_S, self._report_recovery, mark)
 
-    def _heal(self, mark: str) -> None:
+    def _report_recovery(self, mark: str) -> None:
         self._failing.discard(mark)
-        self._tracker.heal(mark)
+        self._tracker.clear_failure(mark)
 
     # nodes come and go ----------------------------------------------------------------------------
-    def reassigned(self) -> None:
+    def apply_ownership(self) -> None:
         """Release groups that moved away, and take over those that moved here.
 
         Called at every change of the nodes, and once at start.
         """
-        for led in self.led():
+        for led in self.loaded_groups():
             if not self._is_own(led.group.name):
                 led.end(error_codes.NOT_COORDINATOR)
         self._moved = True
@@ -207,9 +207,9 @@ class Coordinator:
                 self._moved = False
                 began_s = self._clock.monotonic_s()
                 try:
-                    left = await self._adopt()
+                    left = await self._adopt_once()
                 except TidemillError as error:
-                    left = sentence(error)
+                    left = error_sentence(error)
                 if left and not self._moved:
                     log.info("kafka.groups_not_taken_over", cause=left)
                     await asyncio.sleep(restarts.pause_s(self._clock.monotonic_s() - began_s))
@@ -217,7 +217,7 @@ class Coordinator:
         finally:
             self._adopting = False
 
-    async def _adopt(self) -> str:
+    async def _adopt_once(self) -> str:
         """Take over groups once. Return why one of them could not be taken over, or ""."""
         left = ""
         for head in await self.rows.heads():
@@ -228,15 +228,15 @@ class Coordinator:
                     left = f"group={head.group} code={refused.code}"
         return left
 
-    def _task_broke(self, name: str, error: BaseException) -> None:
+    def _task_failed(self, name: str, error: BaseException) -> None:
         """Report a failed takeover. The requests that wait for the group are answered with a retriable code."""
         if isinstance(error, GroupUnavailableError):
             return
-        log.error("kafka.groups_task_broke", task=name, error=sentence(error), exc_info=error)
-        self._fail(name.removeprefix("open group "), error)
+        log.error("kafka.groups_task_broke", task=name, error=error_sentence(error), exc_info=error)
+        self._report_failure(name.removeprefix("open group "), error)
 
     async def aclose(self) -> None:
         self._closed = True
-        for led in self.led():
+        for led in self.loaded_groups():
             led.end(error_codes.NOT_COORDINATOR)
         await self._tasks.aclose()

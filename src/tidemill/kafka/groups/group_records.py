@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tidemill.kafka.groups.classic_state import Group, GroupLimits, Member, Phase
-from tidemill.kafka.groups.consumer_state import Classic, Consumer, ConsumerGroup, places
-from tidemill.kafka.groups.protocol_migration import owes_a_rebalance
+from tidemill.kafka.groups.classic_state import ClassicGroup, ClassicMember, GroupLimits, Phase
+from tidemill.kafka.groups.consumer_state import ClassicSubscription, ConsumerGroup, ConsumerGroupMember, iterate_places
+from tidemill.kafka.groups.protocol_migration import begin_durable_rebalance
 from tidemill.metastore.rows import GROUP_MEMBERS
 from tidemill.metastore.rows.groups import ConsumerMember, GroupMemberRow, GroupRow
 
@@ -18,11 +18,11 @@ Rows = list[tuple[bytes, bytes]]
 CLASSIC, CONSUMER = "classic", "consumer"
 
 
-def kind_of(group: Group | ConsumerGroup) -> str:
+def kind_of(group: ClassicGroup | ConsumerGroup) -> str:
     return CONSUMER if isinstance(group, ConsumerGroup) else CLASSIC
 
 
-def head_row(group: Group | ConsumerGroup, owner: str, now_ms: int) -> GroupRow:
+def head_row(group: ClassicGroup | ConsumerGroup, owner: str, now_ms: int) -> GroupRow:
     if isinstance(group, ConsumerGroup):
         return GroupRow(
             group.name,
@@ -49,12 +49,12 @@ def head_row(group: Group | ConsumerGroup, owner: str, now_ms: int) -> GroupRow:
     )
 
 
-def gone_rows(group: Group | ConsumerGroup, stored: set[str]) -> Rows:
+def deleted_member_rows(group: ClassicGroup | ConsumerGroup, stored: set[str]) -> Rows:
     """Return deletions of members that were `stored` and are not in the group any more."""
     return [(GROUP_MEMBERS.key(group.name, member_id), b"") for member_id in stored - group.members.keys()]
 
 
-def classic_rows(group: Group) -> Rows:
+def classic_rows(group: ClassicGroup) -> Rows:
     """Return the member rows, with the assignment that is being written."""
     assigning = group.assigning
     return [
@@ -83,7 +83,7 @@ def consumer_rows(group: ConsumerGroup, changed: frozenset[str]) -> Rows:
     ]
 
 
-def _consumer_row(group: str, member: Consumer) -> GroupMemberRow:
+def _consumer_row(group: str, member: ConsumerGroupMember) -> GroupMemberRow:
     consumer = ConsumerMember(
         member.epoch,
         member.previous,
@@ -91,9 +91,9 @@ def _consumer_row(group: str, member: Consumer) -> GroupMemberRow:
         tuple(sorted(member.topics)),
         member.pattern,
         member.assignor,
-        _listed(member.held),
-        _listed(member.revoking),
-        _listed(member.target),
+        _partition_tuples(member.held),
+        _partition_tuples(member.revoking),
+        _partition_tuples(member.target),
         member.away,
     )
     classic = member.classic
@@ -110,22 +110,24 @@ def _consumer_row(group: str, member: Consumer) -> GroupMemberRow:
     )
 
 
-def _listed(partitions: Mapping[str, frozenset[int]]) -> dict[str, tuple[int, ...]]:
+def _partition_tuples(partitions: Mapping[str, frozenset[int]]) -> dict[str, tuple[int, ...]]:
     return {topic: tuple(sorted(numbers)) for topic, numbers in partitions.items()}
 
 
-def _sets(partitions: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]]:
+def _partition_sets(partitions: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]]:
     return {topic: frozenset(numbers) for topic, numbers in partitions.items()}
 
 
-def group_from(head: GroupRow, members: list[GroupMemberRow], limits: GroupLimits, now: int) -> Group | ConsumerGroup:
+def restore_group(
+    head: GroupRow, members: list[GroupMemberRow], limits: GroupLimits, now: int
+) -> ClassicGroup | ConsumerGroup:
     """Return the group from its durable rows; every member gets a full session timeout."""
     if head.kind == CONSUMER:
-        return _consumer_group(head, members, limits, now)
-    group = Group(head.group, limits)
+        return _restore_consumer_group(head, members, limits, now)
+    group = ClassicGroup(head.group, limits)
     group.protocol_type, group.generation = head.protocol_type, head.generation
     for row in members:
-        group.members[row.member_id] = Member(
+        group.members[row.member_id] = ClassicMember(
             row.member_id,
             row.instance_id,
             row.client_id,
@@ -143,17 +145,19 @@ def group_from(head: GroupRow, members: list[GroupMemberRow], limits: GroupLimit
         if head.protocol:
             group.phase, group.protocol = Phase.STABLE, head.protocol
         else:
-            owes_a_rebalance(group, now)
+            begin_durable_rebalance(group, now)
     return group
 
 
-def _consumer_group(head: GroupRow, members: list[GroupMemberRow], limits: GroupLimits, now: int) -> ConsumerGroup:
+def _restore_consumer_group(
+    head: GroupRow, members: list[GroupMemberRow], limits: GroupLimits, now: int
+) -> ConsumerGroup:
     group = ConsumerGroup(head.group, limits)
     group.epoch, group.target_epoch, group.digest = head.generation, head.target_epoch, head.topics_digest
     group.assignor = head.protocol
     for row in members:
         kept = row.consumer or ConsumerMember()
-        member = Consumer(
+        member = ConsumerGroupMember(
             row.member_id,
             row.instance_id,
             kept.rack_id,
@@ -165,25 +169,25 @@ def _consumer_group(head: GroupRow, members: list[GroupMemberRow], limits: Group
             kept.assignor,
             kept.epoch,
             kept.previous,
-            _sets(kept.held),
-            _sets(kept.revoking),
-            _sets(kept.target),
+            _partition_sets(kept.held),
+            _partition_sets(kept.revoking),
+            _partition_sets(kept.target),
             revoke_until_ms=now + row.rebalance_ms,
             away=kept.away,
-            classic=Classic(row.session_ms, row.protocols) if row.protocols else None,
+            classic=ClassicSubscription(row.session_ms, row.protocols) if row.protocols else None,
         )
         member.until_ms = now + group.session_ms(member)
         group.members[row.member_id] = member
         if row.instance_id is not None:
             group.instances[row.instance_id] = row.member_id
-        group.owners.update(dict.fromkeys(places(member.held), row.member_id))
+        group.owners.update(dict.fromkeys(iterate_places(member.held), row.member_id))
     return group
 
 
-def emptied(group: Group | ConsumerGroup, kind: str) -> Group | ConsumerGroup:
+def in_protocol(group: ClassicGroup | ConsumerGroup, kind: str) -> ClassicGroup | ConsumerGroup:
     """Return a group without members in the other protocol. Its generations and epochs continue."""
     if isinstance(group, ConsumerGroup) and kind == CLASSIC:
-        classic = Group(group.name, group.limits)
+        classic = ClassicGroup(group.name, group.limits)
         classic.generation, classic.unstored = group.epoch, group.unstored
         return classic
     if not isinstance(group, ConsumerGroup) and kind == CONSUMER:

@@ -20,22 +20,22 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import FencedError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import Tasks, is_own_fault
+from tidemill.base.runtime.tasks import Tasks, is_own_fault_of_await
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import classic, consumer, protocol_dispatch
 from tidemill.kafka.groups.classic_state import (
-    BeatAnswer,
-    Group,
+    ClassicGroup,
     GroupLimits,
-    Join,
+    HeartbeatAnswer,
     JoinAnswer,
+    JoinRequest,
     Phase,
-    Sync,
     SyncAnswer,
+    SyncRequest,
 )
 from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, TopicSnapshot
-from tidemill.kafka.groups.group_records import CLASSIC, CONSUMER, Rows, emptied, group_from
-from tidemill.kafka.groups.group_store import GroupFencedError, GroupRows, GroupTakeover
+from tidemill.kafka.groups.group_records import CLASSIC, CONSUMER, Rows, in_protocol, restore_group
+from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore, GroupTakeover
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ IDLE_S = 60.0
 """Time for which a group without members stays in memory after its last request."""
 
 
-class _Part:
+class _WritePart:
     """Rows that become durable together, and the callback for their error code.
 
     `members` are the members of a written membership; None marks a part of a commit of offsets.
@@ -78,7 +78,7 @@ class GroupRunner:
 
     def __init__(
         self,
-        rows: GroupRows,
+        rows: GroupStore,
         taken: GroupTakeover,
         limits: GroupLimits,
         clock: Clock,
@@ -90,11 +90,11 @@ class GroupRunner:
         self._tasks = tasks
         self._ended = ended
         self._loop = asyncio.get_running_loop()
-        found = group_from(taken.head, taken.members, limits, self._now())
-        self.group = protocol_dispatch.taken_over(found, self._now())
+        found = restore_group(taken.head, taken.members, limits, self._now())
+        self.group = protocol_dispatch.after_takeover(found, self._now())
         self._seqno = taken.seqno
         self._stored = set(self.group.members)
-        self._parts: deque[_Part] = deque()
+        self._parts: deque[_WritePart] = deque()
         self._offsets_wait = False
         """True if waiting offsets were not part of the last write of the membership: they have priority in the next
         one, however often the membership changes.
@@ -103,90 +103,90 @@ class GroupRunner:
         self._deleting = False
         self._timer: asyncio.TimerHandle | None = None
         self._used_s = clock.monotonic_s()
-        self._settle()
+        self._after_change()
 
     @property
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         return self.group.phase is Phase.DEAD
 
     def _now(self) -> int:
         return int(self._clock.monotonic_s() * 1000)
 
     # requests -------------------------------------------------------------------------------------
-    def join(self, ask: Join, seen: TopicSnapshot | None = None) -> asyncio.Future[JoinAnswer]:
+    def join(self, ask: JoinRequest, seen: TopicSnapshot | None = None) -> asyncio.Future[JoinAnswer]:
         """Join a member. `seen` may be omitted if the caller assumed a group of the classic protocol."""
         waiter: asyncio.Future[JoinAnswer] = self._loop.create_future()
-        if self.is_over:
+        if self.is_closed:
             waiter.set_result(JoinAnswer(error_codes.NOT_COORDINATOR, ask.member_id))
             return waiter
-        self._turn(CLASSIC)
+        self._choose_protocol(CLASSIC)
         self.group = protocol_dispatch.join(self.group, self._now(), ask, waiter, seen)
-        self._settle()
+        self._after_change()
         return waiter
 
-    def sync(self, ask: Sync) -> asyncio.Future[SyncAnswer]:
+    def sync(self, ask: SyncRequest) -> asyncio.Future[SyncAnswer]:
         waiter: asyncio.Future[SyncAnswer] = self._loop.create_future()
-        if self.is_over:
+        if self.is_closed:
             waiter.set_result(SyncAnswer(error_codes.NOT_COORDINATOR))
             return waiter
         protocol_dispatch.sync(self.group, self._now(), ask, waiter)
-        self._settle()
+        self._after_change()
         return waiter
 
     def heartbeat(self, member_id: str, instance_id: str | None, generation: int) -> int:
         code = protocol_dispatch.heartbeat(self.group, self._now(), member_id, instance_id, generation)
         if code == error_codes.REBALANCE_IN_PROGRESS and isinstance(self.group, ConsumerGroup):
             # The heartbeat set a deadline for the member to join.
-            self._settle()
+            self._after_change()
         return code
 
-    def beat(self, ask: HeartbeatRequest, seen: TopicSnapshot) -> asyncio.Future[BeatAnswer]:
+    def consumer_heartbeat(self, ask: HeartbeatRequest, seen: TopicSnapshot) -> asyncio.Future[HeartbeatAnswer]:
         """Process a heartbeat of the consumer protocol."""
-        waiter: asyncio.Future[BeatAnswer] = self._loop.create_future()
-        if self.is_over:
-            waiter.set_result(BeatAnswer(error_codes.NOT_COORDINATOR))
+        waiter: asyncio.Future[HeartbeatAnswer] = self._loop.create_future()
+        if self.is_closed:
+            waiter.set_result(HeartbeatAnswer(error_codes.NOT_COORDINATOR))
             return waiter
         if self._deleting and ask.epoch == 0:
-            waiter.set_result(BeatAnswer(error_codes.COORDINATOR_NOT_AVAILABLE, "The group is being deleted."))
+            waiter.set_result(HeartbeatAnswer(error_codes.COORDINATOR_NOT_AVAILABLE, "The group is being deleted."))
             return waiter
         if ask.epoch == 0:
-            self._turn(CONSUMER)
-            if "empty-handed" in self._rows.faults and isinstance(self.group, Group):
+            self._choose_protocol(CONSUMER)
+            if "empty-handed" in self._rows.faults and isinstance(self.group, ClassicGroup):
                 for member in self.group.members.values():
                     member.assignment = b""
-        self.group = group = protocol_dispatch.beat(self.group, self._now(), ask, waiter, seen)
+        self.group = group = protocol_dispatch.consumer_heartbeat(self.group, self._now(), ask, waiter, seen)
         session_end_s = self._loop.time() + group.limits.consumer_session_ms / 1000
         if self.group.unstored or self._timer is None or self._timer.when() > session_end_s:
-            self._settle()
+            self._after_change()
         else:
             # Nothing changed but the end of the session, which the timer checks in time. (It would be late if sessions
             # were longer when it was set.)
             self._used_s = self._clock.monotonic_s()
-            _answer(group)
+            _send_answers(group)
         return waiter
 
-    def _turn(self, kind: str) -> None:
+    def _choose_protocol(self, kind: str) -> None:
         """Let the first member of an empty group determine the protocol."""
-        if self.group.is_vacant and not self._deleting and not self.is_over:
-            self.group = emptied(self.group, kind)
+        if self.group.is_vacant and not self._deleting and not self.is_closed:
+            self.group = in_protocol(self.group, kind)
 
     def leave(self, members: Sequence[tuple[str, str | None]]) -> list[int]:
         now = self._now()
         codes = [protocol_dispatch.leave(self.group, now, *member) for member in members]
-        self._settle()
+        self._after_change()
         return codes
 
-    def commit_refusal(
+    def commit_error(
         self, member_id: str, instance_id: str | None, generation: int, *, in_transaction: bool = False
     ) -> int:
         self._used_s = self._clock.monotonic_s()
         if isinstance(self.group, ConsumerGroup) and "stale-commit" in self._rows.faults:
             return 0
-        return protocol_dispatch.commit_refusal(
+        return protocol_dispatch.commit_error(
             self.group, self._now(), member_id, instance_id, generation, in_transaction=in_transaction
         )
 
-    async def is_led(self) -> bool:
+    async def check_leadership(self) -> bool:
         """Return whether no other node has taken the group over; else end it here, so that the next request takes it
         back.
 
@@ -194,9 +194,9 @@ class GroupRunner:
         heartbeats alone write nothing that would be rejected. Raises UnavailableError.
         """
         head = await self._rows.head(self.group.name)
-        if (head is None or not self._rows.wrote(head)) and "stays-replaced" not in self._rows.faults:
+        if (head is None or not self._rows.is_own_head(head)) and "stays-replaced" not in self._rows.faults:
             self.end(error_codes.NOT_COORDINATOR)
-        return head is not None and self._rows.wrote(head) and not self.is_over
+        return head is not None and self._rows.is_own_head(head) and not self.is_closed
 
     async def write(self, rows: Rows) -> int:
         """Write rows of the group other than its membership (offsets), and return the error code once they are durable
@@ -206,7 +206,7 @@ class GroupRunner:
         """
         if self._deleting:
             return error_codes.COORDINATOR_NOT_AVAILABLE
-        if self.is_over:
+        if self.is_closed:
             return error_codes.NOT_COORDINATOR
         return await self._append(rows)
 
@@ -222,9 +222,11 @@ class GroupRunner:
             size_bytes += len(key) + len(value)
         several.append(some)
         waiting: list[asyncio.Future[int]] = [self._loop.create_future() for _ in several]
-        self._parts += [_Part(some, partial(_end, done)) for some, done in zip(several, waiting, strict=True)]
+        self._parts += [
+            _WritePart(some, partial(_resolve_future, done)) for some, done in zip(several, waiting, strict=True)
+        ]
         self._used_s = self._clock.monotonic_s()
-        self._nudge()
+        self._start_writing()
         codes = [await done for done in waiting]
         return next((code for code in codes if code), 0)
 
@@ -234,7 +236,7 @@ class GroupRunner:
         `let_go` removes the group's offsets from transactions, once the group writes nothing more; its errors are
         raised.
         """
-        if self.group.members or (isinstance(self.group, Group) and self.group.expected):
+        if self.group.members or (isinstance(self.group, ClassicGroup) and self.group.expected):
             return error_codes.NON_EMPTY_GROUP
         if self._deleting:
             return error_codes.COORDINATOR_NOT_AVAILABLE
@@ -246,7 +248,7 @@ class GroupRunner:
                 code = error_codes.NON_EMPTY_GROUP
             if not code:
                 await let_go()
-                code = await self._append(await self._rows.all_of(self.group.name))
+                code = await self._append(await self._rows.deletion_rows(self.group.name))
         finally:
             self._deleting = False
         if not code:
@@ -254,14 +256,14 @@ class GroupRunner:
         return code
 
     # time and answers -----------------------------------------------------------------------------
-    def _settle(self) -> None:
+    def _after_change(self) -> None:
         """Send answers, begin a write and set the timer, after every change of the core."""
         self._used_s = self._clock.monotonic_s()
-        _answer(self.group)
-        if self.is_over:
+        _send_answers(self.group)
+        if self.is_closed:
             return
-        self._nudge()
-        due = protocol_dispatch.due(self.group)
+        self._start_writing()
+        due = protocol_dispatch.next_due_ms(self.group)
         delay_s = IDLE_S if due is None else max(0.0, (due - self._now()) / 1000)
         at_s = self._loop.time() + delay_s
         if self._timer is not None and not self._timer.cancelled() and self._timer.when() <= at_s:
@@ -274,30 +276,30 @@ class GroupRunner:
         self._timer = None
         used_s = self._used_s
         now = self._now()
-        due = protocol_dispatch.due(self.group)
+        due = protocol_dispatch.next_due_ms(self.group)
         if due is not None and due <= now:
             self.group = protocol_dispatch.tick(self.group, now)
         elif due is None and self._is_idle(used_s):
             self.end(error_codes.NOT_COORDINATOR)
             return
-        self._settle()
+        self._after_change()
         self._used_s = used_s
 
     def _is_idle(self, used_s: float) -> bool:
-        return self.group.idle and not self._writing and self._clock.monotonic_s() - used_s >= IDLE_S
+        return self.group.is_idle and not self._writing and self._clock.monotonic_s() - used_s >= IDLE_S
 
     # writing --------------------------------------------------------------------------------------
-    def _nudge(self) -> None:
-        if not self._writing and (self.group.unstored or self._parts) and not self.is_over:
+    def _start_writing(self) -> None:
+        if not self._writing and (self.group.unstored or self._parts) and not self.is_closed:
             self._writing = True
             self._tasks.spawn(self._write_all(), name=f"group {self.group.name}")
 
     async def _write_all(self) -> None:
         try:
-            while not self.is_over and (self.group.unstored or self._parts):
+            while not self.is_closed and (self.group.unstored or self._parts):
                 await self._write_some()
         except BaseException as error:
-            if not is_own_fault(error):
+            if not is_own_fault_of_await(error):
                 raise
             self.end(_code_of(error), error)
         finally:
@@ -309,12 +311,12 @@ class GroupRunner:
         If the write is rejected, each part is written alone, so that no commit is rejected because of another one.
         """
         group = self.group
-        parts = deque(self._begin_write(group))
+        parts = deque(self._collect_parts(group))
         together, is_lost = len(parts), False
         try:
             while parts:
                 some = list(islice(parts, together))
-                code = await self._written(some)
+                code = await self._write_parts(some)
                 if code and len(some) > 1:
                     together = 1
                     continue
@@ -325,16 +327,16 @@ class GroupRunner:
             for part in parts:
                 part.told(_code_of(error))
             raise
-        self._settle()
+        self._after_change()
         if is_lost and isinstance(group, ConsumerGroup):
             # The reported state is not durable, so the group restarts from the durable one.
             self.end(error_codes.COORDINATOR_NOT_AVAILABLE)
 
-    def _begin_write(self, group: Group | ConsumerGroup) -> list[_Part]:
+    def _collect_parts(self, group: ClassicGroup | ConsumerGroup) -> list[_WritePart]:
         """Return the parts of the next write: at least one, and at most WRITE_BYTES if there are several."""
-        parts: list[_Part] = []
+        parts: list[_WritePart] = []
         if group.unstored and not (self._offsets_wait and self._parts):
-            parts.append(self._begin_membership(group))
+            parts.append(self._membership_part(group))
         rows, size_bytes = (len(parts[0].rows), parts[0].size_bytes) if parts else (0, 0)
         while self._parts:
             rows += len(self._parts[0].rows)
@@ -345,29 +347,29 @@ class GroupRunner:
         self._offsets_wait = bool(self._parts) and len(parts) == 1 and parts[0].members is not None
         return parts
 
-    def _begin_membership(self, group: Group | ConsumerGroup) -> _Part:
+    def _membership_part(self, group: ClassicGroup | ConsumerGroup) -> _WritePart:
         members = set(group.members)
         rows, stored = self._begin_store(group)
         if "early-assignment" in self._rows.faults:
             stored(0)
-            _answer(group)
+            _send_answers(group)
 
-        def told(code: int) -> None:
+        def completed(code: int) -> None:
             stored(code)
-            _answer(group)
+            _send_answers(group)
 
-        return _Part(rows, told, members)
+        return _WritePart(rows, completed, members)
 
-    async def _written(self, parts: Sequence[_Part]) -> int:
+    async def _write_parts(self, parts: Sequence[_WritePart]) -> int:
         """Write the parts.
 
-        Return 0, or a code if the rows are invalid and nothing was written. Raises what `_durable` raises.
+        Return 0, or a code if the rows are invalid and nothing was written. Raises what `_commit_rows` raises.
         """
         rows = {key: value for part in parts for key, value in part.rows}
         if not rows:
             return 0
         try:
-            seqno = await self._durable(list(rows.items()))
+            seqno = await self._commit_rows(list(rows.items()))
         except InvalidError as error:
             log.error("kafka.group_write_refused", group=self.group.name, parts=len(parts), error=str(error))
             return error_codes.INVALID_REQUEST
@@ -376,17 +378,17 @@ class GroupRunner:
                 self._seqno, self._stored = seqno, part.members
         return 0
 
-    def _begin_store(self, group: Group | ConsumerGroup) -> tuple[Rows, Callable[[int], None]]:
+    def _begin_store(self, group: ClassicGroup | ConsumerGroup) -> tuple[Rows, Callable[[int], None]]:
         """Return the rows of the group in its current state, and the callback for the error code of their write."""
         if isinstance(group, ConsumerGroup):
             changes = consumer.begin_store(group)
-            rows = self._rows.encoded_consumers(group, self._stored, changes.changed)
-            return rows, lambda code: consumer.stored(group, self._now(), changes, code)
+            rows = self._rows.consumer_group_rows(group, self._stored, changes.changed)
+            return rows, lambda code: consumer.complete_store(group, self._now(), changes, code)
         storing = classic.begin_store(group)
-        rows = self._rows.encoded(group, self._stored)
-        return rows, lambda code: classic.stored(group, self._now(), storing, code)
+        rows = self._rows.classic_group_rows(group, self._stored)
+        return rows, lambda code: classic.complete_store(group, self._now(), storing, code)
 
-    async def _durable(self, rows: Rows) -> int:
+    async def _commit_rows(self, rows: Rows) -> int:
         """Write the rows, with retries.
 
         Raises GroupFencedError, InvalidError, or UnavailableError after WRITE_BUDGET_S.
@@ -400,26 +402,26 @@ class GroupRunner:
                 error = failed
             except UnknownOutcomeError as failed:
                 error = failed
-                self._seqno = await self._rows.renew(self.group.name, self._seqno)
+                self._seqno = await self._rows.fence_unknown_write(self.group.name, self._seqno)
             if self._clock.monotonic_s() > until_s:
                 raise UnavailableError(f"the group cannot be written: group={self.group.name} cause={error.message!r}.")
             await asyncio.sleep(RETRY_PAUSE_S)
 
     def end(self, code: int, fault: BaseException | None = None) -> None:
         """End the group on this node. Waiting requests get `code`. Idempotent."""
-        if self.is_over:
+        if self.is_closed:
             return
-        protocol_dispatch.abandon(self.group, code)
+        protocol_dispatch.release(self.group, code)
         if self._timer is not None:
             self._timer.cancel()
         for part in self._parts:
             part.told(code)
         self._parts.clear()
-        self._settle()
+        self._after_change()
         self._ended(self, fault)
 
 
-def _answer(group: Group | ConsumerGroup) -> None:
+def _send_answers(group: ClassicGroup | ConsumerGroup) -> None:
     """Send the answers, even of a group that has changed to the other protocol."""
     outbox = list(group.outbox)
     group.outbox.clear()
@@ -429,7 +431,7 @@ def _answer(group: Group | ConsumerGroup) -> None:
             waiter.set_result(answer)
 
 
-def _end(done: asyncio.Future[int], code: int) -> None:
+def _resolve_future(done: asyncio.Future[int], code: int) -> None:
     if not done.done():
         done.set_result(code)
 

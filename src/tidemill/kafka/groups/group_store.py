@@ -14,9 +14,9 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, FencedError, UnknownOutcomeError
-from tidemill.kafka.groups.classic_state import Group
+from tidemill.kafka.groups.classic_state import ClassicGroup
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
-from tidemill.kafka.groups.group_records import Rows, classic_rows, consumer_rows, gone_rows, head_row
+from tidemill.kafka.groups.group_records import Rows, classic_rows, consumer_rows, deleted_member_rows, head_row
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow
@@ -30,7 +30,7 @@ stale-commit        commits of the consumer protocol are accepted with any epoch
 empty-handed        a group changes to the consumer protocol without the partitions that its members hold
 """
 PAUSE_S = 0.05
-READ_AT_ONCE = 1_000
+READ_ROWS_MAX = 1_000
 
 
 class GroupFencedError(Exception):
@@ -45,7 +45,7 @@ class GroupTakeover(NamedTuple):
     members: list[GroupMemberRow]
 
 
-class GroupRows:
+class GroupStore:
     """Rows of all groups, for one life of a node. Methods may raise UnavailableError, ClosedError, CorruptError."""
 
     def __init__(
@@ -63,13 +63,15 @@ class GroupRows:
         while True:
             found = await self._metastore.get_row(key)
             old = GROUPS.decode(key, found.value) if found is not None and found.value else None
-            head = msgspec.structs.replace(old or GroupRow(group, since_ms=self._clock.now_ms()), owner=self._own())
+            head = msgspec.structs.replace(
+                old or GroupRow(group, since_ms=self._clock.now_ms()), owner=self._new_owner()
+            )
             seqno = await self._write_head(head, found.seqno if found is not None else 0)
             if seqno:
                 members = await self._metastore.rows(GROUP_MEMBERS, group, fresh=False)
                 return GroupTakeover(seqno, old or GroupRow(group), members)
 
-    async def renew(self, group: str, seqno: int) -> int:
+    async def fence_unknown_write(self, group: str, seqno: int) -> int:
         """Fence a write of unknown outcome that expected `seqno`, and return the seqno for the next write.
 
         The content of the head row stays, because the member rows belong to the same write. Raises GroupFencedError.
@@ -80,18 +82,18 @@ class GroupRows:
             if found is None or not found.value:
                 raise GroupFencedError
             head = GROUPS.decode(key, found.value)
-            if found.seqno != seqno and not self.wrote(head):
+            if found.seqno != seqno and not self.is_own_head(head):
                 raise GroupFencedError
             seqno = found.seqno
-            renewed = await self._write_head(msgspec.structs.replace(head, owner=self._own()), seqno)
+            renewed = await self._write_head(msgspec.structs.replace(head, owner=self._new_owner()), seqno)
             if renewed:
                 return renewed
 
-    def wrote(self, head: GroupRow) -> bool:
+    def is_own_head(self, head: GroupRow) -> bool:
         """Return whether this life of the node wrote the head row."""
         return head.owner.startswith(f"{self.owner}/")
 
-    def _own(self) -> str:
+    def _new_owner(self) -> str:
         """Return a unique owner, so that a head row can be recognised as the result of one attempt."""
         return f"{self.owner}/{self._rand.nonce()[:16]}"
 
@@ -122,19 +124,19 @@ class GroupRows:
         except ConflictError as conflict:
             raise GroupFencedError from conflict
 
-    def encoded(self, group: Group, stored: set[str]) -> Rows:
+    def classic_group_rows(self, group: ClassicGroup, stored: set[str]) -> Rows:
         """Return the head row and the member rows of a group of the classic protocol.
 
         Members that were `stored` and are gone are deleted.
         """
-        return [self._head(group), *gone_rows(group, stored), *classic_rows(group)]
+        return [self._head_row(group), *deleted_member_rows(group, stored), *classic_rows(group)]
 
-    def encoded_consumers(self, group: ConsumerGroup, stored: set[str], changed: frozenset[str]) -> Rows:
+    def consumer_group_rows(self, group: ConsumerGroup, stored: set[str], changed: frozenset[str]) -> Rows:
         """Return the rows of a group of the consumer protocol, with the changed members only."""
-        return [self._head(group), *gone_rows(group, stored), *consumer_rows(group, changed)]
+        return [self._head_row(group), *deleted_member_rows(group, stored), *consumer_rows(group, changed)]
 
-    def _head(self, group: Group | ConsumerGroup) -> tuple[bytes, bytes]:
-        return GROUPS.encode(head_row(group, self._own(), self._clock.now_ms()))
+    def _head_row(self, group: ClassicGroup | ConsumerGroup) -> tuple[bytes, bytes]:
+        return GROUPS.encode(head_row(group, self._new_owner(), self._clock.now_ms()))
 
     # reading --------------------------------------------------------------------------------------
     async def head(self, group: str) -> GroupRow | None:
@@ -150,8 +152,8 @@ class GroupRows:
     async def offsets_of(self, group: str, places: list[tuple[str, int]]) -> dict[tuple[str, int], GroupOffsetRow]:
         """Return the committed offsets by (topic id, partition), without partitions that have none."""
         found: dict[tuple[str, int], GroupOffsetRow] = {}
-        for at in range(0, len(places), READ_AT_ONCE):
-            some = places[at : at + READ_AT_ONCE]
+        for at in range(0, len(places), READ_ROWS_MAX):
+            some = places[at : at + READ_ROWS_MAX]
             keys = [GROUP_OFFSETS.key(group, *place) for place in some]
             rows = await self._metastore.get_rows(keys, fresh=not at)
             for place, key, row in zip(some, keys, rows, strict=True):
@@ -159,7 +161,7 @@ class GroupRows:
                     found[place] = GROUP_OFFSETS.decode(key, row.value)
         return found
 
-    async def all_of(self, group: str) -> Rows:
+    async def deletion_rows(self, group: str) -> Rows:
         """Return deletions of all rows of a group, the head row last."""
         keys = [key for family in (GROUP_MEMBERS, GROUP_OFFSETS) for key in await self._keys(family.prefix(group))]
         return [(key, b"") for key in keys] + [(GROUPS.key(group), b"")]

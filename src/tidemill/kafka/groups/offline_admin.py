@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, InvalidError, MissingError
 from tidemill.kafka.groups.group_records import Rows
-from tidemill.kafka.groups.group_store import GroupFencedError, GroupRows
+from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
@@ -22,7 +22,7 @@ class OfflineGroupAdmin:
     """Administration of groups. All methods may raise UnavailableError and UnknownOutcomeError."""
 
     def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
-        self._rows = GroupRows(metastore, f"command/{rand.nonce()[:12]}", clock, rand)
+        self._rows = GroupStore(metastore, f"command/{rand.nonce()[:12]}", clock, rand)
 
     async def reset(self, group: str, offsets: Sequence[GroupOffsetRow]) -> None:
         """Commit these offsets; an unknown group is created.
@@ -44,22 +44,22 @@ class OfflineGroupAdmin:
         """Write the rows after a takeover; with `rows` None, delete all rows that exist then."""
         head = await self._rows.head(group)
         if head is not None and head.members:
-            raise _in_use(group, head.members)
+            raise _group_in_use_error(group, head.members)
         taken = await self._rows.take_over(group)
         if taken.members:
-            raise _in_use(group, len(taken.members))
+            raise _group_in_use_error(group, len(taken.members))
         if let_go is not None:
             await let_go()
         try:
             if rows is None:
-                rows = await self._rows.all_of(group)
+                rows = await self._rows.deletion_rows(group)
             for at in range(0, len(rows), PART_ROWS):
                 await self._rows.write(group, rows[at : at + PART_ROWS], taken.seqno)
         except GroupFencedError as lost:
             raise ConflictError(f"the group changed concurrently: group={group}.", fix="Try again.") from lost
 
 
-def _in_use(group: str, members: int) -> InvalidError:
+def _group_in_use_error(group: str, members: int) -> InvalidError:
     return InvalidError(
         f"the group has members: group={group} members={members}.",
         fix="Stop them first; a killed member leaves at its session timeout.",

@@ -31,7 +31,7 @@ Offsets = dict[str, dict[int, tuple[int, int, str]]]
 Rows = list[tuple[bytes, bytes]]
 
 
-async def carry_over(consensus: Consensus, metastore: Metastore, now_ms: int) -> int:
+async def migrate_offsets(consensus: Consensus, metastore: Metastore, now_ms: int) -> int:
     """Migrate all groups and return their number.
 
     Unreadable ones are logged and left unchanged. Raises UnavailableError.
@@ -42,7 +42,7 @@ async def carry_over(consensus: Consensus, metastore: Metastore, now_ms: int) ->
             continue
         group = key.removeprefix(PREFIX).removesuffix(SUFFIX)
         try:
-            await _carry(metastore, group, version.data, now_ms)
+            await _migrate_group(metastore, group, version.data, now_ms)
         except (CorruptError, InvalidError) as error:
             log.error("kafka.group_not_carried_over", group=group, error=str(error))
             continue
@@ -54,7 +54,7 @@ async def carry_over(consensus: Consensus, metastore: Metastore, now_ms: int) ->
     return done
 
 
-async def _carry(metastore: Metastore, group: str, data: bytes, now_ms: int) -> None:
+async def _migrate_group(metastore: Metastore, group: str, data: bytes, now_ms: int) -> None:
     try:
         offsets = msgspec.msgpack.decode(data, type=Offsets) if data else Offsets()
     except msgspec.DecodeError as error:

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from tidemill.kafka.groups.classic_state import Group, Phase
+from tidemill.kafka.groups.classic_state import ClassicGroup, Phase
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
-from tidemill.kafka.schema.primitives import I16, I32, MalformedFrameError, read_i16, short
+from tidemill.kafka.schema.primitives import I16, I32, MalformedFrameError, read_i16, truncated_frame_error
 
 CONSUMER: Final = "consumer"
 
@@ -37,28 +37,28 @@ class Subscription(NamedTuple):
     rack_id: str | None
 
 
-def subscription_of(metadata: bytes) -> Subscription:
+def decode_subscription(metadata: bytes) -> Subscription:
     """Decode a subscription. Raises MalformedFrameError for invalid metadata."""
     view = memoryview(metadata)
     version, position = read_i16(view, 0)
-    topics, position = _topics(view, position)
-    user_data, position = _user_data(view, position)
+    topics, position = _read_topics(view, position)
+    user_data, position = _read_user_data(view, position)
     owned: list[Place] = []
     rack_id: str | None = None
     if version >= 1 and position < len(view):
-        owned, position = _places(view, position)
+        owned, position = _read_places(view, position)
     if version >= 3 and position + 4 < len(view):
         length, _ = read_i16(view, position + 4)
-        rack_id = _text(view, position + 4)[0] if length > 0 else None
+        rack_id = _read_text(view, position + 4)[0] if length > 0 else None
     return Subscription(version, frozenset(topics), user_data, tuple(owned), rack_id)
 
 
-def topics_of(metadata: bytes) -> frozenset[str]:
+def subscribed_topics(metadata: bytes) -> frozenset[str]:
     """Return the subscribed topics. Raises MalformedFrameError for invalid metadata."""
-    return subscription_of(metadata).topics
+    return decode_subscription(metadata).topics
 
 
-def subscribed_to(group: Group | ConsumerGroup, topic: str) -> bool:
+def is_subscribed(group: ClassicGroup | ConsumerGroup, topic: str) -> bool:
     """Return whether any member is subscribed to the topic.
 
     True for every topic during a rebalance, and if metadata is unreadable.
@@ -72,32 +72,32 @@ def subscribed_to(group: Group | ConsumerGroup, topic: str) -> bool:
     if group.phase is not Phase.STABLE:
         return True
     try:
-        return any(topic in topics_of(member.metadata(group.protocol)) for member in group.members.values())
+        return any(topic in subscribed_topics(member.metadata(group.protocol)) for member in group.members.values())
     except MalformedFrameError:
         return True
 
 
-def assigned_topics(group: Group) -> frozenset[str]:
+def assigned_topics(group: ClassicGroup) -> frozenset[str]:
     """Return the topics of the members' assignments; empty if these are unreadable."""
     try:
-        return frozenset(topic for member in group.members.values() for topic, _ in assigned_in(member.assignment))
+        return frozenset(topic for member in group.members.values() for topic, _ in assigned_places(member.assignment))
     except MalformedFrameError:
         return frozenset()
 
 
-def assigned_in(assignment: bytes) -> list[Place]:
+def assigned_places(assignment: bytes) -> list[Place]:
     """Return the partitions of an assignment. Raises MalformedFrameError if it is invalid."""
-    return assignment_of(assignment)[0]
+    return decode_assignment(assignment)[0]
 
 
-def assignment_of(assignment: bytes) -> tuple[list[Place], bytes]:
+def decode_assignment(assignment: bytes) -> tuple[list[Place], bytes]:
     """Return the partitions and the user data of an assignment; both are empty if it is. Raises MalformedFrameError."""
     if not assignment:
         return [], b""
     view = memoryview(assignment)
     _, position = read_i16(view, 0)
-    places, position = _places(view, position)
-    return places, _user_data(view, position)[0]
+    places, position = _read_places(view, position)
+    return places, _read_user_data(view, position)[0]
 
 
 def encode_assignment(version: int, partitions: Mapping[str, Iterable[int]]) -> bytes:
@@ -109,44 +109,44 @@ def encode_assignment(version: int, partitions: Mapping[str, Iterable[int]]) -> 
     return b"".join((*parts, I32.pack(-1)))
 
 
-def _topics(view: memoryview, position: int) -> tuple[list[str], int]:
-    count, position = _i32(view, position)
+def _read_topics(view: memoryview, position: int) -> tuple[list[str], int]:
+    count, position = _read_i32(view, position)
     topics: list[str] = []
     for _ in range(count):
-        topic, position = _text(view, position)
+        topic, position = _read_text(view, position)
         topics.append(topic)
     return topics, position
 
 
-def _places(view: memoryview, position: int) -> tuple[list[Place], int]:
-    count, position = _i32(view, position)
+def _read_places(view: memoryview, position: int) -> tuple[list[Place], int]:
+    count, position = _read_i32(view, position)
     found: list[Place] = []
     for _ in range(count):
-        topic, position = _text(view, position)
-        partitions, position = _i32(view, position)
+        topic, position = _read_text(view, position)
+        partitions, position = _read_i32(view, position)
         for _ in range(partitions):
-            partition, position = _i32(view, position)
+            partition, position = _read_i32(view, position)
             found.append((topic, partition))
     return found, position
 
 
-def _text(view: memoryview, position: int) -> tuple[str, int]:
+def _read_text(view: memoryview, position: int) -> tuple[str, int]:
     length, position = read_i16(view, position)
     if length < 0 or position + length > len(view):
-        raise short("topic", position)
+        raise truncated_frame_error("topic", position)
     return str(view[position : position + length], "utf-8", "replace"), position + length
 
 
-def _user_data(view: memoryview, position: int) -> tuple[bytes, int]:
+def _read_user_data(view: memoryview, position: int) -> tuple[bytes, int]:
     if position == len(view):
         return b"", position
-    length, position = _i32(view, position)
+    length, position = _read_i32(view, position)
     if position + length > len(view):
-        raise short("user data", position)
+        raise truncated_frame_error("user data", position)
     return bytes(view[position : position + max(0, length)]), position + max(0, length)
 
 
-def _i32(view: memoryview, position: int) -> tuple[int, int]:
+def _read_i32(view: memoryview, position: int) -> tuple[int, int]:
     if position + 4 > len(view):
-        raise short("int32", position)
+        raise truncated_frame_error("int32", position)
     return I32.unpack_from(view, position)[0], position + 4

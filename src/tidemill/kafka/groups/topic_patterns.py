@@ -24,7 +24,7 @@ PATTERNS_MAX: Final = 1_000
 
 
 TRIES_MAX: Final = 10
-ANY_NAME: Final = ("t",)
+VALIDATION_TEXT: Final = ("t",)
 """Text that validates a pattern: against an empty array Arrow would not compile it.
 
 A tuple and no array, because Arrow looks for pandas at its first array, and this module is imported before the node's
@@ -46,7 +46,7 @@ class TopicView(NamedTuple):
     def version(self) -> int:
         return self.cache.version
 
-    def of(self, name: str) -> Topic | None:
+    def topic(self, name: str) -> Topic | None:
         row = self.cache.by_name(name)
         return None if row is None else Topic(row.topic_id, row.partitions)
 
@@ -54,7 +54,7 @@ class TopicView(NamedTuple):
         return frozenset(filter(self.may, self.matches[pattern]))
 
 
-class Subscribable:
+class TopicPatterns:
     """Topics of `cache`, by name and by pattern."""
 
     def __init__(self, cache: TopicCache) -> None:
@@ -62,35 +62,35 @@ class Subscribable:
         self._version = -1
         self._matches: dict[str, frozenset[str]] = {}
 
-    async def seen(self, patterns: Callable[[], set[str]], may: Callable[[str], bool]) -> TopicView:
+    async def topics_view(self, patterns: Callable[[], set[str]], may: Callable[[str], bool]) -> TopicView:
         """Return the current topics.
 
         Raises InvalidError for an invalid pattern, UnavailableError if topics change faster than they can be matched.
         """
         for _ in range(TRIES_MAX):
-            self._look()
+            self._follow_version()
             wanted = patterns()
             missing = wanted - self._matches.keys()
             if not missing:
                 return TopicView(self._cache, {pattern: self._matches[pattern] for pattern in wanted}, may)
             version = self._version
             names = [row.name for row in self._cache.rows()]
-            found, error = await asyncio.to_thread(match, missing, names)
+            found, error = await asyncio.to_thread(match_patterns, missing, names)
             if error is not None:
                 raise error
-            self._look()
+            self._follow_version()
             if self._version == version:
                 if len(self._matches) + len(found) > PATTERNS_MAX:
                     self._matches.clear()
                 self._matches |= found
         raise UnavailableError("topics change too fast for their names to be matched.")
 
-    def _look(self) -> None:
+    def _follow_version(self) -> None:
         if self._version != self._cache.version:
             self._version, self._matches = self._cache.version, {}
 
 
-def match(patterns: set[str], names: list[str]) -> tuple[dict[str, frozenset[str]], InvalidError | None]:
+def match_patterns(patterns: set[str], names: list[str]) -> tuple[dict[str, frozenset[str]], InvalidError | None]:
     """Return the names that each pattern matches as a whole; to be run in a thread.
 
     Invalid patterns are left out, and the error of one of them is returned.
@@ -103,7 +103,7 @@ def match(patterns: set[str], names: list[str]) -> tuple[dict[str, frozenset[str
             if len(pattern) > PATTERN_CHARS:
                 raise pa.ArrowInvalid(f"longer than {PATTERN_CHARS} characters")
             # Alone first: a pattern that closes a bracket which it did not open would be valid inside our group.
-            pc.match_substring_regex(pa.array(ANY_NAME), pattern)
+            pc.match_substring_regex(pa.array(VALIDATION_TEXT), pattern)
             is_match = pc.match_substring_regex(column, rf"\A(?:{pattern})\z")
         except pa.ArrowInvalid as refused:
             error = InvalidError(f"invalid RE2 regular expression: pattern={pattern[:100]!r} cause={refused}.")

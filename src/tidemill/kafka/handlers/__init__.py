@@ -121,7 +121,7 @@ APIS: Final[dict[int, Api]] = {
         k75_describe_topic_partitions,
     )
 }
-k18_api_versions.advertise(APIS.values())
+k18_api_versions.set_advertised_ranges(APIS.values())
 
 
 def compile_all() -> None:

@@ -60,32 +60,32 @@ def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
     produce = decode(request.view, request.position, request.version)
     request.answered = produce.acks != 0
     is_id = request.version >= FIRST_WITH_IDS
-    rows = [_look_up(context.cache, topic, is_id=is_id) for topic in produce.topics]
-    if context.access.asks:
-        rows = _allowed(context, request, produce, rows, is_id=is_id)
+    rows = [_find_topic(context.cache, topic, is_id=is_id) for topic in produce.topics]
+    if context.access.is_enforced:
+        rows = _authorize_rows(context, request, produce, rows, is_id=is_id)
     if None in rows:
-        raise Stall(context.cache.looked())
-    gathering = _Gathering(context, request, produce)
+        raise Stall(context.cache.next_refresh())
+    gathering = _ProduceAnswers(context, request, produce)
     work = _reserve(context, request, produce, rows, gathering)
     pace = context.pace
     for _ in work:
-        if pace.due:
-            request.reserving = _go_on(work, pace, gathering)
+        if pace.is_used_up:
+            request.reserving = _reserve_rest(work, pace, gathering)
             return gathering.future
-    return gathering.complete()
+    return gathering.finish_reserving()
 
 
-def _look_up(cache: TopicCache, topic: TopicData, *, is_id: bool) -> TopicRow | int | None:
+def _find_topic(cache: TopicCache, topic: TopicData, *, is_id: bool) -> TopicRow | int | None:
     """Return the topic's row if it has all named partitions, its error code, or None if no refresh has looked for it
     yet.
     """
     row = cache.find(topic.topic, is_id=is_id)
     if isinstance(row, TopicRow) and any(data.partition >= row.partitions for data in topic.partitions):
-        return cache.grown(row)
+        return cache.check_growth(row)
     return row
 
 
-def _allowed(
+def _authorize_rows(
     context: Context,
     request: Request,
     produce: ProduceRequest,
@@ -95,7 +95,9 @@ def _allowed(
 ) -> list[TopicRow | int | None]:
     """Return the rows, with a code in place of topics that the client may not write, existing or not."""
     access, visitor, transaction = context.access, request.visitor, produce.transactional_id
-    if transaction is not None and not access.may(visitor, Operation.WRITE, Resource.TRANSACTIONAL_ID, transaction):
+    if transaction is not None and not access.is_allowed(
+        visitor, Operation.WRITE, Resource.TRANSACTIONAL_ID, transaction
+    ):
         return [error_codes.TRANSACTIONAL_ID_AUTHORIZATION_FAILED] * len(rows)
     return [
         access.topic(visitor, Operation.WRITE, topic.topic, row, is_id=is_id)
@@ -103,21 +105,21 @@ def _allowed(
     ]
 
 
-async def _go_on(work: Iterator[None], pace: CoopBudget, gathering: _Gathering) -> None:
+async def _reserve_rest(work: Iterator[None], pace: CoopBudget, gathering: _ProduceAnswers) -> None:
     """Reserve the rest of a long request.
 
     No other request of its connection begins in the meantime (`Request.reserving`).
     """
     try:
-        await pace.rest()
+        await pace.wait_for_turn()
         for _ in work:
-            if pace.due:
-                await pace.rest()
+            if pace.is_used_up:
+                await pace.wait_for_turn()
     except BaseException as error:
         if not gathering.future.done():
             gathering.future.set_exception(error)  # its frame is released; reserved batches complete
         raise
-    gathering.complete()
+    gathering.finish_reserving()
 
 
 def _reserve(
@@ -125,7 +127,7 @@ def _reserve(
     request: Request,
     produce: ProduceRequest,
     rows: Sequence[TopicRow | int | None],
-    gathering: _Gathering,
+    gathering: _ProduceAnswers,
 ) -> Iterator[None]:
     """Reserve or reject one partition's batch at each step, in order."""
     for topic_number, (topic, row) in enumerate(zip(produce.topics, rows, strict=True)):
@@ -139,7 +141,7 @@ def _reserve_one(
     request: Request,
     produce: ProduceRequest,
     row: TopicRow | int | None,
-    gathering: _Gathering,
+    gathering: _ProduceAnswers,
     topic_number: int,
     place: int,
     data: PartitionData,
@@ -152,10 +154,10 @@ def _reserve_one(
     elif not 0 <= data.partition < row.partitions:
         refused = (error_codes.UNKNOWN_TOPIC_OR_PARTITION, None)
     else:
-        refused = _refuse(produce, data.records, request.version)
+        refused = _batch_error(produce, data.records, request.version)
     if refused is not None or data.records is None or row is None or isinstance(row, int):
         code, message = refused or (error_codes.INVALID_RECORD, None)
-        gathering.answer(topic_number, place, PartitionAnswer(data.partition, code, error_message=message))
+        gathering.set_answer(topic_number, place, PartitionAnswer(data.partition, code, error_message=message))
         return
     try:
         within = None
@@ -166,12 +168,12 @@ def _reserve_one(
         )
     except Exception as error:
         # Batches before this one are reserved, so the request must be completed even after an internal error.
-        gathering.fail(topic_number, place, data.partition, error, row)
+        gathering.set_error(topic_number, place, data.partition, error, row)
         return
-    gathering.wait_for(topic_number, place, data.partition, future, row)
+    gathering.add_future(topic_number, place, data.partition, future, row)
 
 
-def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -> tuple[int, str | None] | None:
+def _batch_error(produce: ProduceRequest, records: memoryview | None, version: int) -> tuple[int, str | None] | None:
     """Return (code, message) if the request or the batch header alone is invalid, else None."""
     if produce.acks not in (-1, 0, 1):
         return error_codes.INVALID_REQUIRED_ACKS, None
@@ -199,7 +201,7 @@ _NO_ANSWER: Final = PartitionAnswer(-1, error_codes.UNKNOWN_SERVER_ERROR)
 """Placeholder of an answer until it arrives; never sent."""
 
 
-class _Gathering:
+class _ProduceAnswers:
     """Answers of a request, whose future ends with the last one. It uses callbacks only: a Produce costs no task."""
 
     def __init__(self, context: Context, request: Request, produce: ProduceRequest) -> None:
@@ -214,30 +216,30 @@ class _Gathering:
         self._failed = 0
         """Error code of the first partition that failed."""
 
-    def answer(self, topic: int, place: int, answer: PartitionAnswer) -> None:
+    def set_answer(self, topic: int, place: int, answer: PartitionAnswer) -> None:
         self._answers[topic][place] = answer
         self._failed = self._failed or answer.error_code
         self._missing -= 1
         if self._begun and not self._missing:
             self._finish()
 
-    def wait_for(
+    def add_future(
         self, topic: int, place: int, index: int, future: asyncio.Future[ProduceResult], row: TopicRow
     ) -> None:
         def ended(done: asyncio.Future[ProduceResult]) -> None:
             error = asyncio.CancelledError() if done.cancelled() else done.exception()
             if error is not None:
-                self.fail(topic, place, index, error, row)
+                self.set_error(topic, place, index, error, row)
             else:
                 result = done.result()
                 at = result.base_offset, result.log_start_offset
-                self.answer(topic, place, PartitionAnswer(index, 0, *at, None, (), result.append_time_ms))
+                self.set_answer(topic, place, PartitionAnswer(index, 0, *at, None, (), result.append_time_ms))
 
         future.add_done_callback(ended)
 
-    def fail(self, topic: int, place: int, index: int, error: BaseException, row: TopicRow) -> None:
+    def set_error(self, topic: int, place: int, index: int, error: BaseException, row: TopicRow) -> None:
         if isinstance(error, MissingError):
-            self._context.cache.forget(row.name)
+            self._context.cache.remove(row.name)
             self._stale = row.name
         elif not error_codes.is_expected(error):
             log.error("kafka.produce_failed", topic=row.name, partition=index, error=repr(error), exc_info=error)
@@ -246,9 +248,9 @@ class _Gathering:
         if isinstance(error, InvalidTransactionError) and self._request.version >= FIRST_THAT_ABORTS:
             code = error_codes.TRANSACTION_ABORTABLE
         answer = PartitionAnswer(index, code, error_message=str(error), record_errors=record_errors)
-        self.answer(topic, place, answer)
+        self.set_answer(topic, place, answer)
 
-    def complete(self) -> asyncio.Future[Reply]:
+    def finish_reserving(self) -> asyncio.Future[Reply]:
         self._begun = True
         if not self._missing:
             self._finish()

@@ -21,12 +21,12 @@ import asyncio
 
 import structlog
 
-from tidemill.base.runtime.tasks import is_own_fault, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_own_fault_of_await
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import LARGE_ANSWER_ELEMENTS, Api, Reply, Request, decoded
-from tidemill.kafka.fetch_sessions.implicit import Repeated
-from tidemill.kafka.fetch_sessions.partitions import Interest, Key
+from tidemill.kafka.api.dispatch import LARGE_ANSWER_ELEMENTS, Api, Reply, Request, decode_body
+from tidemill.kafka.fetch_sessions.implicit import ImplicitSession
+from tidemill.kafka.fetch_sessions.partitions import FetchedPartitions, Key
 from tidemill.kafka.fetch_sessions.sessions import FINAL, INITIAL, NO_SESSION
 from tidemill.kafka.schema.fetch import FetchRequest, FetchTopic, PartitionRecords, decode, encode
 
@@ -42,31 +42,33 @@ async def begin(context: Context, request: Request) -> Reply:
 
     An internal error fails only this request: its partitions get a retriable code.
     """
-    taken = context.repeats.take(request)
+    taken = context.repeats.claim(request)
     if taken is not None:
-        reply = await _again(context, request, *taken)
+        reply = await _fetch_repeated(context, request, *taken)
         if reply is not None:
             return reply
-    fetch = await decoded(context.pace, request, lambda _: decode(request.view, request.position, request.version))
+    fetch = await decode_body(context.pace, request, lambda _: decode(request.view, request.position, request.version))
     try:
         if fetch.session_epoch in (INITIAL, FINAL):
-            return await _full(context, request, fetch)
-        return await _changed(context, request, fetch)
+            return await _fetch_full(context, request, fetch)
+        return await _fetch_incremental(context, request, fetch)
     except BaseException as error:
-        if not is_own_fault(error):
+        if not is_own_fault_of_await(error):
             raise
         fault = error
-    _tell(request, fault)
+    _log_fault(request, fault)
     code = error_codes.code_of(fault)
     failed = [(t.topic, [PartitionRecords(p.partition, code) for p in t.partitions]) for t in fetch.topics]
     return encode(failed, request.version)
 
 
-def _tell(request: Request, fault: BaseException) -> None:
-    log.error("kafka.request_fault", key=1, client_id=request.client_id, error=sentence(fault), exc_info=fault)
+def _log_fault(request: Request, fault: BaseException) -> None:
+    log.error("kafka.request_fault", key=1, client_id=request.client_id, error=error_sentence(fault), exc_info=fault)
 
 
-async def _again(context: Context, request: Request, repeated: Repeated, changes: list[FetchTopic]) -> Reply | None:
+async def _fetch_repeated(
+    context: Context, request: Request, repeated: ImplicitSession, changes: list[FetchTopic]
+) -> Reply | None:
     """Answer a request that repeats the connection's last one, without a session.
 
     Return None if it must be processed from scratch.
@@ -74,36 +76,36 @@ async def _again(context: Context, request: Request, repeated: Repeated, changes
     kept = False
     try:
         interest = repeated.interest
-        await interest.look_again()
-        await interest.ask(changes)
+        await interest.refresh()
+        await interest.add_topics(changes)
         found = await interest.fetch(repeated.fetch)
         if repeated.session.closed:
             return None
-        reply = repeated.answer(found.items())
-        context.repeats.keep(request, repeated)
+        reply = repeated.encode_answer(found.items())
+        context.repeats.store(request, repeated)
         kept = True
         return reply
     except BaseException as error:
-        if not is_own_fault(error):
+        if not is_own_fault_of_await(error):
             raise
-        _tell(request, error)
+        _log_fault(request, error)
         return None
     finally:
         if not kept:
             context.repeats.close(repeated)
 
 
-async def _full(context: Context, request: Request, fetch: FetchRequest) -> Reply:
+async def _fetch_full(context: Context, request: Request, fetch: FetchRequest) -> Reply:
     """Answer a request that names all its partitions. A session that it names ends."""
     visitor, sessions = request.visitor, context.fetch_sessions
-    sessions.close_of(fetch.session_id, principal=visitor.principal, host=visitor.host)
-    interest = Interest(context, visitor, by_id=request.version >= FIRST_WITH_IDS)
+    sessions.close_by_id(fetch.session_id, principal=visitor.principal, host=visitor.host)
+    interest = FetchedPartitions(context, visitor, by_id=request.version >= FIRST_WITH_IDS)
     session, reply = None, None
     try:
-        await interest.ask(fetch.topics)
+        await interest.add_topics(fetch.topics)
         found = await interest.fetch(fetch)
         if fetch.session_epoch == FINAL:
-            reply = await context.repeats.begin(request, fetch, interest, found)
+            reply = await context.repeats.create(request, fetch, interest, found)
         elif len(interest):
             session = sessions.open(interest)
     finally:
@@ -116,10 +118,10 @@ async def _full(context: Context, request: Request, fetch: FetchRequest) -> Repl
     for topic in fetch.topics:
         keys = ((topic.topic, asked.partition) for asked in topic.partitions)
         answers.append((topic.topic, [found.pop(key) for key in keys if key in found]))
-    return await _encoded(answers, request.version, session.id if session is not None else NO_SESSION)
+    return await _encode(answers, request.version, session.id if session is not None else NO_SESSION)
 
 
-async def _changed(context: Context, request: Request, fetch: FetchRequest) -> Reply:
+async def _fetch_incremental(context: Context, request: Request, fetch: FetchRequest) -> Reply:
     """Answer an incremental request of a session."""
     visitor, version, sessions = request.visitor, request.version, context.fetch_sessions
     by_id = version >= FIRST_WITH_IDS
@@ -130,34 +132,34 @@ async def _changed(context: Context, request: Request, fetch: FetchRequest) -> R
         return encode([], version, error_code=session)
     interest, session.busy = session.interest, True
     try:
-        await interest.look_again()
-        await interest.ask(fetch.topics)
-        await interest.forget(fetch.forgotten)
-        if not sessions.grown(session):
+        await interest.refresh()
+        await interest.add_topics(fetch.topics)
+        await interest.remove_topics(fetch.forgotten)
+        if not sessions.update_size(session):
             return encode([], version, error_code=error_codes.FETCH_SESSION_ID_NOT_FOUND)
         if not len(interest):
             sessions.close(session)
             return encode([], version)
         found = await interest.fetch(fetch)
     except BaseException as error:
-        if is_own_fault(error):
+        if is_own_fault_of_await(error):
             sessions.close(session)
         raise
     finally:
         session.busy = False
     if session.closed:
         return encode([], version, error_code=error_codes.FETCH_SESSION_ID_NOT_FOUND)
-    return await _encoded(_by_topic(found), version, session.id)
+    return await _encode(_group_by_topic(found), version, session.id)
 
 
-def _by_topic(found: dict[Key, PartitionRecords]) -> Answers:
+def _group_by_topic(found: dict[Key, PartitionRecords]) -> Answers:
     topics: dict[str, list[PartitionRecords]] = {}
     for (topic, _), answer in found.items():
         topics.setdefault(topic, []).append(answer)
     return list(topics.items())
 
 
-async def _encoded(answers: Answers, version: int, session_id: int) -> Reply:
+async def _encode(answers: Answers, version: int, session_id: int) -> Reply:
     if sum(len(partitions) for _, partitions in answers) < LARGE_ANSWER_ELEMENTS:
         return encode(answers, version, session_id=session_id)
     return await asyncio.to_thread(encode, answers, version, session_id=session_id)

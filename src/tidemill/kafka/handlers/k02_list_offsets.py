@@ -19,7 +19,7 @@ from typing import Final
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 
@@ -40,7 +40,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     committed = body.get("isolation_level", 0) == READ_COMMITTED
     places = [(asked["name"], partition) for asked in body["topics"] for partition in asked["partitions"]]
     named = Counter((name, partition["partition_index"]) for name, partition in places)
-    await context.cache.settle(named, is_id=False)
+    await context.cache.settle_topics(named, is_id=False)
 
     async def answer(place: tuple[str, Body]) -> Body:
         name, asked = place
@@ -48,9 +48,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             return _answer(asked, error_code=error_codes.INVALID_REQUEST)
         if request.version < FIRST_VERSION.get(asked["timestamp"], 0):
             return _answer(asked, error_code=error_codes.UNSUPPORTED_VERSION)
-        return await _partition(context, name, asked, until_s, committed=committed)
+        return await _find_offset(context, name, asked, until_s, committed=committed)
 
-    answers = iter(await each(places, answer, context.pace))
+    answers = iter(await map_items(places, answer, context.pace))
     return {
         "topics": [
             {"name": asked["name"], "partitions": [next(answers) for _ in asked["partitions"]]}
@@ -59,7 +59,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "topics": [
             {"name": topic["name"], "partitions": [_answer(asked, error_code=code) for asked in topic["partitions"]]}
@@ -73,7 +73,7 @@ def _answer(asked: Body, **values: int) -> Body:
     return {**nothing, **values}
 
 
-async def _partition(context: Context, name: str, asked: Body, until_s: float, *, committed: bool) -> Body:
+async def _find_offset(context: Context, name: str, asked: Body, until_s: float, *, committed: bool) -> Body:
     index, timestamp_ms = asked["partition_index"], asked["timestamp"]
     topics = context.topics
 
@@ -90,7 +90,7 @@ async def _partition(context: Context, name: str, asked: Body, until_s: float, *
         if context.clock.monotonic_s() > until_s:
             return _answer(asked, error_code=error_codes.REQUEST_TIMED_OUT)
         if timestamp_ms == MAX_TIMESTAMP:
-            found = await topics.newest_time(row.topic_id, index)
+            found = await topics.newest_timestamp(row.topic_id, index)
         else:
             found = await topics.offset_for_time(row.topic_id, index, timestamp_ms)
         if committed and found is not None:
@@ -99,10 +99,10 @@ async def _partition(context: Context, name: str, asked: Body, until_s: float, *
         return _answer(asked) if found is None else _answer(asked, offset=found[0], timestamp=found[1])
 
     try:
-        found = await context.cache.with_row(name, index, look)
+        found = await context.cache.call_with_row(name, index, look)
     except TidemillError as error:
         found = error_codes.code_of(error)
     return _answer(asked, error_code=found) if isinstance(found, int) else found
 
 
-API = Api(2, "list_offsets", 1, 10, cold(handle, failed), abandon=True, at_once=4)
+API = Api(2, "list_offsets", 1, 10, begin_decoded(handle, error_answer), abandon=True, at_once=4)

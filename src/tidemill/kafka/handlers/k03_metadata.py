@@ -20,8 +20,8 @@ import structlog
 from tidemill.base.errors import ConflictError, InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Broker, Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
-from tidemill.kafka.api.required_operations import may_create
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
+from tidemill.kafka.api.required_operations import is_creation_allowed
 from tidemill.kafka.metadata.encoded_partitions import NO_LEADER
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.kafka.schema.primitives import ZERO_UUID
@@ -52,14 +52,16 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         except TidemillError as error:
             log.warning("kafka.catalogue_not_read", error=str(error))
             just_read = False
-    answering = _Answering(context, request, brokers, just_read)
+    answering = _MetadataAnswers(context, request, brokers, just_read)
     if context.settings.auto_create_topics and body.get("allow_auto_topic_creation", True):
         answering.may_create = AUTO_CREATED_MAX
     topics: list[Body] = []
     for topic in context.cache.rows() if every else asked:
-        if context.pace.due:
-            await context.pace.rest()
-        topics.append(await (answering.describe(topic) if isinstance(topic, TopicRow) else answering.one(topic)))
+        if context.pace.is_used_up:
+            await context.pace.wait_for_turn()
+        topics.append(
+            await (answering.describe(topic) if isinstance(topic, TopicRow) else answering.answer_topic(topic))
+        )
     return {
         "brokers": [{"node_id": b.node_id, "host": b.host, "port": b.port} for b in brokers],
         "cluster_id": context.settings.cluster_id,
@@ -69,17 +71,17 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     asked = body["topics"] or []
-    topics = [_refused(topic.get("name"), topic.get("topic_id", ZERO_UUID), code) for topic in asked]
+    topics = [_error_topic(topic.get("name"), topic.get("topic_id", ZERO_UUID), code) for topic in asked]
     return {"brokers": [], "cluster_id": None, "controller_id": -1, "topics": topics, "error_code": code}
 
 
-class _Denied(TidemillError):
+class _CreationDeniedError(TidemillError):
     """The client may not create the topic."""
 
 
-class _Answering:
+class _MetadataAnswers:
     """Answers of one request. `just_read`: the cache was read from the catalogue for this request."""
 
     def __init__(self, context: Context, request: Request, brokers: list[Broker], just_read: bool) -> None:
@@ -90,25 +92,25 @@ class _Answering:
         self._just_read = just_read
         self.may_create = 0
 
-    async def one(self, asked: Body) -> Body:
+    async def answer_topic(self, asked: Body) -> Body:
         cache = self._context.cache
         name, topic_id = asked.get("name"), asked.get("topic_id", ZERO_UUID)
         if self._request.version < _IDS_FROM and name is None:
-            return _refused("", topic_id, error_codes.INVALID_REQUEST)
+            return _error_topic("", topic_id, error_codes.INVALID_REQUEST)
         row: TopicRow | None
         try:
             row = await self._find(name, topic_id)
-        except _Denied:
-            return _refused(name, topic_id, error_codes.TOPIC_AUTHORIZATION_FAILED)
+        except _CreationDeniedError:
+            return _error_topic(name, topic_id, error_codes.TOPIC_AUTHORIZATION_FAILED)
         except InvalidError:
-            return _refused(name, topic_id, error_codes.INVALID_TOPIC_EXCEPTION)
+            return _error_topic(name, topic_id, error_codes.INVALID_TOPIC_EXCEPTION)
         except TidemillError:
             row = cache.by_name(name) if name else cache.by_id(topic_id)
             if row is None:
-                return _refused(name, topic_id, error_codes.LEADER_NOT_AVAILABLE)
+                return _error_topic(name, topic_id, error_codes.LEADER_NOT_AVAILABLE)
         if row is None:
             unknown = error_codes.UNKNOWN_TOPIC_OR_PARTITION if name else error_codes.UNKNOWN_TOPIC_ID
-            return _refused(name, topic_id, unknown)
+            return _error_topic(name, topic_id, unknown)
         return await self.describe(row)
 
     async def _find(self, name: str | None, topic_id: str) -> TopicRow | None:
@@ -127,9 +129,9 @@ class _Answering:
         if row is None:
             row = await self._create(name)
         if row is None:
-            cache.forget(name)
+            cache.remove(name)
         else:
-            cache.learn(row)
+            cache.add(row)
         return row
 
     async def _create(self, name: str) -> TopicRow | None:
@@ -138,8 +140,8 @@ class _Answering:
         check_topic_name(name)
         if self.may_create <= 0:
             return None
-        if not may_create(context, self._request, name):
-            raise _Denied(f"not authorized to create the topic: topic={name}.")
+        if not is_creation_allowed(context, self._request, name):
+            raise _CreationDeniedError(f"not authorized to create the topic: topic={name}.")
         if context.cache.partitions + settings.default_partitions > settings.partitions_max:
             log.warning(
                 "kafka.topic_not_created", topic=name, key="kafka.partitions_max", limit=settings.partitions_max
@@ -159,17 +161,17 @@ class _Answering:
 
         Thousands of partitions take some ms, and many requests may reach this point together, so it may pause first.
         """
-        if self._context.pace.due:
-            await self._context.pace.rest()
+        if self._context.pace.is_used_up:
+            await self._context.pace.wait_for_turn()
         leader_of, node_ids, topic_id = self._context.topics.leader_of, self._node_ids, row.topic_id
         leaders = tuple([node_ids.get(leader_of(topic_id, index), NO_LEADER) for index in range(row.partitions)])
         layouts, version = self._context.layouts, self._version
-        partitions = layouts.kept(version, leaders) or await layouts.partitions(version, leaders)
+        partitions = layouts.cached(version, leaders) or await layouts.partitions(version, leaders)
         return {"error_code": 0, "name": row.name, "topic_id": row.topic_id, "partitions": partitions}
 
 
-def _refused(name: str | None, topic_id: str, code: int) -> Body:
+def _error_topic(name: str | None, topic_id: str, code: int) -> Body:
     return {"error_code": code, "name": name, "topic_id": topic_id, "partitions": []}
 
 
-API = Api(3, "metadata", 0, 13, cold(handle, failed), at_once=32)
+API = Api(3, "metadata", 0, 13, begin_decoded(handle, error_answer), at_once=32)

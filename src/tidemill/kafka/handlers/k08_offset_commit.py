@@ -12,7 +12,7 @@ from typing import Any
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
@@ -32,22 +32,22 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     retention_ms = body.get("retention_time", -1)
     now_ms = context.clock.now_ms()
     expire_ms = now_ms + retention_ms if retention_ms >= 0 else 0
-    await look_for(context, body["topics"], by_id=by_id)
+    await settle_topics(context, body["topics"], by_id=by_id)
     rows: dict[bytes, bytes] = {}
     answers: list[Body] = []
     accepted: list[Body] = []
     for topic in body["topics"]:
-        row = find(context, topic, by_id=by_id)
+        row = find_topic(context, topic, by_id=by_id)
         partitions: list[Body] = []
         for asked in topic["partitions"]:
-            if context.pace.due:
-                await context.pace.rest()
+            if context.pace.is_used_up:
+                await context.pace.wait_for_turn()
             index, metadata = asked["partition_index"], asked.get("committed_metadata") or ""
             answer: Body = {"partition_index": index, "error_code": 0}
             if isinstance(row, int):
                 answer["error_code"] = row
             elif not 0 <= index < row.partitions:
-                answer["error_code"] = no_partition(context, row, index)
+                answer["error_code"] = missing_partition_code(context, row, index)
             elif len(metadata) > METADATA_CHARS_MAX:
                 answer["error_code"] = error_codes.OFFSET_METADATA_TOO_LARGE
             else:
@@ -75,21 +75,21 @@ async def _commit(context: Context, version: int, group: str, body: Body, rows: 
     except GroupUnavailableError as refused:
         return refused.code
     member_id, generation = body.get("member_id") or "", body.get("generation_id_or_member_epoch", -1)
-    code = led.commit_refusal(member_id, body.get("group_instance_id"), generation)
+    code = led.commit_error(member_id, body.get("group_instance_id"), generation)
     found = led.group
     if not code and version < MEMBER_EPOCHS and isinstance(found, ConsumerGroup) and found.members:
         code = 0 if found.speaks_classic(member_id) else error_codes.UNSUPPORTED_VERSION
     return code or await led.write(list(rows.items()))
 
 
-async def look_for(context: Context, topics: list[Body], *, by_id: bool) -> None:
+async def settle_topics(context: Context, topics: list[Body], *, by_id: bool) -> None:
     """Wait for one shared refresh if a topic, or a partition of it, is missing here and not looked for yet."""
     key = "topic_id" if by_id else "name"
     places = [(topic[key], max((p["partition_index"] for p in topic["partitions"]), default=0)) for topic in topics]
-    await context.cache.settle(places, is_id=by_id)
+    await context.cache.settle_topics(places, is_id=by_id)
 
 
-def find(context: Context, topic: Body, *, by_id: bool) -> Any:
+def find_topic(context: Context, topic: Body, *, by_id: bool) -> Any:
     """Return the topic's row or an error code.
 
     While no refresh has looked for the topic, the code is COORDINATOR_LOAD_IN_PROGRESS, which every client retries at a
@@ -99,13 +99,13 @@ def find(context: Context, topic: Body, *, by_id: bool) -> Any:
     return error_codes.COORDINATOR_LOAD_IN_PROGRESS if row is None else row
 
 
-def no_partition(context: Context, row: TopicRow, index: int) -> int:
-    """Return the code for a partition that `row` does not have, with the same retriable code as `find`."""
-    looked = index < 0 or context.cache.grown(row) is not None
+def missing_partition_code(context: Context, row: TopicRow, index: int) -> int:
+    """Return the code for a partition that `row` does not have, with the same retriable code as `find_topic`."""
+    looked = index < 0 or context.cache.check_growth(row) is not None
     return error_codes.UNKNOWN_TOPIC_OR_PARTITION if looked else error_codes.COORDINATOR_LOAD_IN_PROGRESS
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "topics": [
             {
@@ -120,4 +120,4 @@ def failed(body: Body, code: int) -> Body:
     }
 
 
-API = Api(8, "offset_commit", 2, 10, cold(handle, failed))
+API = Api(8, "offset_commit", 2, 10, begin_decoded(handle, error_answer))

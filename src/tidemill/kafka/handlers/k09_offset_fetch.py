@@ -14,10 +14,10 @@ from typing import Any
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
-from tidemill.kafka.handlers.k08_offset_commit import find, no_partition
+from tidemill.kafka.handlers.k08_offset_commit import find_topic, missing_partition_code
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.rows.groups import GroupOffsetRow
 
@@ -30,12 +30,12 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     by_id = request.version >= BY_ID
     if request.version >= 8:
         stable = body["require_stable"]
-        return {"groups": [await _checked(context, g, by_id=by_id, stable=stable) for g in body["groups"]]}
+        return {"groups": [await _checked_group(context, g, by_id=by_id, stable=stable) for g in body["groups"]]}
     stable = body.get("require_stable", False)
     return await _group(context, body["group_id"] or "", body["topics"], by_id=False, stable=stable)
 
 
-async def _checked(context: Context, asked: Body, *, by_id: bool, stable: bool) -> Body:
+async def _checked_group(context: Context, asked: Body, *, by_id: bool, stable: bool) -> Body:
     """Answer for one group.
 
     From version 9 on, the group's coordinator checks the member id and epoch of the consumer protocol.
@@ -46,7 +46,7 @@ async def _checked(context: Context, asked: Body, *, by_id: bool, stable: bool) 
             led = await context.groups.get(group)
         except GroupUnavailableError as refused:
             return {"group_id": group, "error_code": refused.code, "topics": []}
-        code = led.commit_refusal(member_id, None, epoch) if isinstance(led.group, ConsumerGroup) else 0
+        code = led.commit_error(member_id, None, epoch) if isinstance(led.group, ConsumerGroup) else 0
         if code:
             return {"group_id": group, "error_code": code, "topics": []}
     return await _group(context, group, asked["topics"], by_id=by_id, stable=stable)
@@ -63,16 +63,16 @@ async def _group(context: Context, group: str, topics: list[Body] | None, *, by_
         if topics is None:
             rows = await context.groups.rows.offsets(group)
             offsets = {(row.topic_id, row.partition): row for row in rows}
-            topics = _all(context, rows)
-            found = [find(context, topic, by_id=by_id) for topic in topics]
+            topics = _committed_topics(context, rows)
+            found = [find_topic(context, topic, by_id=by_id) for topic in topics]
         else:
             places = [(topic["topic_id" if by_id else "name"], _highest(topic)) for topic in topics]
-            await context.cache.settle(places, is_id=by_id)
-            found = [find(context, topic, by_id=by_id) for topic in topics]
-            if not all(_is_looked_up(context, row, topic) for row, topic in zip(found, topics, strict=True)):
+            await context.cache.settle_topics(places, is_id=by_id)
+            found = [find_topic(context, topic, by_id=by_id) for topic in topics]
+            if not all(_is_resolved(context, row, topic) for row, topic in zip(found, topics, strict=True)):
                 code = error_codes.COORDINATOR_LOAD_IN_PROGRESS
             else:
-                offsets = await context.groups.rows.offsets_of(group, _places(found, topics))
+                offsets = await context.groups.rows.offsets_of(group, _known_places(found, topics))
     except TidemillError:
         code = error_codes.COORDINATOR_LOAD_IN_PROGRESS
     topics = topics or []
@@ -86,16 +86,16 @@ def _highest(topic: Body) -> int:
     return max(topic["partition_indexes"], default=0)
 
 
-def _is_looked_up(context: Context, row: Any, topic: Body) -> bool:
+def _is_resolved(context: Context, row: Any, topic: Body) -> bool:
     """Return whether it is known of everything that the topic names whether it exists."""
     code = row
     if not isinstance(row, int):
         highest = _highest(topic)
-        code = 0 if highest < row.partitions else no_partition(context, row, highest)
+        code = 0 if highest < row.partitions else missing_partition_code(context, row, highest)
     return bool(code != error_codes.COORDINATOR_LOAD_IN_PROGRESS)
 
 
-def _places(found: list[Any], topics: list[Body]) -> list[tuple[str, int]]:
+def _known_places(found: list[Any], topics: list[Body]) -> list[tuple[str, int]]:
     places: list[tuple[str, int]] = []
     for row, topic in zip(found, topics, strict=True):
         if not isinstance(row, int):
@@ -103,7 +103,7 @@ def _places(found: list[Any], topics: list[Body]) -> list[tuple[str, int]]:
     return places
 
 
-def _all(context: Context, rows: list[GroupOffsetRow]) -> list[Body]:
+def _committed_topics(context: Context, rows: list[GroupOffsetRow]) -> list[Body]:
     """Return the committed partitions of a group's existing topics, in the form of a request."""
     found: dict[str, list[int]] = {}
     for row in rows:
@@ -121,8 +121,8 @@ async def _topic(context: Context, offsets: Found, undecided: set[tuple[str, int
     unknown = row if isinstance(row, int) and row != error_codes.UNKNOWN_TOPIC_OR_PARTITION else 0
     partitions = []
     for index in asked["partition_indexes"]:
-        if context.pace.due:
-            await context.pace.rest()
+        if context.pace.is_used_up:
+            await context.pace.wait_for_turn()
         committed, code = _NOTHING, unknown
         if not isinstance(row, int):
             committed = offsets.get((row.topic_id, index), _NOTHING)
@@ -140,7 +140,7 @@ async def _topic(context: Context, offsets: Found, undecided: set[tuple[str, int
     return {"name": asked.get("name"), "topic_id": asked.get("topic_id"), "partitions": partitions}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     groups = [{"group_id": g["group_id"], "error_code": code, "topics": []} for g in body.get("groups") or []]
     topics = []
     for asked in body.get("topics") or []:
@@ -150,4 +150,4 @@ def failed(body: Body, code: int) -> Body:
     return {"groups": groups, "error_code": code, "topics": topics}
 
 
-API = Api(9, "offset_fetch", 1, 10, cold(handle, failed))
+API = Api(9, "offset_fetch", 1, 10, begin_decoded(handle, error_answer))

@@ -11,7 +11,7 @@ from typing import Final
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 
 GROUP: Final = 0
@@ -25,15 +25,17 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         return _coordinator(context, body["key"] or "", key_type)
     coordinators = []
     for key in body["coordinator_keys"]:
-        if context.pace.due:
-            await context.pace.rest()
+        if context.pace.is_used_up:
+            await context.pace.wait_for_turn()
         coordinators.append(_coordinator(context, key, key_type))
     return {"coordinators": coordinators}
 
 
 def _coordinator(context: Context, key: str, key_type: int) -> Body:
     if key_type in (GROUP, TRANSACTION):
-        owner = context.owners.of_group(key) if key_type == GROUP else context.owners.of_transaction(key)
+        owner = (
+            context.owners.group_coordinator(key) if key_type == GROUP else context.owners.transaction_coordinator(key)
+        )
         node = next((broker for broker in context.brokers() if broker.node_id == owner.node_id), None)
         if node is not None:
             return {
@@ -52,10 +54,10 @@ def _coordinator(context: Context, key: str, key_type: int) -> Body:
     return {"key": key, "node_id": -1, "host": "", "port": -1, "error_code": code, "error_message": message}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     nobody: Body = {"node_id": -1, "host": "", "port": -1, "error_code": code, "error_message": None}
     keys = body.get("coordinator_keys") or []
     return {"key": body.get("key", ""), **nobody, "coordinators": [{"key": key, **nobody} for key in keys]}
 
 
-API = Api(10, "find_coordinator", 0, 6, cold(handle, failed))
+API = Api(10, "find_coordinator", 0, 6, begin_decoded(handle, error_answer))

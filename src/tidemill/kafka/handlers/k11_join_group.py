@@ -11,14 +11,14 @@ from typing import Final
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
-from tidemill.kafka.groups.classic_state import Join, JoinAnswer
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
+from tidemill.kafka.groups.classic_state import JoinAnswer, JoinRequest
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
-from tidemill.kafka.groups.subscriptions import subscription_of
+from tidemill.kafka.groups.subscriptions import decode_subscription
 from tidemill.kafka.groups.topic_patterns import TopicView
-from tidemill.kafka.handlers.k68_consumer_group_heartbeat import sight
+from tidemill.kafka.handlers.k68_consumer_group_heartbeat import topics_view
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.kafka.schema.primitives import MalformedFrameError
 
@@ -30,18 +30,18 @@ CLIENT_CHARS: Final = 100
 async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         led = await context.groups.get(body["group_id"] or "", growing=True)
-        seen = await _seen(context, request, led, body)
+        seen = await _topics_view(context, request, led, body)
     except GroupUnavailableError as refused:
-        return failed(body, refused.code)
+        return error_answer(body, refused.code)
     except TidemillError:
-        return failed(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)
+        return error_answer(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)
     instance_id = body.get("group_instance_id")
     session_ms: int = body["session_timeout"]
     rebalance_ms: int = body.get("rebalance_timeout") or session_ms
     prefix = (request.client_id if instance_id is None else instance_id)[:CLIENT_CHARS]
-    ask = Join(
+    ask = JoinRequest(
         member_id=body["member_id"] or "",
-        new_id=f"{prefix}-{context.groups.new_id()}",
+        new_id=f"{prefix}-{context.groups.new_member_suffix()}",
         instance_id=instance_id,
         client_id=request.client_id,
         client_host=f"/{request.visitor.host}",
@@ -55,15 +55,15 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return _body(request, await led.join(ask, seen))
 
 
-async def _seen(context: Context, request: Request, led: GroupRunner, body: Body) -> TopicView | None:
+async def _topics_view(context: Context, request: Request, led: GroupRunner, body: Body) -> TopicView | None:
     """Return the topics if the group uses the consumer protocol, whose coordinator assigns partitions."""
     if not isinstance(led.group, ConsumerGroup) or not led.group.members:
         return None
     try:
-        subscription = subscription_of(bytes(body["protocols"][0]["metadata"]))
+        subscription = decode_subscription(bytes(body["protocols"][0]["metadata"]))
     except (IndexError, MalformedFrameError):
-        return await sight(context, request, led, ())
-    return await sight(context, request, led, subscription.topics | {topic for topic, _ in subscription.owned})
+        return await topics_view(context, request, led, ())
+    return await topics_view(context, request, led, subscription.topics | {topic for topic, _ in subscription.owned})
 
 
 def _body(request: Request, answer: JoinAnswer) -> Body:
@@ -83,7 +83,7 @@ def _body(request: Request, answer: JoinAnswer) -> Body:
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "error_code": code,
         "generation_id": -1,
@@ -96,4 +96,4 @@ def failed(body: Body, code: int) -> Body:
     }
 
 
-API = Api(11, "join_group", 0, 9, cold(handle, failed), abandon=True)
+API = Api(11, "join_group", 0, 9, begin_decoded(handle, error_answer), abandon=True)

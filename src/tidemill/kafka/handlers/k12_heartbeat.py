@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 
@@ -12,13 +12,13 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         led = await context.groups.get(body["group_id"] or "")
     except GroupUnavailableError as refused:
-        return failed(body, refused.code)
+        return error_answer(body, refused.code)
     code = led.heartbeat(body["member_id"] or "", body.get("group_instance_id"), body["generation_id"])
     return {"error_code": code}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code}
 
 
-API = Api(12, "heartbeat", 0, 4, cold(handle, failed))
+API = Api(12, "heartbeat", 0, 4, begin_decoded(handle, error_answer))

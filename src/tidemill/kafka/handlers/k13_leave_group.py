@@ -6,7 +6,7 @@ A static member may be named by its instance id alone.
 from __future__ import annotations
 
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 
@@ -15,7 +15,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         led = await context.groups.get(body["group_id"] or "")
     except GroupUnavailableError as refused:
-        return failed(body, refused.code)
+        return error_answer(body, refused.code)
     if request.version < 3:
         return {"error_code": led.leave([(body["member_id"] or "", None)])[0], "members": []}
     members = [(member["member_id"] or "", member["group_instance_id"]) for member in body["members"]]
@@ -28,8 +28,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "members": []}
 
 
-API = Api(13, "leave_group", 0, 5, cold(handle, failed))
+API = Api(13, "leave_group", 0, 5, begin_decoded(handle, error_answer))

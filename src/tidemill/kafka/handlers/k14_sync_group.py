@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
-from tidemill.kafka.groups.classic_state import Sync, SyncAnswer
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
+from tidemill.kafka.groups.classic_state import SyncAnswer, SyncRequest
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 
@@ -13,8 +13,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         led = await context.groups.get(body["group_id"] or "")
     except GroupUnavailableError as refused:
-        return failed(body, refused.code)
-    ask = Sync(
+        return error_answer(body, refused.code)
+    ask = SyncRequest(
         member_id=body["member_id"] or "",
         instance_id=body.get("group_instance_id"),
         generation=body["generation_id"],
@@ -34,8 +34,8 @@ def _body(answer: SyncAnswer) -> Body:
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return _body(SyncAnswer(code))
 
 
-API = Api(14, "sync_group", 0, 5, cold(handle, failed), abandon=True)
+API = Api(14, "sync_group", 0, 5, begin_decoded(handle, error_answer), abandon=True)

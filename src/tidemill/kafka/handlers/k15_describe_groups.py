@@ -13,8 +13,8 @@ from typing import Final
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, each
-from tidemill.kafka.groups.classic_state import Group, Member, Phase
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
+from tidemill.kafka.groups.classic_state import ClassicGroup, ClassicMember, Phase
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_records import CLASSIC
 from tidemill.kafka.schema.codec_compiler import Body
@@ -24,20 +24,20 @@ NO_OPERATIONS: Final = -(1 << 31)
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     async def one(group: str) -> Body:
-        return await _described(context, request, group)
+        return await _describe_group(context, request, group)
 
-    return {"groups": await each(body["groups"], one, context.pace)}
+    return {"groups": await map_items(body["groups"], one, context.pace)}
 
 
-async def _described(context: Context, request: Request, name: str) -> Body:
-    led = context.groups.found(name)
+async def _describe_group(context: Context, request: Request, name: str) -> Body:
+    led = context.groups.loaded_group(name)
     if led is None:
         try:
             head = await context.groups.rows.head(name) if name else None
             if head is None:
                 missing = error_codes.GROUP_ID_NOT_FOUND if request.version >= 6 else 0
                 return _answer(name, missing, Phase.DEAD, message=f"Group {name} not found.")
-            if not context.owners.is_own(name):
+            if not context.owners.coordinates_group(name):
                 return _answer(name, error_codes.NOT_COORDINATOR, None)
             if head.kind != CLASSIC:
                 return _of_other_protocol(request, name)
@@ -49,7 +49,7 @@ async def _described(context: Context, request: Request, name: str) -> Body:
         except TidemillError:
             return _answer(name, error_codes.COORDINATOR_NOT_AVAILABLE, None)
     group = led.group
-    if not isinstance(group, Group):
+    if not isinstance(group, ClassicGroup):
         return _of_other_protocol(request, name)
     stable = group.phase is Phase.STABLE
     return {
@@ -64,7 +64,7 @@ def _of_other_protocol(request: Request, name: str) -> Body:
     return _answer(name, code, Phase.DEAD, message=f"Group {name} is not a classic group.")
 
 
-def _member(group: Group, member: Member, *, stable: bool) -> Body:
+def _member(group: ClassicGroup, member: ClassicMember, *, stable: bool) -> Body:
     return {
         "member_id": member.member_id,
         "group_instance_id": member.instance_id,
@@ -88,8 +88,8 @@ def _answer(name: str, code: int, phase: Phase | None, *, protocol_type: str = "
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"groups": [_answer(name, code, None) for name in body["groups"]]}
 
 
-API = Api(15, "describe_groups", 0, 6, cold(handle, failed))
+API = Api(15, "describe_groups", 0, 6, begin_decoded(handle, error_answer))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.classic_state import Phase
 from tidemill.kafka.groups.group_records import kind_of
 from tidemill.kafka.schema.codec_compiler import Body
@@ -20,14 +20,14 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         heads = await context.groups.rows.heads()
     except TidemillError:
-        return failed(body, error_codes.COORDINATOR_NOT_AVAILABLE)
+        return error_answer(body, error_codes.COORDINATOR_NOT_AVAILABLE)
     groups: list[Body] = []
     for head in heads:
-        if context.pace.due:
-            await context.pace.rest()
-        if not context.owners.is_own(head.group):
+        if context.pace.is_used_up:
+            await context.pace.wait_for_turn()
+        if not context.owners.coordinates_group(head.group):
             continue
-        led = context.groups.found(head.group)
+        led = context.groups.loaded_group(head.group)
         phase = led.group.phase if led is not None else Phase.STABLE if head.members else Phase.EMPTY
         protocol_type = led.group.protocol_type if led is not None else head.protocol_type
         kind = kind_of(led.group) if led is not None else head.kind
@@ -44,8 +44,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {"error_code": 0, "groups": groups}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "groups": []}
 
 
-API = Api(16, "list_groups", 0, 5, cold(handle, failed))
+API = Api(16, "list_groups", 0, 5, begin_decoded(handle, error_answer))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 
 
@@ -23,14 +23,14 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         visitor.rejected = f"mechanism that the listener does not support: mechanism={mechanism[:40]!r}"
         return {"error_code": error_codes.UNSUPPORTED_SASL_MECHANISM, "mechanisms": list(gate.mechanisms)}
     visitor.mechanism = mechanism
-    visitor.exchange = gate.authenticator.exchange(mechanism)
+    visitor.exchange = gate.authenticator.start_exchange(mechanism)
     visitor.raw = request.version == 0
     return {"error_code": 0, "mechanisms": list(gate.mechanisms)}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "mechanisms": []}
 
 
-API = Api(17, "sasl_handshake", 0, 1, cold(handle, failed), barrier=True)
+API = Api(17, "sasl_handshake", 0, 1, begin_decoded(handle, error_answer), barrier=True)
 """A barrier: the next request of the connection begins after the handshake has ended."""

@@ -27,7 +27,7 @@ FEATURES: Final = {"group.version": 1, "transaction.version": 2}
 """Finalized features, from version 3 on (KIP-584). None of them changes while a cluster runs."""
 
 
-def advertise(apis: Iterable[Api]) -> None:
+def set_advertised_ranges(apis: Iterable[Api]) -> None:
     """Store the version ranges. Called once, when the table of handlers is complete."""
     _ranges[:] = [
         {"api_key": api.key, "min_version": api.lowest_advertised, "max_version": api.max_version}
@@ -36,11 +36,11 @@ def advertise(apis: Iterable[Api]) -> None:
 
 
 async def begin(context: Context, request: Request) -> Reply:
-    code = _misrouted(context, request) if request.version >= FIRST_WITH_CLUSTER else error_codes.NONE
+    code = _routing_error(context, request) if request.version >= FIRST_WITH_CLUSTER else error_codes.NONE
     return [_answer(request.version, code)]
 
 
-def _misrouted(context: Context, request: Request) -> int:
+def _routing_error(context: Context, request: Request) -> int:
     """Return the error code for the cluster and node that the client expects. Raises MalformedFrameError."""
     _, position = read_string(request.view, request.position, compact=True)
     _, position = read_string(request.view, position, compact=True)

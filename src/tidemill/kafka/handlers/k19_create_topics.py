@@ -13,12 +13,12 @@ from collections import Counter
 from tidemill.base.errors import ConflictError, InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, each, within
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items, run_with_timeout
 from tidemill.kafka.api.replica_assignments import InvalidReplicaAssignmentError, check_assignments
 from tidemill.kafka.handlers.k32_describe_configs import topic_entries
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import PARTITIONS_MAX, TopicRow, check_topic_name
-from tidemill.topics.config.configs import topic_config
+from tidemill.topics.config.configs import parse_topic_config
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -26,12 +26,14 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
     async def create(topic: Body) -> Body:
         if named[topic["name"]] > 1:
-            return _refused(topic["name"], error_codes.INVALID_REQUEST, "The request names the topic twice.")
+            return _error_result(topic["name"], error_codes.INVALID_REQUEST, "The request names the topic twice.")
         work = _create(context, topic, validate_only=body.get("validate_only", False))
-        late = _refused(topic["name"], error_codes.REQUEST_TIMED_OUT, "The topic may still be created: check again.")
-        return await within(body["timeout"], work, late=late)
+        late = _error_result(
+            topic["name"], error_codes.REQUEST_TIMED_OUT, "The topic may still be created: check again."
+        )
+        return await run_with_timeout(body["timeout"], work, late=late)
 
-    return {"topics": await each(body["topics"], create, context.pace)}
+    return {"topics": await map_items(body["topics"], create, context.pace)}
 
 
 async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body:
@@ -44,10 +46,10 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
     try:
         check_topic_name(name)
     except InvalidError as error:
-        return _refused(name, error_codes.INVALID_TOPIC_EXCEPTION, str(error))
+        return _error_result(name, error_codes.INVALID_TOPIC_EXCEPTION, str(error))
     if topic["assignments"]:
         if topic["num_partitions"] != -1 or topic["replication_factor"] != -1:
-            return _refused(
+            return _error_result(
                 name, error_codes.INVALID_REQUEST, "Leave partitions and replication factor at -1 with assignments."
             )
         assigned = {each["partition_index"]: each["broker_ids"] for each in topic["assignments"]}
@@ -58,18 +60,18 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
                 )
             check_assignments(list(assigned.values()), len(assigned), context.brokers())
         except InvalidReplicaAssignmentError as error:
-            return _refused(name, error_codes.INVALID_REPLICA_ASSIGNMENT, str(error))
+            return _error_result(name, error_codes.INVALID_REPLICA_ASSIGNMENT, str(error))
     if not 1 <= partitions <= PARTITIONS_MAX:
-        return _refused(name, error_codes.INVALID_PARTITIONS, f"Use 1 to {PARTITIONS_MAX} partitions.")
+        return _error_result(name, error_codes.INVALID_PARTITIONS, f"Use 1 to {PARTITIONS_MAX} partitions.")
     if topic["replication_factor"] == 0 or topic["replication_factor"] < -1:
-        return _refused(name, error_codes.INVALID_REPLICATION_FACTOR, "Use 1, or -1 for the default.")
+        return _error_result(name, error_codes.INVALID_REPLICATION_FACTOR, "Use 1, or -1 for the default.")
     try:
-        topic_config(configs)
+        parse_topic_config(configs)
     except InvalidError as error:
-        return _refused(name, error_codes.INVALID_CONFIG, str(error))
+        return _error_result(name, error_codes.INVALID_CONFIG, str(error))
     limit = context.settings.partitions_max
     if context.cache.partitions + context.cache.creating + partitions > limit:
-        return _refused(
+        return _error_result(
             name, error_codes.POLICY_VIOLATION, f"Too many partitions in the cluster: kafka.partitions_max={limit}."
         )
     context.cache.creating += partitions
@@ -83,11 +85,11 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
             row = await context.catalogue.create_topic(
                 name, partitions, config=context.settings.topic_defaults | configs
             )
-            context.cache.learn(row)
+            context.cache.add(row)
     except ConflictError as error:
-        return _refused(name, error_codes.TOPIC_ALREADY_EXISTS, str(error))
+        return _error_result(name, error_codes.TOPIC_ALREADY_EXISTS, str(error))
     except TidemillError as error:
-        return _refused(name, error_codes.REQUEST_TIMED_OUT, str(error))
+        return _error_result(name, error_codes.REQUEST_TIMED_OUT, str(error))
     finally:
         context.cache.creating -= partitions
     return _created(context, row)
@@ -107,12 +109,12 @@ def _created(context: Context, row: TopicRow) -> Body:
     }
 
 
-def _refused(name: str, code: int, message: str | None) -> Body:
+def _error_result(name: str, code: int, message: str | None) -> Body:
     return {"name": name, "topic_id": None, "error_code": code, "error_message": message, "configs": None}
 
 
-def failed(body: Body, code: int) -> Body:
-    return {"topics": [_refused(topic["name"], code, None) for topic in body["topics"]]}
+def error_answer(body: Body, code: int) -> Body:
+    return {"topics": [_error_result(topic["name"], code, None) for topic in body["topics"]]}
 
 
-API = Api(19, "create_topics", 2, 7, cold(handle, failed), barrier=True)
+API = Api(19, "create_topics", 2, 7, begin_decoded(handle, error_answer), barrier=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from tidemill.base.errors import MissingError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.kafka.schema.primitives import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.security.acls import Operation, Resource
-from tidemill.topics.usage import users_of
+from tidemill.topics.usage import find_topic_users
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -34,16 +34,16 @@ async def _delete(context: Context, request: Request, name: str | None, topic_id
         if row is None:
             missing = error_codes.UNKNOWN_TOPIC_ID if by_id else error_codes.UNKNOWN_TOPIC_OR_PARTITION
             return {**answer, "error_code": missing}
-        if by_id and not context.access.may(request.visitor, Operation.DELETE, Resource.TOPIC, row.name):
+        if by_id and not context.access.is_allowed(request.visitor, Operation.DELETE, Resource.TOPIC, row.name):
             # The id was not known here when the request was checked.
             return {**answer, "error_code": error_codes.TOPIC_AUTHORIZATION_FAILED}
         answer |= {"name": row.name, "topic_id": row.topic_id}
-        users = await users_of(context.catalogue, row) or (["capture"] if row.kind == "capture" else [])
+        users = await find_topic_users(context.catalogue, row) or (["capture"] if row.kind == "capture" else [])
         if users:
             message = f"The topic is in use: topic={row.name} by={', '.join(users)}."
             return {**answer, "error_code": error_codes.POLICY_VIOLATION, "error_message": message}
         await context.catalogue.delete(TopicRow, row.name)
-        context.cache.forget(row.name)
+        context.cache.remove(row.name)
     except MissingError:
         return {**answer, "error_code": error_codes.UNKNOWN_TOPIC_OR_PARTITION}
     except TidemillError as error:
@@ -51,9 +51,9 @@ async def _delete(context: Context, request: Request, name: str | None, topic_id
     return answer
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     asked = body.get("topics") or [{"name": name} for name in body.get("topic_names") or []]
     return {"responses": [{"name": t.get("name"), "topic_id": t.get("topic_id"), "error_code": code} for t in asked]}
 
 
-API = Api(20, "delete_topics", 1, 6, cold(handle, failed), barrier=True)
+API = Api(20, "delete_topics", 1, 6, begin_decoded(handle, error_answer), barrier=True)

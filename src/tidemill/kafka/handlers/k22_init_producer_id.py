@@ -12,8 +12,8 @@ from typing import Final
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
-from tidemill.kafka.handlers.transaction_errors import fenced, refusal
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
+from tidemill.kafka.handlers.transaction_errors import coordinator_error, fenced_code
 from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 4
@@ -22,8 +22,8 @@ FIRST_WITH_FENCED: Final = 4
 async def handle(context: Context, request: Request, body: Body) -> Body:
     answer: Body = {"error_code": 0, "producer_id": -1, "producer_epoch": -1}
     if body["transactional_id"] is not None:
-        code, producer_id, epoch = await _transactional(context, body)
-        code = fenced(code, known=request.version >= FIRST_WITH_FENCED)
+        code, producer_id, epoch = await _init_transactional(context, body)
+        code = fenced_code(code, known=request.version >= FIRST_WITH_FENCED)
         return {"error_code": code, "producer_id": producer_id, "producer_epoch": epoch}
     try:
         producer_id = await context.producer_ids.allocate()
@@ -32,9 +32,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {**answer, "producer_id": producer_id, "producer_epoch": 0}
 
 
-async def _transactional(context: Context, body: Body) -> tuple[int, int, int]:
+async def _init_transactional(context: Context, body: Body) -> tuple[int, int, int]:
     """Initialize a transactional producer and return (code, producer id, epoch)."""
-    code = refusal(context, body["transactional_id"])
+    code = coordinator_error(context, body["transactional_id"])
     if code:
         return code, -1, -1
     try:
@@ -48,8 +48,8 @@ async def _transactional(context: Context, body: Body) -> tuple[int, int, int]:
         return error_codes.COORDINATOR_NOT_AVAILABLE, -1, -1
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "producer_id": -1, "producer_epoch": -1}
 
 
-API = Api(22, "init_producer_id", 0, 5, cold(handle, failed))
+API = Api(22, "init_producer_id", 0, 5, begin_decoded(handle, error_answer))

@@ -12,7 +12,7 @@ from functools import partial
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import PartitionOffsets
@@ -20,17 +20,17 @@ from tidemill.topics.api import PartitionOffsets
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     places = ((asked["topic"], partition["partition"]) for asked in body["topics"] for partition in asked["partitions"])
-    await context.cache.settle(places, is_id=False)
+    await context.cache.settle_topics(places, is_id=False)
 
     async def topic(asked: Body) -> Body:
         name = asked["topic"]
         one = partial(_partition, context, name)
-        return {"topic": name, "partitions": await each(asked["partitions"], one, context.pace)}
+        return {"topic": name, "partitions": await map_items(asked["partitions"], one, context.pace)}
 
-    return {"topics": await each(body["topics"], topic, context.pace)}
+    return {"topics": await map_items(body["topics"], topic, context.pace)}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "topics": [
             {
@@ -50,7 +50,7 @@ async def _partition(context: Context, name: str, asked: Body) -> Body:
         return await context.topics.offsets(row.topic_id, index, proved=True)
 
     try:
-        offsets = await context.cache.with_row(name, index, look)
+        offsets = await context.cache.call_with_row(name, index, look)
     except TidemillError as error:
         offsets = error_codes.code_of(error)
     if isinstance(offsets, int):
@@ -58,4 +58,4 @@ async def _partition(context: Context, name: str, asked: Body) -> Body:
     return {**answer, "leader_epoch": asked["leader_epoch"], "end_offset": offsets.high_watermark}
 
 
-API = Api(23, "offset_for_leader_epoch", 2, 4, cold(handle, failed))
+API = Api(23, "offset_for_leader_epoch", 2, 4, begin_decoded(handle, error_answer))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
-from tidemill.kafka.handlers.transaction_errors import coded, fenced, refusal
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
+from tidemill.kafka.handlers.transaction_errors import code_of_work, coordinator_error, fenced_code
 from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 2
@@ -14,15 +14,15 @@ FIRST_WITH_FENCED: Final = 2
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     transactional_id = body["transactional_id"]
-    code = refusal(context, transactional_id)
+    code = coordinator_error(context, transactional_id)
     if not code:
         identity = (body["producer_id"], body["producer_epoch"])
-        code = await coded(context.transactions.add_group(transactional_id, *identity, body["group_id"]))
-    return {"error_code": fenced(code, known=request.version >= FIRST_WITH_FENCED)}
+        code = await code_of_work(context.transactions.add_group(transactional_id, *identity, body["group_id"]))
+    return {"error_code": fenced_code(code, known=request.version >= FIRST_WITH_FENCED)}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code}
 
 
-API = Api(25, "add_offsets_to_txn", 0, 4, cold(handle, failed))
+API = Api(25, "add_offsets_to_txn", 0, 4, begin_decoded(handle, error_answer))

@@ -11,8 +11,8 @@ from typing import Final
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
-from tidemill.kafka.handlers.transaction_errors import coded, fenced, refusal
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
+from tidemill.kafka.handlers.transaction_errors import code_of_work, coordinator_error, fenced_code
 from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 2
@@ -21,16 +21,16 @@ FIRST_THAT_BUMPS: Final = 5
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     transactional_id = body["transactional_id"]
-    code = refusal(context, transactional_id)
+    code = coordinator_error(context, transactional_id)
     identity = (body["producer_id"], body["producer_epoch"])
     if not code and request.version >= FIRST_THAT_BUMPS:
-        return await _bumping(context, transactional_id, identity, commit=body["committed"])
+        return await _end_bumping(context, transactional_id, identity, commit=body["committed"])
     if not code:
-        code = await coded(context.transactions.end(transactional_id, *identity, commit=body["committed"]))
-    return failed(body, fenced(code, known=request.version >= FIRST_WITH_FENCED))
+        code = await code_of_work(context.transactions.end(transactional_id, *identity, commit=body["committed"]))
+    return error_answer(body, fenced_code(code, known=request.version >= FIRST_WITH_FENCED))
 
 
-async def _bumping(context: Context, transactional_id: str, identity: tuple[int, int], *, commit: bool) -> Body:
+async def _end_bumping(context: Context, transactional_id: str, identity: tuple[int, int], *, commit: bool) -> Body:
     try:
         ended = await context.transactions.end_bumping(transactional_id, *identity, commit=commit)
     except TidemillError:
@@ -38,8 +38,8 @@ async def _bumping(context: Context, transactional_id: str, identity: tuple[int,
     return dict(zip(("error_code", "producer_id", "producer_epoch"), ended, strict=True))
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "producer_id": -1, "producer_epoch": -1}
 
 
-API = Api(26, "end_txn", 0, 5, cold(handle, failed))
+API = Api(26, "end_txn", 0, 5, begin_decoded(handle, error_answer))

@@ -15,7 +15,7 @@ from typing import Final
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.topics.api import Marker
 
@@ -25,7 +25,9 @@ FIRST_THAT_BUMPS: Final = 2
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     topics = [topic for asked in body["markers"] for topic in asked["topics"]]
-    await context.cache.settle(((t["name"], index) for t in topics for index in t["partition_indexes"]), is_id=False)
+    await context.cache.settle_topics(
+        ((t["name"], index) for t in topics for index in t["partition_indexes"]), is_id=False
+    )
     answers = []
     for asked in body["markers"]:
         marker = Marker(
@@ -37,14 +39,14 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         )
         topics = []
         for topic in asked["topics"]:
-            one = partial(_mark, context, topic["name"], marker)
-            partitions = await each(topic["partition_indexes"], one, context.pace)
+            one = partial(_write_marker, context, topic["name"], marker)
+            partitions = await map_items(topic["partition_indexes"], one, context.pace)
             topics.append({"name": topic["name"], "partitions": partitions})
         answers.append({"producer_id": asked["producer_id"], "topics": topics})
     return {"markers": answers}
 
 
-async def _mark(context: Context, name: str, marker: Marker, index: int) -> Body:
+async def _write_marker(context: Context, name: str, marker: Marker, index: int) -> Body:
     row = context.cache.resolve(name, is_id=False)
     if isinstance(row, int) or not 0 <= index < row.partitions:
         code = row if isinstance(row, int) else error_codes.UNKNOWN_TOPIC_OR_PARTITION
@@ -57,7 +59,7 @@ async def _mark(context: Context, name: str, marker: Marker, index: int) -> Body
     return {"partition_index": index, "error_code": code}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "markers": [
             {
@@ -77,4 +79,4 @@ def failed(body: Body, code: int) -> Body:
     }
 
 
-API = Api(27, "write_txn_markers", 1, 2, cold(handle, failed))
+API = Api(27, "write_txn_markers", 1, 2, begin_decoded(handle, error_answer))

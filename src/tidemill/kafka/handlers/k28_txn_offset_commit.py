@@ -11,31 +11,36 @@ from typing import Final
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
-from tidemill.kafka.handlers.k08_offset_commit import METADATA_CHARS_MAX, find, look_for, no_partition
-from tidemill.kafka.handlers.transaction_errors import coded
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
+from tidemill.kafka.handlers.k08_offset_commit import (
+    METADATA_CHARS_MAX,
+    find_topic,
+    missing_partition_code,
+    settle_topics,
+)
+from tidemill.kafka.handlers.transaction_errors import code_of_work
 from tidemill.kafka.schema.codec_compiler import Body
-from tidemill.kafka.transactions.group_offsets import keep
+from tidemill.kafka.transactions.group_offsets import store_offsets
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
 
 FIRST_THAT_ADDS: Final = 5
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    await look_for(context, body["topics"], by_id=False)
+    await settle_topics(context, body["topics"], by_id=False)
     offsets: Offsets = {}
     answers: list[Body] = []
     accepted: list[Body] = []
     for topic in body["topics"]:
-        row = find(context, topic, by_id=False)
+        row = find_topic(context, topic, by_id=False)
         partitions: list[Body] = []
         for asked in topic["partitions"]:
-            if context.pace.due:
-                await context.pace.rest()
+            if context.pace.is_used_up:
+                await context.pace.wait_for_turn()
             index, metadata = asked["partition_index"], asked.get("committed_metadata") or ""
             answer: Body = {"partition_index": index, "error_code": 0}
             if isinstance(row, int) or not 0 <= index < row.partitions:
-                answer["error_code"] = row if isinstance(row, int) else no_partition(context, row, index)
+                answer["error_code"] = row if isinstance(row, int) else missing_partition_code(context, row, index)
             elif len(metadata) > METADATA_CHARS_MAX:
                 answer["error_code"] = error_codes.OFFSET_METADATA_TOO_LARGE
             else:
@@ -45,22 +50,24 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             partitions.append(answer)
         answers.append({"name": topic["name"], "partitions": partitions})
     if offsets:
-        code = await _keep(context, body, offsets, adds=request.version >= FIRST_THAT_ADDS)
+        code = await _store_offsets(context, body, offsets, adds=request.version >= FIRST_THAT_ADDS)
         for answer in accepted:
             answer["error_code"] = code
     return {"topics": answers}
 
 
-async def _keep(context: Context, body: Body, offsets: Offsets, *, adds: bool) -> int:
+async def _store_offsets(context: Context, body: Body, offsets: Offsets, *, adds: bool) -> int:
     identity = (body["transactional_id"], body["producer_id"], body["producer_epoch"])
     member = (body.get("member_id", ""), body.get("group_instance_id"), body.get("generation_id", -1))
-    keeping = keep(context.groups, context.transactions, identity, body["group_id"], member, offsets, adds=adds)
-    code = await coded(keeping, too_large=error_codes.OFFSET_METADATA_TOO_LARGE)
+    keeping = store_offsets(
+        context.groups, context.transactions, identity, body["group_id"], member, offsets, adds=adds
+    )
+    code = await code_of_work(keeping, too_large=error_codes.OFFSET_METADATA_TOO_LARGE)
     # The code of Kafka's group coordinators for a fenced producer.
     return error_codes.INVALID_PRODUCER_EPOCH if code == error_codes.PRODUCER_FENCED else code
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "topics": [
             {
@@ -74,4 +81,4 @@ def failed(body: Body, code: int) -> Body:
     }
 
 
-API = Api(28, "txn_offset_commit", 0, 5, cold(handle, failed))
+API = Api(28, "txn_offset_commit", 0, 5, begin_decoded(handle, error_answer))

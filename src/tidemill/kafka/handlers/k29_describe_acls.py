@@ -8,9 +8,9 @@ from __future__ import annotations
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
-from tidemill.security.acls import Filter, Operation, Pattern, Permission, Resource
+from tidemill.security.acls import Operation, Pattern, Permission, Resource, RuleFilter
 
 DISABLED = "There are no rules: security.authorize is off."
 
@@ -39,9 +39,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {**_answer(0, None), "resources": list(resources.values())}
 
 
-def filter_of(body: Body) -> Filter:
+def filter_of(body: Body) -> RuleFilter:
     """Return the filter of a request. Raises InvalidError for an unknown kind, pattern, operation or permission."""
-    found = Filter(
+    found = RuleFilter(
         body["resource_type_filter"],
         body.get("pattern_type_filter", Pattern.LITERAL),
         body["resource_name_filter"],
@@ -69,8 +69,8 @@ def _answer(code: int, message: str | None) -> Body:
     return {"error_code": code, "error_message": message, "resources": []}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return _answer(code, None)
 
 
-API = Api(29, "describe_acls", 1, 3, cold(handle, failed))
+API = Api(29, "describe_acls", 1, 3, begin_decoded(handle, error_answer))

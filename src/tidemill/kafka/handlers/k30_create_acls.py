@@ -8,10 +8,10 @@ from __future__ import annotations
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.handlers.k29_describe_acls import DISABLED
 from tidemill.kafka.schema.codec_compiler import Body
-from tidemill.security.acls import Pattern, Rule, check_rule
+from tidemill.security.acls import AclRule, Pattern, check_rule
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -28,12 +28,12 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         return {"results": [each if each["error_code"] else _result(code, str(error)) for each in results]}
     for rule in good:
         by, host = request.visitor.principal, request.visitor.host
-        context.audit.changed("kafka.rule_added", by=by, host=host, rule=repr(rule))
+        context.audit.log_change("kafka.rule_added", by=by, host=host, rule=repr(rule))
     return {"results": results}
 
 
-def _rule(creation: Body) -> Rule:
-    return Rule(
+def _rule(creation: Body) -> AclRule:
+    return AclRule(
         creation["resource_type"],
         creation.get("resource_pattern_type", Pattern.LITERAL),
         creation["resource_name"],
@@ -44,7 +44,7 @@ def _rule(creation: Body) -> Rule:
     )
 
 
-def _checked(rule: Rule) -> Body:
+def _checked(rule: AclRule) -> Body:
     try:
         check_rule(rule)
     except InvalidError as error:
@@ -56,8 +56,8 @@ def _result(code: int, message: str | None) -> Body:
     return {"error_code": code, "error_message": message}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"results": [_result(code, None) for _ in body["creations"]]}
 
 
-API = Api(30, "create_acls", 1, 3, cold(handle, failed), barrier=True)
+API = Api(30, "create_acls", 1, 3, begin_decoded(handle, error_answer), barrier=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.handlers.k29_describe_acls import DISABLED, filter_of
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.acl_cache import AclCache
-from tidemill.security.acls import Rule
+from tidemill.security.acls import AclRule
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -29,11 +29,11 @@ async def _delete(context: Context, request: Request, rulebook: AclCache, asked:
         return _result(error_codes.REQUEST_TIMED_OUT, str(error))
     for rule in found:
         by, host = request.visitor.principal, request.visitor.host
-        context.audit.changed("kafka.rule_deleted", by=by, host=host, rule=repr(rule))
+        context.audit.log_change("kafka.rule_deleted", by=by, host=host, rule=repr(rule))
     return {**_result(0, None), "matching_acls": [_matching(rule) for rule in found]}
 
 
-def _matching(rule: Rule) -> Body:
+def _matching(rule: AclRule) -> Body:
     return {
         "error_code": 0,
         "error_message": None,
@@ -51,8 +51,8 @@ def _result(code: int, message: str | None) -> Body:
     return {"error_code": code, "error_message": message, "matching_acls": []}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"filter_results": [_result(code, None) for _ in body["filters"]]}
 
 
-API = Api(31, "delete_acls", 1, 3, cold(handle, failed), barrier=True)
+API = Api(31, "delete_acls", 1, 3, begin_decoded(handle, error_answer), barrier=True)

@@ -14,14 +14,14 @@ from typing import Final
 
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
-from tidemill.kafka.api.broker_configs import BROKER, DEFAULT_BROKER, GROUP, TOPIC, broker_configs, is_own
+from tidemill.kafka.api.broker_configs import BROKER, DEFAULT_BROKER, GROUP, TOPIC, broker_configs, is_this_broker
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
 from tidemill.kafka.groups import configs as groups
-from tidemill.kafka.groups.coordinator import is_name
+from tidemill.kafka.groups.coordinator import is_group_name
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.config.configs import SETTINGS, topic_config
+from tidemill.topics.config.configs import SETTINGS, parse_topic_config
 
 SOURCE_TOPIC: Final = 1
 SOURCE_STATIC_BROKER: Final = 4
@@ -33,18 +33,18 @@ _TYPES: Final = {"boolean": 1, "string": 2, "int": 3, "long": 5, "double": 6, "l
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    return {"results": await each(body["resources"], partial(_resource, context, body), context.pace)}
+    return {"results": await map_items(body["resources"], partial(_describe_resource, context, body), context.pace)}
 
 
-async def _resource(context: Context, body: Body, asked: Body) -> Body:
+async def _describe_resource(context: Context, body: Body, asked: Body) -> Body:
     kind, name, wanted = asked["resource_type"], asked["resource_name"], asked["configuration_keys"]
     if kind == BROKER:
-        if name != DEFAULT_BROKER and not is_own(context, name):
+        if name != DEFAULT_BROKER and not is_this_broker(context, name):
             return _answer(
                 asked, error_codes.INVALID_REQUEST, f"Send the request to broker {name}; this is {context.own.node_id}."
             )
         # Defaults of all brokers do not exist: settings are in the files of the nodes.
-        entries = [] if name == DEFAULT_BROKER else _broker(context)
+        entries = [] if name == DEFAULT_BROKER else _broker_entries(context)
     elif kind == TOPIC:
         try:
             row = await context.catalogue.get(TopicRow, name)
@@ -53,12 +53,12 @@ async def _resource(context: Context, body: Body, asked: Body) -> Body:
         if row is None:
             return _answer(asked, error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
         entries = topic_entries(context, row)
-    elif kind == GROUP and is_name(name):
+    elif kind == GROUP and is_group_name(name):
         try:
-            own = await context.group_configs.of(name)
+            own = await context.group_configs.own_configs(name)
         except TidemillError as error:
             return _answer(asked, error_codes.REQUEST_TIMED_OUT, str(error))
-        entries = _group(context, name, own)
+        entries = _group_entries(context, name, own)
     else:
         return _answer(asked, error_codes.INVALID_REQUEST, "Only topics, groups and brokers have configs; name one.")
     configs = [entry for entry in entries if wanted is None or entry["name"] in wanted]
@@ -75,7 +75,7 @@ def topic_entries(context: Context, row: TopicRow) -> list[Body]:
     brokers = {config.name: config.value for config in broker_configs(context)}
     entries = []
     for name, setting in SETTINGS.items():
-        own = _honoured(row, name)
+        own = _valid_value(row, name)
         synonyms = [] if own is None else [{"name": name, "value": own, "source": SOURCE_TOPIC}]
         if setting.broker:
             value = brokers[setting.broker]
@@ -87,16 +87,16 @@ def topic_entries(context: Context, row: TopicRow) -> list[Body]:
     return entries
 
 
-def _honoured(row: TopicRow, name: str) -> str | None:
+def _valid_value(row: TopicRow, name: str) -> str | None:
     """Return the topic's own value if it is valid: a row may be older than the checks."""
     try:
-        topic_config({name: row.config[name]})
+        parse_topic_config({name: row.config[name]})
     except (KeyError, InvalidError):
         return None
     return row.config[name]
 
 
-def _group(context: Context, group: str, own: Mapping[str, str]) -> list[Body]:
+def _group_entries(context: Context, group: str, own: Mapping[str, str]) -> list[Body]:
     """Return every config of a group: its own values, clamped to the node's bounds, and the node's values."""
     entries = []
     limits, node = context.group_configs.limits(group), context.settings.group_limits
@@ -110,7 +110,7 @@ def _group(context: Context, group: str, own: Mapping[str, str]) -> list[Body]:
     return entries
 
 
-def _broker(context: Context) -> list[Body]:
+def _broker_entries(context: Context) -> list[Body]:
     entries = []
     for config in broker_configs(context):
         synonym = {"name": config.name, "value": config.value, "source": SOURCE_STATIC_BROKER}
@@ -142,8 +142,8 @@ def _answer(asked: Body, code: int, message: str | None) -> Body:
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"results": [_answer(asked, code, None) for asked in body["resources"]]}
 
 
-API = Api(32, "describe_configs", 1, 4, cold(handle, failed))
+API = Api(32, "describe_configs", 1, 4, begin_decoded(handle, error_answer))

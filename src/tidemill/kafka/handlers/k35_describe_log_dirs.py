@@ -11,7 +11,7 @@ from typing import Final
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 
 BUCKET: Final = "/bucket"
@@ -33,10 +33,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             if led:
                 sizes = await context.catalogue.partition_bytes(row.topic_id)
                 topics.append({"name": row.name, "partitions": [_partition(i, sizes.get(i, 0)) for i in led]})
-            if context.pace.due:
-                await context.pace.rest()
+            if context.pace.is_used_up:
+                await context.pace.wait_for_turn()
     except TidemillError as error:
-        return failed(body, error_codes.code_of(error))
+        return error_answer(body, error_codes.code_of(error))
     return {"error_code": 0, "results": [_directory(topics, error_codes.NONE)]}
 
 
@@ -48,8 +48,8 @@ def _directory(topics: list[Body], code: int) -> Body:
     return {"error_code": code, "log_dir": BUCKET, "topics": topics, "total_bytes": -1, "usable_bytes": -1}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "results": [_directory([], code)]}
 
 
-API = Api(35, "describe_log_dirs", 1, 4, cold(handle, failed))
+API = Api(35, "describe_log_dirs", 1, 4, begin_decoded(handle, error_answer))

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Reply, Request, decoded, encoded
-from tidemill.kafka.api.sasl_step import prove
+from tidemill.kafka.api.dispatch import Api, Reply, Request, decode_body, encode_answer
+from tidemill.kafka.api.sasl_step import advance_authentication
 from tidemill.kafka.schema.codec_compiler import Body, decode_request
 from tidemill.security.scram import AuthenticationFailedError
 
 
 async def begin(context: Context, request: Request) -> Reply:
-    body = await decoded(context.pace, request, _decode)
-    return await encoded(context.pace, request, await _handle(context, request, bytes(body["auth_bytes"])))
+    body = await decode_body(context.pace, request, _decode)
+    return await encode_answer(context.pace, request, await _handle(context, request, bytes(body["auth_bytes"])))
 
 
 def _decode(request: Request) -> Body:
@@ -29,17 +29,17 @@ async def _handle(context: Context, request: Request, message: bytes) -> Body:
     visitor = request.visitor
     if visitor.exchange is None:
         visitor.rejected = "SaslAuthenticate before SaslHandshake"
-        return _refused(error_codes.ILLEGAL_SASL_STATE, "SaslAuthenticate requires a SaslHandshake.")
+        return _error_result(error_codes.ILLEGAL_SASL_STATE, "SaslAuthenticate requires a SaslHandshake.")
     try:
-        step, lifetime_ms = await prove(context, visitor, message)
+        step, lifetime_ms = await advance_authentication(context, visitor, message)
     except AuthenticationFailedError:
         visitor.rejected = ""
         text = f"Authentication failed: invalid credentials. mechanism={visitor.mechanism}"
-        return _refused(error_codes.SASL_AUTHENTICATION_FAILED, text)
+        return _error_result(error_codes.SASL_AUTHENTICATION_FAILED, text)
     return {"error_code": 0, "error_message": None, "auth_bytes": step.reply, "session_lifetime": lifetime_ms}
 
 
-def _refused(code: int, message: str) -> Body:
+def _error_result(code: int, message: str) -> Body:
     return {"error_code": code, "error_message": message, "auth_bytes": b"", "session_lifetime": 0}
 
 

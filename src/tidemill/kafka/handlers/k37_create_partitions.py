@@ -13,10 +13,10 @@ from collections import Counter
 from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, within
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, run_with_timeout
 from tidemill.kafka.api.replica_assignments import InvalidReplicaAssignmentError, check_assignments
 from tidemill.kafka.schema.codec_compiler import Body
-from tidemill.metastore.catalogue import TopicRow, grown
+from tidemill.metastore.catalogue import TopicRow, with_partitions
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -26,8 +26,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         if named[topic["name"]] > 1:
             results.append(_result(topic["name"], error_codes.INVALID_REQUEST, "The request names the topic twice."))
         else:
-            work = _grow(context, topic, validate_only=body["validate_only"])
-            code, message = await within(body["timeout"], work, late=LATE)
+            work = _create_partitions(context, topic, validate_only=body["validate_only"])
+            code, message = await run_with_timeout(body["timeout"], work, late=LATE)
             results.append(_result(topic["name"], code, message))
     return {"results": results}
 
@@ -35,14 +35,14 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 LATE = (error_codes.REQUEST_TIMED_OUT, "The partitions may still be created: check again.")
 
 
-async def _grow(context: Context, topic: Body, *, validate_only: bool) -> tuple[int, str | None]:
+async def _create_partitions(context: Context, topic: Body, *, validate_only: bool) -> tuple[int, str | None]:
     name, count = topic["name"], topic["count"]
     try:
         row = await context.catalogue.get(TopicRow, name)
         if row is None:
             return error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic."
-        context.cache.learn(row)
-        grown(row, count)
+        context.cache.add(row)
+        with_partitions(row, count)
         if topic["assignments"] is not None:
             lists = [each["broker_ids"] for each in topic["assignments"]]
             check_assignments(lists, count - row.partitions, context.brokers())
@@ -50,7 +50,7 @@ async def _grow(context: Context, topic: Body, *, validate_only: bool) -> tuple[
         if context.cache.partitions - row.partitions + count > limit:
             return error_codes.POLICY_VIOLATION, f"Too many partitions in the cluster: kafka.partitions_max={limit}."
         if not validate_only:
-            context.cache.learn(await context.catalogue.grow_topic(name, count))
+            context.cache.add(await context.catalogue.grow_topic(name, count))
     except InvalidReplicaAssignmentError as error:
         return error_codes.INVALID_REPLICA_ASSIGNMENT, str(error)
     except InvalidError as error:
@@ -66,8 +66,8 @@ def _result(name: str, code: int, message: str | None) -> Body:
     return {"name": name, "error_code": code, "error_message": message}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"results": [_result(topic["name"], code, None) for topic in body["topics"]]}
 
 
-API = Api(37, "create_partitions", 0, 3, cold(handle, failed), barrier=True)
+API = Api(37, "create_partitions", 0, 3, begin_decoded(handle, error_answer), barrier=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 
 MESSAGE = "Leaders follow the live nodes; there is nothing to elect."
@@ -16,7 +16,7 @@ MESSAGE = "Leaders follow the live nodes; there is nothing to elect."
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     topics = body["topic_partitions"] or ()
-    await context.cache.settle(((t["topic"], index) for t in topics for index in t["partitions"]), is_id=False)
+    await context.cache.settle_topics(((t["topic"], index) for t in topics for index in t["partitions"]), is_id=False)
     results = []
     for topic in topics:
         found = []
@@ -26,7 +26,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             if isinstance(row, int):
                 code = row
             elif not 0 <= index < row.partitions:
-                code = context.cache.no_partition(row, index)
+                code = context.cache.missing_partition_code(row, index)
             found.append(_result(index, code))
         results.append({"topic": topic["topic"], "partition_result": found})
     return {"error_code": 0, "replica_election_results": results}
@@ -37,7 +37,7 @@ def _result(index: int, code: int) -> Body:
     return {"partition_id": index, "error_code": code, "error_message": message}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "error_code": code,
         "replica_election_results": [
@@ -47,4 +47,4 @@ def failed(body: Body, code: int) -> Body:
     }
 
 
-API = Api(43, "elect_leaders", 0, 2, cold(handle, failed))
+API = Api(43, "elect_leaders", 0, 2, begin_decoded(handle, error_answer))

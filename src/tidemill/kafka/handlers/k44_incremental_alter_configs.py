@@ -18,25 +18,25 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.kafka import error_codes
-from tidemill.kafka.api.broker_configs import BROKER, GROUP, TOPIC, refuse_change
+from tidemill.kafka.api.broker_configs import BROKER, GROUP, TOPIC, reject_config_change
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
 from tidemill.kafka.groups import configs
-from tidemill.kafka.groups.coordinator import is_name
+from tidemill.kafka.groups.coordinator import is_group_name
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.config import alter
-from tidemill.topics.config.alter import InvalidConfigRequestError, Kind, Op, altered
+from tidemill.topics.config.alter import AlterOp, ConfigKind, InvalidConfigRequestError, apply_changes
 
 log = structlog.get_logger()
 
-Altered = Callable[[Mapping[str, str], Body, Kind], dict[str, str]]
+Altered = Callable[[Mapping[str, str], Body, ConfigKind], dict[str, str]]
 """Function of the current config, the request's resource and its kind; returns the new config. Raises InvalidError."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    def change(config: Mapping[str, str], asked: Body, kind: Kind) -> dict[str, str]:
-        return altered(config, [(c["name"], c["config_operation"], c["value"]) for c in asked["configs"]], kind)
+    def change(config: Mapping[str, str], asked: Body, kind: ConfigKind) -> dict[str, str]:
+        return apply_changes(config, [(c["name"], c["config_operation"], c["value"]) for c in asked["configs"]], kind)
 
     return {"responses": await alter_all(context, body, change)}
 
@@ -44,7 +44,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 async def alter_all(context: Context, body: Body, change: Altered) -> list[Body]:
     named = Counter((asked["resource_type"], asked["resource_name"]) for asked in body["resources"])
     one = partial(_alter, context, named, change, validate_only=body["validate_only"])
-    answers = await each(body["resources"], one, context.pace)
+    answers = await map_items(body["resources"], one, context.pace)
     if not body["validate_only"] and any(answer["error_code"] == error_codes.NONE for answer in answers):
         try:
             await context.topics.refresh()
@@ -68,14 +68,14 @@ async def _alter(
         if named[kind, name] > 1:
             raise InvalidConfigRequestError("the request names the resource twice.")
         if kind == BROKER:
-            kept = [c["name"] for c in asked["configs"] if c.get("config_operation") != Op.DELETE]
-            refuse_change(context, name, kept)
+            kept = [c["name"] for c in asked["configs"] if c.get("config_operation") != AlterOp.DELETE]
+            reject_config_change(context, name, kept)
         elif kind not in (TOPIC, GROUP) or not name:
             raise InvalidConfigRequestError(
                 f"only topics, groups and brokers have configs: resource_type={kind} name={name!r}."
             )
         elif kind == GROUP:
-            if not is_name(name):
+            if not is_group_name(name):
                 raise InvalidConfigRequestError(f"the group's name is too long: bytes={len(name.encode())}.")
             await context.group_configs.change(name, group, validate_only=validate_only)
         else:
@@ -103,7 +103,7 @@ async def _topic(
         return error_codes.POLICY_VIOLATION, f"The configs of a captured table's topic are fixed: topic={name}."
     if not validate_only:
         changed = await context.catalogue.change_topic(name, lambda row: replace(row, config=change(row.config)))
-        context.cache.learn(changed)
+        context.cache.add(changed)
     return error_codes.NONE, None
 
 
@@ -116,8 +116,8 @@ def answer(asked: Body, code: int, message: str | None) -> Body:
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"responses": [answer(asked, code, None) for asked in body["resources"]]}
 
 
-API = Api(44, "incremental_alter_configs", 0, 1, cold(handle, failed), barrier=True)
+API = Api(44, "incremental_alter_configs", 0, 1, begin_decoded(handle, error_answer), barrier=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 
 Code = Callable[[str, Body], int]
@@ -21,7 +21,7 @@ MESSAGE = "Records are in the bucket and leaders follow the live nodes: there ar
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     places = ((t["name"], p["partition_index"]) for t in body["topics"] for p in t["partitions"])
-    await context.cache.settle(places, is_id=False)
+    await context.cache.settle_topics(places, is_id=False)
     node_ids = {broker.name: broker.node_id for broker in context.brokers()}
 
     def code(name: str, partition: Body) -> int:
@@ -30,7 +30,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         if isinstance(row, int):
             return row
         if not 0 <= index < row.partitions:
-            return context.cache.no_partition(row, index)
+            return context.cache.missing_partition_code(row, index)
         if replicas is None:
             return error_codes.NO_REASSIGNMENT_IN_PROGRESS
         there = [node_ids.get(context.topics.leader_of(row.topic_id, index))]
@@ -52,8 +52,8 @@ def _answer(body: Body, code: Code, error_code: int = 0) -> Body:
     return {"error_code": error_code, "error_message": None, "responses": responses}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return _answer(body, lambda *_: code, code)
 
 
-API = Api(45, "alter_partition_reassignments", 0, 0, cold(handle, failed))
+API = Api(45, "alter_partition_reassignments", 0, 0, begin_decoded(handle, error_answer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 
 
@@ -11,8 +11,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {"error_code": 0, "error_message": None, "topics": []}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "error_message": None, "topics": []}
 
 
-API = Api(46, "list_partition_reassignments", 0, 0, cold(handle, failed))
+API = Api(46, "list_partition_reassignments", 0, 0, begin_decoded(handle, error_answer))

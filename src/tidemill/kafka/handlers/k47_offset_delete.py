@@ -10,40 +10,40 @@ from functools import partial
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
-from tidemill.kafka.groups.subscriptions import CONSUMER, subscribed_to
-from tidemill.kafka.handlers.k08_offset_commit import find, look_for, no_partition
+from tidemill.kafka.groups.subscriptions import CONSUMER, is_subscribed
+from tidemill.kafka.handlers.k08_offset_commit import find_topic, missing_partition_code, settle_topics
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.rows import GROUP_OFFSETS
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     group = body["group_id"] or ""
-    await look_for(context, body["topics"], by_id=False)
+    await settle_topics(context, body["topics"], by_id=False)
     try:
-        if group and context.owners.is_own(group) and await context.groups.rows.head(group) is None:
-            return _refused(error_codes.GROUP_ID_NOT_FOUND)
+        if group and context.owners.coordinates_group(group) and await context.groups.rows.head(group) is None:
+            return _error_result(error_codes.GROUP_ID_NOT_FOUND)
         led = await context.groups.get(group)
     except GroupUnavailableError as refused:
-        return _refused(refused.code)
+        return _error_result(refused.code)
     except TidemillError:
-        return _refused(error_codes.COORDINATOR_NOT_AVAILABLE)
+        return _error_result(error_codes.COORDINATOR_NOT_AVAILABLE)
     if led.group.members and led.group.protocol_type != CONSUMER:
-        return _refused(error_codes.NON_EMPTY_GROUP)
+        return _error_result(error_codes.NON_EMPTY_GROUP)
     places: set[tuple[str, int]] = set()
     deleted: list[Body] = []
     topics: list[Body] = []
     for topic in body["topics"]:
-        row = find(context, topic, by_id=False)
-        used = subscribed_to(led.group, topic["name"])
+        row = find_topic(context, topic, by_id=False)
+        used = is_subscribed(led.group, topic["name"])
         partitions: list[Body] = []
         for asked in topic["partitions"]:
             index = asked["partition_index"]
             answer: Body = {"partition_index": index, "error_code": 0}
             if isinstance(row, int) or not 0 <= index < row.partitions:
-                answer["error_code"] = row if isinstance(row, int) else no_partition(context, row, index)
+                answer["error_code"] = row if isinstance(row, int) else missing_partition_code(context, row, index)
             elif used:
                 answer["error_code"] = error_codes.GROUP_SUBSCRIBED_TO_TOPIC
             else:
@@ -65,12 +65,12 @@ async def _delete(context: Context, led: GroupRunner, group: str, places: set[tu
         return error_codes.COORDINATOR_NOT_AVAILABLE
 
 
-def _refused(code: int) -> Body:
+def _error_result(code: int) -> Body:
     return {"error_code": code, "topics": []}
 
 
-def failed(body: Body, code: int) -> Body:
-    return _refused(code)
+def error_answer(body: Body, code: int) -> Body:
+    return _error_result(code)
 
 
-API = Api(47, "offset_delete", 0, 0, cold(handle, failed), barrier=True)
+API = Api(47, "offset_delete", 0, 0, begin_decoded(handle, error_answer), barrier=True)

@@ -12,10 +12,10 @@ from typing import Final
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.handlers.k48_describe_client_quotas import CLIENT, USER
 from tidemill.kafka.schema.codec_compiler import Body
-from tidemill.security.quotas import NOBODY, Quota, check_quota, named
+from tidemill.security.quotas import NO_ENTITY, Quota, check_quota, stored_name
 
 NOT_SERVED: Final = ("controller_mutation_rate", "connection_creation_rate")
 """Quotas of Kafka that cannot be set here. They never exist, so removing one changes nothing (KIP-599, KIP-612)."""
@@ -35,7 +35,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             if not body["validate_only"]:
                 await context.quotas.change(put, removed)
                 by, host = request.visitor.principal, request.visitor.host
-                context.audit.changed(
+                context.audit.log_change(
                     "kafka.quotas_changed",
                     by=by,
                     host=host,
@@ -52,12 +52,12 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 def _entity(parts: list[Body]) -> tuple[str, str]:
     """Return the user and client id of an entity. Raises InvalidError if the entity is invalid."""
-    found = {part["entity_type"]: named(part["entity_name"]) for part in parts}
+    found = {part["entity_type"]: stored_name(part["entity_name"]) for part in parts}
     if not found or len(found) < len(parts) or not set(found) <= {USER, CLIENT}:
         raise InvalidError(f"invalid entity: it must be a {USER}, a {CLIENT}, or both.")
     if "=" in found.values():
         raise InvalidError("the entity name is empty.", fix="Use null for the default.")
-    return found.get(USER, NOBODY), found.get(CLIENT, NOBODY)
+    return found.get(USER, NO_ENTITY), found.get(CLIENT, NO_ENTITY)
 
 
 def _changes(user: str, client: str, ops: list[Body]) -> tuple[list[Quota], list[Quota]]:
@@ -71,10 +71,10 @@ def _changes(user: str, client: str, ops: list[Body]) -> tuple[list[Quota], list
     return put, removed
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "entries": [{"error_code": code, "error_message": None, "entity": each["entity"]} for each in body["entries"]]
     }
 
 
-API = Api(49, "alter_client_quotas", 0, 1, cold(handle, failed), barrier=True)
+API = Api(49, "alter_client_quotas", 0, 1, begin_decoded(handle, error_answer), barrier=True)

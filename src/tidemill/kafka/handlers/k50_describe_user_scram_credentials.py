@@ -11,7 +11,7 @@ from collections import Counter
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.scram import Credential
 
@@ -42,8 +42,8 @@ def _result(name: str, code: int, message: str | None) -> Body:
     return {"user": name, "error_code": code, "error_message": message, "credential_infos": []}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "error_message": None, "results": []}
 
 
-API = Api(50, "describe_user_scram_credentials", 0, 0, cold(handle, failed))
+API = Api(50, "describe_user_scram_credentials", 0, 0, begin_decoded(handle, error_answer))

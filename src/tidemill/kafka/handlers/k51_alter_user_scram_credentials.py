@@ -15,7 +15,7 @@ from typing import Final
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, SIZES, credential_of
 from tidemill.security.users import check_user
@@ -31,7 +31,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         upsertions = [each for each in body["upsertions"] if each["name"] == name]
         twice = any(count > 1 for (user, _), count in named.items() if user == name)
         refused = (error_codes.DUPLICATE_RESOURCE, "The request names a credential twice.") if twice else None
-        refused = refused or next(filter(None, map(_refused, upsertions)), None)
+        refused = refused or next(filter(None, map(_credential_error, upsertions)), None)
         try:
             code, message = refused or await _change(context, request, name, deletions, upsertions)
         except InvalidError as error:
@@ -42,7 +42,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {"results": results}
 
 
-def _refused(upsertion: Body) -> tuple[int, str] | None:
+def _credential_error(upsertion: Body) -> tuple[int, str] | None:
     mechanism, iterations = upsertion["mechanism"], upsertion["iterations"]
     if mechanism not in NAMES:
         return error_codes.UNSUPPORTED_SASL_MECHANISM, f"Use one of {', '.join(NAMES.values())}."
@@ -70,7 +70,7 @@ async def _change(
         for each in upsertions
     ]
     await context.users.change(name, put, [each["mechanism"] for each in deletions])
-    context.audit.changed(
+    context.audit.log_change(
         "kafka.credentials_changed",
         by=request.visitor.principal,
         host=request.visitor.host,
@@ -81,9 +81,9 @@ async def _change(
     return 0, None
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     names = dict.fromkeys(each["name"] for each in (*body["deletions"], *body["upsertions"]))
     return {"results": [{"user": name, "error_code": code, "error_message": None} for name in names]}
 
 
-API = Api(51, "alter_user_scram_credentials", 0, 0, cold(handle, failed), barrier=True)
+API = Api(51, "alter_user_scram_credentials", 0, 0, begin_decoded(handle, error_answer), barrier=True)

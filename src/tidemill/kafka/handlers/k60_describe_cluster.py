@@ -9,7 +9,7 @@ from typing import Final
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 
 BROKERS: Final = 1
@@ -32,8 +32,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return answer
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "cluster_id": "", "controller_id": -1, "brokers": []}
 
 
-API = Api(60, "describe_cluster", 0, 2, cold(handle, failed))
+API = Api(60, "describe_cluster", 0, 2, begin_decoded(handle, error_answer))

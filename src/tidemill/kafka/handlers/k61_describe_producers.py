@@ -11,7 +11,7 @@ from functools import partial
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import ProducerStatus
@@ -19,11 +19,13 @@ from tidemill.topics.api import ProducerStatus
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     places = ((topic["name"], index) for topic in body["topics"] for index in topic["partition_indexes"])
-    await context.cache.settle(places, is_id=False)
+    await context.cache.settle_topics(places, is_id=False)
     topics = []
     for topic in body["topics"]:
         one = partial(_partition, context, topic["name"])
-        topics.append({"name": topic["name"], "partitions": await each(topic["partition_indexes"], one, context.pace)})
+        topics.append(
+            {"name": topic["name"], "partitions": await map_items(topic["partition_indexes"], one, context.pace)}
+        )
     return {"topics": topics}
 
 
@@ -37,7 +39,7 @@ async def _partition(context: Context, name: str, index: int) -> Body:
         return await context.topics.producers(row.topic_id, index)
 
     try:
-        found = await context.cache.with_row(name, index, look)
+        found = await context.cache.call_with_row(name, index, look)
         if isinstance(found, int):
             return _answer(index, found)
     except TidemillError as error:
@@ -56,7 +58,7 @@ async def _partition(context: Context, name: str, index: int) -> Body:
     return {**_answer(index, 0), "active_producers": producers}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "topics": [
             {"name": t["name"], "partitions": [_answer(index, code) for index in t["partition_indexes"]]}
@@ -65,4 +67,4 @@ def failed(body: Body, code: int) -> Body:
     }
 
 
-API = Api(61, "describe_producers", 0, 0, cold(handle, failed))
+API = Api(61, "describe_producers", 0, 0, begin_decoded(handle, error_answer))

@@ -7,13 +7,17 @@ from functools import partial
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold, each
-from tidemill.kafka.handlers.transaction_errors import refusal
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
+from tidemill.kafka.handlers.transaction_errors import coordinator_error
 from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    return {"transaction_states": await each(body["transactional_ids"], partial(_one, context), context.pace)}
+    return {
+        "transaction_states": await map_items(
+            body["transactional_ids"], partial(_describe_transaction, context), context.pace
+        )
+    }
 
 
 def _answer(transactional_id: str, code: int) -> Body:
@@ -29,8 +33,8 @@ def _answer(transactional_id: str, code: int) -> Body:
     }
 
 
-async def _one(context: Context, transactional_id: str) -> Body:
-    code = refusal(context, transactional_id)
+async def _describe_transaction(context: Context, transactional_id: str) -> Body:
+    code = coordinator_error(context, transactional_id)
     if code:
         return _answer(transactional_id, code)
     try:
@@ -54,8 +58,8 @@ async def _one(context: Context, transactional_id: str) -> Body:
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"transaction_states": [_answer(each, code) for each in body["transactional_ids"]]}
 
 
-API = Api(65, "describe_transactions", 0, 0, cold(handle, failed))
+API = Api(65, "describe_transactions", 0, 0, begin_decoded(handle, error_answer))

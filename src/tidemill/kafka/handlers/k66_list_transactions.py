@@ -9,8 +9,8 @@ import asyncio
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
-from tidemill.kafka.groups.topic_patterns import match
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
+from tidemill.kafka.groups.topic_patterns import match_patterns
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.kafka.transactions.state import State
 
@@ -23,22 +23,22 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         found = await context.transactions.all()
     except TidemillError:
-        return failed(body, error_codes.COORDINATOR_NOT_AVAILABLE)
+        return error_answer(body, error_codes.COORDINATOR_NOT_AVAILABLE)
     if pattern:
-        matches, error = await asyncio.to_thread(match, {pattern}, list(found))
+        matches, error = await asyncio.to_thread(match_patterns, {pattern}, list(found))
         if error is not None:
-            return failed(body, error_codes.INVALID_REGULAR_EXPRESSION)
+            return error_answer(body, error_codes.INVALID_REGULAR_EXPRESSION)
         found = {each: found[each] for each in sorted(matches[pattern])}
     now_ms = context.clock.now_ms()
     answers = []
     for transactional_id, each in found.items():
-        if context.pace.due:
-            await context.pace.rest()
+        if context.pace.is_used_up:
+            await context.pace.wait_for_turn()
         if (states and each.state.kafka_name not in states) or (ids and each.producer_id not in ids):
             continue
         if duration_ms >= 0 and not 0 <= each.started_ms < now_ms - duration_ms:
             continue
-        if context.owners.coordinates(transactional_id):
+        if context.owners.coordinates_transaction(transactional_id):
             answers.append(
                 {
                     "transactional_id": transactional_id,
@@ -49,8 +49,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {"error_code": 0, "unknown_state_filters": sorted(states - _NAMES), "transaction_states": answers}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "unknown_state_filters": [], "transaction_states": []}
 
 
-API = Api(66, "list_transactions", 0, 2, cold(handle, failed))
+API = Api(66, "list_transactions", 0, 2, begin_decoded(handle, error_answer))

@@ -13,9 +13,9 @@ from typing import Final
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.assignors import Partitions
-from tidemill.kafka.groups.classic_state import BeatAnswer, Group
+from tidemill.kafka.groups.classic_state import ClassicGroup, HeartbeatAnswer
 from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
@@ -28,27 +28,27 @@ CLIENT_CHARS: Final = 255
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    ask = _ask(context, request, body)
+    ask = _heartbeat_request(context, request, body)
     try:
         led = await context.groups.get(body["group_id"] or "", growing=ask.epoch == 0)
-        seen = await sight(context, request, led, _names(led.group, ask), ask.pattern)
+        seen = await topics_view(context, request, led, _required_topics(led.group, ask), ask.pattern)
     except GroupUnavailableError as refused:
-        return failed(body, refused.code)
+        return error_answer(body, refused.code)
     except InvalidError as error:
-        return _body(BeatAnswer(error_codes.INVALID_REGULAR_EXPRESSION, str(error)))
+        return _body(HeartbeatAnswer(error_codes.INVALID_REGULAR_EXPRESSION, str(error)))
     except TidemillError:
-        return failed(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)
-    return _body(await led.beat(ask, seen), led.group.limits.consumer_heartbeat_ms)
+        return error_answer(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)
+    return _body(await led.consumer_heartbeat(ask, seen), led.group.limits.consumer_heartbeat_ms)
 
 
-def _ask(context: Context, request: Request, body: Body) -> HeartbeatRequest:
+def _heartbeat_request(context: Context, request: Request, body: Body) -> HeartbeatRequest:
     topics, owned = body["subscribed_topic_names"], body["topic_partitions"]
     pattern = body.get("subscribed_topic_regex")
     member_id = body["member_id"] or ""
     if request.version == 0:
         # Version 0 has no patterns: a joining member sends its full subscription.
         pattern = "" if topics is not None else None
-        member_id = member_id or (context.groups.new_id() if body["member_epoch"] == 0 else "")
+        member_id = member_id or (context.groups.new_member_suffix() if body["member_epoch"] == 0 else "")
     return HeartbeatRequest(
         member_id=member_id,
         epoch=body["member_epoch"],
@@ -72,13 +72,13 @@ def _partitions(topics: list[Body]) -> Partitions:
     return found
 
 
-def _names(group: Group | ConsumerGroup, ask: HeartbeatRequest) -> frozenset[str]:
+def _required_topics(group: ClassicGroup | ConsumerGroup, ask: HeartbeatRequest) -> frozenset[str]:
     """Return the topics that must be in the cache: the upgrade of a group needs the ids of its assigned topics."""
     named = ask.topics or frozenset()
-    return named | assigned_topics(group) if ask.epoch == 0 and isinstance(group, Group) else named
+    return named | assigned_topics(group) if ask.epoch == 0 and isinstance(group, ClassicGroup) else named
 
 
-async def sight(
+async def topics_view(
     context: Context, request: Request, led: GroupRunner, names: Iterable[str], pattern: str | None = None
 ) -> TopicView:
     """Return the topics as this node sees them, refreshed if one of `names` is missing.
@@ -91,7 +91,7 @@ async def sight(
         return others | ({pattern} if pattern else set())
 
     def may(topic: str) -> bool:
-        return context.access.sees(request.visitor, Operation.DESCRIBE, Resource.TOPIC, topic)
+        return context.access.is_visible(request.visitor, Operation.DESCRIBE, Resource.TOPIC, topic)
 
     cache = context.cache
     group = led.group
@@ -100,10 +100,10 @@ async def sight(
     is_new_here = isinstance(group, ConsumerGroup) and group.topics is None and bool(group.members)
     if is_new_here or any(cache.find(name, is_id=False) is None for name in names):
         await cache.refresh()
-    return await context.subscribable.seen(patterns, may)
+    return await context.subscribable.topics_view(patterns, may)
 
 
-def _body(answer: BeatAnswer, heartbeat_ms: int = 0) -> Body:
+def _body(answer: HeartbeatAnswer, heartbeat_ms: int = 0) -> Body:
     assigned = answer.assignment
     return {
         "error_code": answer.error,
@@ -111,15 +111,15 @@ def _body(answer: BeatAnswer, heartbeat_ms: int = 0) -> Body:
         "member_id": answer.member_id or None,
         "member_epoch": answer.epoch,
         "heartbeat_interval": 0 if answer.error else heartbeat_ms,
-        "assignment": None if assigned is None else {"topic_partitions": listed(assigned)},
+        "assignment": None if assigned is None else {"topic_partitions": topic_partitions(assigned)},
     }
 
 
-def listed(partitions: Partitions) -> list[Body]:
+def topic_partitions(partitions: Partitions) -> list[Body]:
     return [{"topic_id": topic_id, "partitions": sorted(numbers)} for topic_id, numbers in sorted(partitions.items())]
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {
         "error_code": code,
         "error_message": None,
@@ -130,4 +130,4 @@ def failed(body: Body, code: int) -> Body:
     }
 
 
-API = Api(68, "consumer_group_heartbeat", 0, 1, cold(handle, failed), abandon=True)
+API = Api(68, "consumer_group_heartbeat", 0, 1, begin_decoded(handle, error_answer), abandon=True)

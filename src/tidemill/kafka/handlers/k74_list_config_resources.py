@@ -10,7 +10,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.broker_configs import BROKER, GROUP, TOPIC
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 
 
@@ -26,15 +26,15 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         if not asked or GROUP in asked:
             found += [(GROUP, name) for name in await context.group_configs.names()]
     except TidemillError as error:
-        return failed(body, error_codes.code_of(error))
+        return error_answer(body, error_codes.code_of(error))
     if not asked or BROKER in asked:
         found += [(BROKER, str(broker.node_id)) for broker in context.brokers()]
     resources = [{"resource_type": kind, "resource_name": name} for kind, name in found]
     return {"error_code": error_codes.NONE, "config_resources": resources}
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"error_code": code, "config_resources": []}
 
 
-API = Api(74, "list_config_resources", 0, 1, cold(handle, failed))
+API = Api(74, "list_config_resources", 0, 1, begin_decoded(handle, error_answer))

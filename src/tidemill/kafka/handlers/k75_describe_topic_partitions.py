@@ -12,7 +12,7 @@ from typing import Any, Final
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.kafka.schema.primitives import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
@@ -25,12 +25,12 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     cursor: Any = body["cursor"]
     begin, first = (cursor["topic_name"], cursor["partition_index"]) if cursor else ("", 0)
     if first < 0:
-        return failed(body, error_codes.INVALID_REQUEST)
+        return error_answer(body, error_codes.INVALID_REQUEST)
     asked = sorted({topic["name"] for topic in body["topics"]})
     try:
         await context.cache.refresh()
     except TidemillError:
-        return failed(body, error_codes.LEADER_NOT_AVAILABLE)
+        return error_answer(body, error_codes.LEADER_NOT_AVAILABLE)
     node_ids = {broker.name: broker.node_id for broker in context.brokers()}
     left = min(max(body["response_partition_limit"], 1), PARTITIONS_PER_PAGE)
     topics: list[Body] = []
@@ -51,8 +51,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         topics.append(_topic(row.name, row.topic_id, error_codes.NONE, found))
         if end < row.partitions:
             return {"topics": topics, "next_cursor": {"topic_name": name, "partition_index": end}}
-        if context.pace.due:
-            await context.pace.rest()
+        if context.pace.is_used_up:
+            await context.pace.wait_for_turn()
     return {"topics": topics, "next_cursor": None}
 
 
@@ -82,8 +82,8 @@ def _topic(name: str, topic_id: str, code: int, partitions: list[Body] | None = 
     }
 
 
-def failed(body: Body, code: int) -> Body:
+def error_answer(body: Body, code: int) -> Body:
     return {"topics": [_topic(topic["name"], ZERO_UUID, code) for topic in body["topics"]], "next_cursor": None}
 
 
-API = Api(75, "describe_topic_partitions", 0, 0, cold(handle, failed))
+API = Api(75, "describe_topic_partitions", 0, 0, begin_decoded(handle, error_answer))

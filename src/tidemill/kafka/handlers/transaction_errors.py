@@ -13,14 +13,14 @@ from tidemill.kafka.transactions.state import key_of
 _KEY_BYTES_MAX: Final = 900
 
 
-def refusal(context: Context, transactional_id: str) -> int:
+def coordinator_error(context: Context, transactional_id: str) -> int:
     """Return the error code if this node cannot serve the id, else 0."""
     if not transactional_id or len(key_of(transactional_id)) > _KEY_BYTES_MAX:
         return error_codes.INVALID_REQUEST
-    return 0 if context.owners.coordinates(transactional_id) else error_codes.NOT_COORDINATOR
+    return 0 if context.owners.coordinates_transaction(transactional_id) else error_codes.NOT_COORDINATOR
 
 
-async def coded(work: Awaitable[int], *, too_large: int = error_codes.INVALID_REQUEST) -> int:
+async def code_of_work(work: Awaitable[int], *, too_large: int = error_codes.INVALID_REQUEST) -> int:
     """Return the code of `work`, or COORDINATOR_NOT_AVAILABLE if it failed.
 
     Clients retry after that code even if the work was done: the repeated request finds its result.
@@ -33,7 +33,7 @@ async def coded(work: Awaitable[int], *, too_large: int = error_codes.INVALID_RE
         return error_codes.COORDINATOR_NOT_AVAILABLE
 
 
-def fenced(code: int, *, known: bool) -> int:
+def fenced_code(code: int, *, known: bool) -> int:
     """Return the code for the request's version: before KIP-588, which added PRODUCER_FENCED, it was
     INVALID_PRODUCER_EPOCH.
     """

@@ -14,7 +14,7 @@ from tidemill.base.limits import MIB
 from tidemill.kafka import error_codes
 from tidemill.kafka.schema.codec_compiler import encode_field
 
-KEPT_BYTES: Final = 8 * MIB
+CACHE_BYTES_MAX: Final = 8 * MIB
 """Maximum size of the cache; one partition takes some 60 bytes."""
 LARGE_PARTITIONS: Final = 1_000
 """Number of partitions from which encoding runs in a thread: some 5 ms of work."""
@@ -24,13 +24,13 @@ Leaders = tuple[int, ...]
 """Node id of each partition's leader, or NO_LEADER."""
 
 
-class Layouts:
-    def __init__(self, bytes_max: int = KEPT_BYTES) -> None:
+class EncodedPartitions:
+    def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
         self._kept: OrderedDict[tuple[int, Leaders], bytes] = OrderedDict()
         self.bytes_max = bytes_max
         self.used_bytes = 0
 
-    def kept(self, version: int, leaders: Leaders) -> bytes | None:
+    def cached(self, version: int, leaders: Leaders) -> bytes | None:
         """Return the cached field `partitions` of a topic in a Metadata answer, or None."""
         found = self._kept.get((version, leaders))
         if found is not None:
@@ -39,13 +39,13 @@ class Layouts:
 
     async def partitions(self, version: int, leaders: Leaders) -> bytes:
         """Return the field `partitions` of a topic in a Metadata answer, and encode it if it is not cached."""
-        key, found = (version, leaders), self.kept(version, leaders)
+        key, found = (version, leaders), self.cached(version, leaders)
         if found is not None:
             return found
         if len(leaders) < LARGE_PARTITIONS:
-            made = _encoded(version, leaders)
+            made = _encode(version, leaders)
         else:
-            made = await asyncio.to_thread(_encoded, version, leaders)
+            made = await asyncio.to_thread(_encode, version, leaders)
         if key not in self._kept:
             self._kept[key] = made
             self.used_bytes += _cost(key, made)
@@ -58,7 +58,7 @@ def _cost(key: tuple[int, Leaders], encoded: bytes) -> int:
     return 256 + 8 * len(key[1]) + len(encoded)
 
 
-def _encoded(version: int, leaders: Leaders) -> bytes:
+def _encode(version: int, leaders: Leaders) -> bytes:
     partitions = [
         {
             "error_code": error_codes.LEADER_NOT_AVAILABLE if leader == NO_LEADER else 0,

@@ -4,7 +4,7 @@ The cache is filled at start, by every Metadata answer and by a refresh every fe
 
 Invariant (no premature unknown): a topic, or a partition of it, is reported as unknown only after a refresh that began
 after the miss, because it may have been created or added through another node a moment ago. A request that can wait
-waits for that refresh (`settle`), so its first answer is correct even if the client asks rarely.
+waits for that refresh (`settle_topics`), so its first answer is correct even if the client asks rarely.
 
 Invariant (bounded reading): refreshes are shared and use a bounded fraction of the time. Requests for topics that do
 not exist, or repeated requests for all topics, do not each read the catalogue.
@@ -92,7 +92,7 @@ class TopicCache:
         self._wake.set()
         return None
 
-    def grown(self, row: TopicRow) -> TopicRow | None:
+    def check_growth(self, row: TopicRow) -> TopicRow | None:
         """Check for partitions that `row` does not have.
 
         Return `row` if a refresh found no more partitions, or None if no refresh has looked for them yet.
@@ -106,11 +106,11 @@ class TopicCache:
         self._wake.set()
         return None
 
-    def no_partition(self, row: TopicRow, partition: int) -> int:
+    def missing_partition_code(self, row: TopicRow, partition: int) -> int:
         """Return the code for a partition that `row` does not have: retriable while it may be a new one, as in
         `resolve`.
         """
-        looked = partition < 0 or self.grown(row) is not None
+        looked = partition < 0 or self.check_growth(row) is not None
         return error_codes.UNKNOWN_TOPIC_OR_PARTITION if looked else error_codes.NOT_LEADER_OR_FOLLOWER
 
     def resolve(self, topic: str, *, is_id: bool) -> TopicRow | int:
@@ -118,7 +118,7 @@ class TopicCache:
         row = self.find(topic, is_id=is_id)
         return error_codes.NOT_LEADER_OR_FOLLOWER if row is None else row
 
-    async def with_row(self, name: str, partition: int, work: Callable[[TopicRow], Awaitable[T]]) -> T | int:
+    async def call_with_row(self, name: str, partition: int, work: Callable[[TopicRow], Awaitable[T]]) -> T | int:
         """Return the result of `work` for the topic's row, or the error code if there is no such topic or partition.
 
         A row can be stale: its topic was deleted through another node, and perhaps re-created. Then `work` raises
@@ -131,8 +131,8 @@ class TopicCache:
             return await work(row)
         except MissingError:
             if self._by_name.get(name) == row:
-                self.forget(name)
-            await self.settle([(name, partition)], is_id=False)
+                self.remove(name)
+            await self.settle_topics([(name, partition)], is_id=False)
             row = self._row_of(name, partition)
             return row if isinstance(row, int) else await work(row)
 
@@ -140,49 +140,49 @@ class TopicCache:
         row = self.resolve(name, is_id=False)
         if isinstance(row, int) or 0 <= partition < row.partitions:
             return row
-        return self.no_partition(row, partition)
+        return self.missing_partition_code(row, partition)
 
-    def looked(self) -> asyncio.Future[None]:
+    def next_refresh(self) -> asyncio.Future[None]:
         """Return a future that ends with the next successful refresh that begins after this call."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._looking.append(future)
         self._wake.set()
         return future
 
-    async def settle(self, asked: Iterable[tuple[str, int]], *, is_id: bool) -> None:
+    async def settle_topics(self, asked: Iterable[tuple[str, int]], *, is_id: bool) -> None:
         """Wait for a shared refresh before a request resolves topics, if one of them is missing and not yet looked for.
 
         Each topic is given with the highest partition that the request names.
         """
         places = list(asked)
         for _ in range(SETTLE_ROUNDS):
-            if not any([self._is_missed(topic, partition, is_id=is_id) for topic, partition in places]):
+            if not any([self._is_missing(topic, partition, is_id=is_id) for topic, partition in places]):
                 return
-            await self.settled()
+            await self.await_refresh()
 
-    def _is_missed(self, topic: str, partition: int, *, is_id: bool) -> bool:
+    def _is_missing(self, topic: str, partition: int, *, is_id: bool) -> bool:
         row = self.find(topic, is_id=is_id)
         if isinstance(row, TopicRow):
-            return partition >= row.partitions and self.grown(row) is None
+            return partition >= row.partitions and self.check_growth(row) is None
         return row is None
 
-    async def settled(self) -> None:
+    async def await_refresh(self) -> None:
         """Wait for the next refresh, at most SETTLE_S.
 
         If the catalogue is unavailable, no topic is reported as unknown.
         """
-        future = self.looked()
+        future = self.next_refresh()
         try:
             await asyncio.wait([future], timeout=SETTLE_S)
         finally:
             future.cancel()  # the running refresh may have removed it from the list
 
-    def learn(self, row: TopicRow) -> None:
+    def add(self, row: TopicRow) -> None:
         old = self._by_name.get(row.name)
         if old == row:
             return
         if old is not None:
-            self.forget(row.name)
+            self.remove(row.name)
         self._read_last = None
         self.version += 1
         self._partitions += row.partitions
@@ -191,7 +191,7 @@ class TopicCache:
         self._absent.pop(row.name, None)
         self._absent.pop(row.topic_id, None)
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         row = self._by_name.pop(name, None)
         if row is not None:
             self._read_last = None
@@ -230,7 +230,7 @@ class TopicCache:
             raise
         if rows is not self._read_last:
             self._replace(rows)
-        self._miss(missed)
+        self._record_missing(missed)
         for future in looking:
             if not future.done():
                 future.set_result(None)
@@ -242,7 +242,7 @@ class TopicCache:
         self.version += 1
         self._read_last = rows
 
-    def _miss(self, missed: Iterable[str]) -> None:
+    def _record_missing(self, missed: Iterable[str]) -> None:
         """Record the topics that a completed refresh, which began after they were missed, did not find."""
         now = self._clock.monotonic_s()
         self._absent = {

@@ -27,12 +27,12 @@ class BufferPool:
         self.scratch = bytearray(SCRATCH_BYTES)
         """Shared by all connections: it holds no data between two calls of a FrameReader."""
 
-    def take_scratch(self) -> bytearray:
+    def detach_scratch(self) -> bytearray:
         """Hand out the scratch buffer to the frame that was received into it, and replace it by another one."""
-        taken, self.scratch = self.scratch, self.take(SCRATCH_BYTES)
+        taken, self.scratch = self.scratch, self.acquire(SCRATCH_BYTES)
         return taken
 
-    def take(self, size_bytes: int) -> bytearray:
+    def acquire(self, size_bytes: int) -> bytearray:
         """Return a buffer of at least `size_bytes`, contents undefined; of LARGEST_BYTES, to be grown, if more is
         wanted.
         """
@@ -43,7 +43,7 @@ class BufferPool:
             return free.pop()
         return bytearray(wanted)
 
-    def give(self, buffer: bytearray) -> None:
+    def release(self, buffer: bytearray) -> None:
         size = len(buffer)
         if size > LARGEST_BYTES or size < SMALLEST_BYTES or size & (size - 1):
             return

@@ -104,7 +104,7 @@ class Connection:
 
     def _readable(self) -> None:
         for _ in range(_READS_PER_TURN):
-            if self._pace.due:
+            if self._pace.is_used_up:
                 return  # the remaining data makes the socket readable again in the next turn
             if self.on_growth is not None and self._reader.growth_bytes:
                 self.on_growth()
@@ -126,13 +126,13 @@ class Connection:
                 return
             self.received_bytes += count
             try:
-                frames = self._reader.received(count)
+                frames = self._reader.add_received(count)
             except MalformedFrameError as error:
                 self.close(error)
                 return
             if frames:
                 self._on_frames(frames)
-            if self._paused or self._closed or (count < wanted and not self._reader.partial):
+            if self._paused or self._closed or (count < wanted and not self._reader.has_partial):
                 return
 
     def _writable(self) -> None:

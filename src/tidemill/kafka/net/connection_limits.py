@@ -19,19 +19,19 @@ from tidemill.kafka.settings import KafkaSettings
 
 log = structlog.get_logger()
 
-TELL_EVERY_S = 10.0
+LOG_INTERVAL_S = 10.0
 """Interval at which a flood of rejections writes one log line; the metric counts each rejection."""
 
 _OPEN = Gauge("tidemill_kafka_connections", "Open connections of Kafka clients")
 _REFUSED = Count("tidemill_kafka_connections_refused", "Connections refused at a limit", ("reason",))
 
 
-class ConnectionQuotas:
+class ConnectionLimits:
     def __init__(self, settings: KafkaSettings) -> None:
-        self.connections_max = min(settings.connections_max, file_descriptors.current().kafka)
+        self.connections_max = min(settings.connections_max, file_descriptors.current_shares().kafka)
         self._per_address_max = settings.connections_per_address_max
         self._addresses: Counter[str] = Counter()
-        self._told_s = -TELL_EVERY_S
+        self._told_s = -LOG_INTERVAL_S
         self._untold = 0
         self.refused = 0
 
@@ -39,31 +39,32 @@ class ConnectionQuotas:
     def open(self) -> int:
         return self._addresses.total()
 
-    def enter(self, address: str, now_s: float) -> bool:
-        """Return whether a connection from `address` is admitted. The caller must call `leave` for an admitted one."""
+    def admit(self, address: str, now_s: float) -> bool:
+        """Return whether a connection from `address` is admitted. The caller must call `release` for an admitted
+        one."""
         reason = ""
         if self.open >= self.connections_max:
             reason = "all"
         elif self._addresses[address] >= self._per_address_max:
             reason = "address"
         if reason:
-            self._refuse(address, reason, now_s)
+            self._reject(address, reason, now_s)
             return False
         self._addresses[address] += 1
         _OPEN.set(self.open)
         return True
 
-    def leave(self, address: str) -> None:
+    def release(self, address: str) -> None:
         self._addresses[address] -= 1
         if not self._addresses[address]:
             del self._addresses[address]
         _OPEN.set(self.open)
 
-    def _refuse(self, address: str, reason: str, now_s: float) -> None:
+    def _reject(self, address: str, reason: str, now_s: float) -> None:
         _REFUSED.labels(reason).inc()
         self.refused += 1
         self._untold += 1
-        if now_s - self._told_s < TELL_EVERY_S:
+        if now_s - self._told_s < LOG_INTERVAL_S:
             return
         log.warning(
             "kafka.connection_refused",

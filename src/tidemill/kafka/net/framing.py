@@ -32,7 +32,7 @@ second.
 HEAD_BYTES: Final = 16 << 10
 """Bytes received in one call while there is no room: the most that a connection with only a begun frame can hold."""
 
-_KEEPS_FROM: Final = SCRATCH_BYTES * 3 // 8
+_RETAIN_BUFFER_BYTES: Final = SCRATCH_BYTES * 3 // 8
 """Size above which a frame stays in the buffer that received it.
 
 Smaller frames are copied into buffers of their own size. Batches of 64 KiB are larger.
@@ -53,7 +53,7 @@ class Frame:
         """Return the buffer to the pool. Idempotent."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None and self._pool is not None:
-            self._pool.give(buffer)
+            self._pool.release(buffer)
 
 
 class FrameReader:
@@ -86,7 +86,7 @@ class FrameReader:
         """Size of the last frame that had a buffer."""
 
     @property
-    def partial(self) -> bool:
+    def has_partial(self) -> bool:
         """True if a frame has begun and is not complete."""
         return self._buffer is not None or bool(self._carry)
 
@@ -95,9 +95,9 @@ class FrameReader:
         """Bytes that the next call of `buffer` will allocate: check first that there is room for them."""
         if self._buffer is None or self._at + self._filled < len(self._buffer):
             return 0
-        return max(self._larger(len(self._buffer)) - len(self._buffer), 0)
+        return max(self._next_size(len(self._buffer)) - len(self._buffer), 0)
 
-    def _larger(self, size: int) -> int:
+    def _next_size(self, size: int) -> int:
         """Return the next size of a full buffer: FIRST_BYTES, then four times its size, beyond LARGEST_BYTES twice its
         size.
         """
@@ -118,7 +118,7 @@ class FrameReader:
         scratch[:carried] = self._carry
         return scratch[carried : None if self._roomy(SCRATCH_BYTES) else HEAD_BYTES]
 
-    def received(self, count: int) -> list[Frame]:
+    def add_received(self, count: int) -> list[Frame]:
         """Account for `count` bytes written to `buffer()` and return the frames that they complete.
 
         Raises MalformedFrameError if a size is out of bounds.
@@ -147,8 +147,8 @@ class FrameReader:
             if start + size > end:
                 self._begin(size, scratch[start:end], first=position == 0)
                 return frames
-            if position == 0 and size > _KEEPS_FROM:
-                frames.append(Frame(scratch[start : start + size], self._pool.take_scratch(), self._pool))
+            if position == 0 and size > _RETAIN_BUFFER_BYTES:
+                frames.append(Frame(scratch[start : start + size], self._pool.detach_scratch(), self._pool))
                 self._usual_bytes = size
             else:
                 frames.append(Frame(memoryview(bytes(scratch[start : start + size]))))
@@ -157,11 +157,11 @@ class FrameReader:
         self.frames_begun += bool(self._carry)
         return frames
 
-    def drop(self) -> None:
+    def drop_partial(self) -> None:
         """Release the unfinished frame, because its connection has ended."""
         buffer, self._buffer, self._carry = self._buffer, None, b""
         if buffer is not None:
-            self._pool.give(buffer)
+            self._pool.release(buffer)
             self._hold(-self._held)
 
     def _begin(self, size: int, head: memoryview, *, first: bool) -> None:
@@ -172,10 +172,10 @@ class FrameReader:
             wanted = min(size, FIRST_BYTES)
         if not self._roomy(wanted):
             buffer = bytearray(max(len(head), 1))
-        elif first and _KEEPS_FROM < wanted <= FIRST_BYTES:
-            buffer, self._at = self._pool.take_scratch(), _PREFIX
+        elif first and _RETAIN_BUFFER_BYTES < wanted <= FIRST_BYTES:
+            buffer, self._at = self._pool.detach_scratch(), _PREFIX
         else:
-            buffer = self._pool.take(wanted)
+            buffer = self._pool.acquire(wanted)
         if not self._at:
             buffer[: len(head)] = head
         self._buffer, self._size, self._filled, self._held = buffer, size, len(head), len(buffer)
@@ -187,11 +187,11 @@ class FrameReader:
 
         The view that `buffer` returned must be released before: a large buffer grows in place, without a second copy.
         """
-        size = self._larger(len(buffer))
+        size = self._next_size(len(buffer))
         if size <= LARGEST_BYTES:
-            grown = self._pool.take(size)
+            grown = self._pool.acquire(size)
             grown[: self._filled] = memoryview(buffer)[self._at : self._at + self._filled]
-            self._pool.give(buffer)
+            self._pool.release(buffer)
             self._buffer, self._at = grown, 0
         else:
             buffer.extend(bytes(size - len(buffer)))

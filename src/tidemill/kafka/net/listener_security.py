@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from typing import Final
 
 from tidemill.kafka.net.tls_socket import TlsSocket
-from tidemill.security.auth_throttle import Failures
+from tidemill.security.auth_throttle import AuthFailureThrottle
 from tidemill.security.principals import ANONYMOUS, PrincipalOf, principal_rules
-from tidemill.security.sasl import Authenticator, Exchange
-from tidemill.security.tls import Certificates, subject_of
+from tidemill.security.sasl import Authenticator, SaslExchange
+from tidemill.security.tls import ServerCertificates, subject_of
 
 SASL_HANDSHAKE: Final = 17
 API_VERSIONS: Final = 18
 SASL_AUTHENTICATE: Final = 36
 OPEN_APIS: Final = frozenset({SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE})
-UNKNOWN_REQUEST_BYTES: Final = 128 << 10
+UNAUTHENTICATED_REQUEST_BYTES: Final = 128 << 10
 """Largest request of a connection that is not authenticated yet."""
 
 
@@ -42,7 +42,7 @@ class ListenerSecurity:
 
     def __init__(
         self,
-        tls: Certificates | None = None,
+        tls: ServerCertificates | None = None,
         principal_of: PrincipalOf | None = None,
         *,
         authenticator: Authenticator | None = None,
@@ -54,7 +54,7 @@ class ListenerSecurity:
         self.authenticator = authenticator
         self.mechanisms = tuple(mechanisms)
         self.session_lifetime_s = session_lifetime_s
-        self.failures = Failures()
+        self.failures = AuthFailureThrottle()
 
     @property
     def protocol(self) -> str:
@@ -62,11 +62,11 @@ class ListenerSecurity:
         within = "SSL" if self.tls is not None else "PLAINTEXT"
         return f"SASL_{within}" if self.mechanisms else within
 
-    def visitor(self, host: str) -> ClientIdentity:
+    def identify(self, host: str) -> ClientIdentity:
         return ClientIdentity(self, host, known=self.tls is None and not self.mechanisms)
 
-    def secured(self, visitor: ClientIdentity, sock: TlsSocket) -> None:
-        """Set the principal after the TLS handshake of `visitor`.
+    def set_certificate_principal(self, visitor: ClientIdentity, sock: TlsSocket) -> None:
+        """Set the principal after the TLS handshake of `identify`.
 
         Raises ConnectionRejectedError if no rule names the certificate's subject.
         """
@@ -112,12 +112,12 @@ class ClientIdentity:
         self.principal = ANONYMOUS
         self.mechanism = ""
         self.proved_by = ""
-        self.exchange: Exchange | None = None
+        self.exchange: SaslExchange | None = None
         self.raw = False
         self.expires_s = 0.0
         self.rejected: str | None = None
 
-    def forbids(self, key: int, now_s: float) -> str:
+    def rejection_reason(self, key: int, now_s: float) -> str:
         """Return why a request of this API must not be read now, or ""."""
         if key in OPEN_APIS:
             return ""

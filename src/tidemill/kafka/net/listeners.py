@@ -61,7 +61,7 @@ class Listener(msgspec.Struct, frozen=True):
         return found
 
 
-class Advertised(msgspec.Struct, frozen=True):
+class AdvertisedListener(msgspec.Struct, frozen=True):
     """Listener of this node as DescribeConfigs reports it; `security` is a Kafka protocol name."""
 
     name: str

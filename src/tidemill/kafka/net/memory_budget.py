@@ -23,7 +23,7 @@ _REQUESTS = Gauge("tidemill_kafka_request_bytes", "Running requests and half-rec
 _ANSWERS = Gauge("tidemill_kafka_answer_bytes", "Answers that clients have not read yet, bytes")
 
 
-class Holder(Protocol):
+class BudgetedSession(Protocol):
     """Owner of counted memory: a session."""
 
     def consider_reading(self) -> None: ...
@@ -36,17 +36,17 @@ class Holder(Protocol):
         ...
 
 
-class Budget:
+class MemoryBudget:
     def __init__(self, requests_max: int, answers_max: int) -> None:
         self.requests_max = requests_max
         self.answers_max = answers_max
         self._half = requests_max // 2
         self._begun_bytes = self._receiving_bytes = 0
         self.answer_bytes = 0
-        self._waiting: dict[Holder, None] = {}
-        self._receiving: dict[Holder, None] = {}
+        self._waiting: dict[BudgetedSession, None] = {}
+        self._receiving: dict[BudgetedSession, None] = {}
         """Sessions with an unfinished frame that has a buffer, oldest first."""
-        self._answers: dict[Holder, int] = {}
+        self._answers: dict[BudgetedSession, int] = {}
         _REQUESTS.set_function(lambda: self.request_bytes)
         _ANSWERS.set_function(lambda: self.answer_bytes)
 
@@ -55,7 +55,7 @@ class Budget:
     def request_bytes(self) -> int:
         return self._begun_bytes + self._receiving_bytes
 
-    def may_read(self, session: Holder, more: int) -> bool:
+    def can_read(self, session: BudgetedSession, more: int) -> bool:
         """Return whether the unfinished frame may grow by `more` bytes.
 
         If not, the session's `consider_reading` is called when there is room.
@@ -67,33 +67,33 @@ class Budget:
         self._waiting[session] = None
         return False
 
-    def roomy(self, size: int) -> bool:
+    def has_room(self, size: int) -> bool:
         """Return whether there is room for the first buffer of another unfinished frame."""
         return self._receiving_bytes + size <= self._half and self._begun_bytes <= self._half
 
-    def receiving(self, session: Holder, delta: int) -> None:
+    def add_receiving(self, session: BudgetedSession, delta: int) -> None:
         """Count `delta` more bytes for the buffer of the session's unfinished frame."""
         self._receiving.setdefault(session)
         self._receiving_bytes += delta
 
-    def received(self, session: Holder, size: int) -> None:
+    def remove_receiving(self, session: BudgetedSession, size: int) -> None:
         """Stop counting the buffer of `size` bytes, because its frame is complete or dropped."""
         self._receiving.pop(session, None)
         self._receiving_bytes -= size
         oldest = next(iter(self._receiving), None)
         if oldest is not None and oldest in self._waiting:
             oldest.consider_reading()
-        self._call()
+        self._wake_waiting()
 
-    def take(self, size: int) -> None:
+    def begin_request(self, size: int) -> None:
         """Count a complete request, from its arrival until its end."""
         self._begun_bytes += size
 
-    def give(self, size: int) -> None:
+    def end_request(self, size: int) -> None:
         self._begun_bytes -= size
-        self._call()
+        self._wake_waiting()
 
-    def _call(self) -> None:
+    def _wake_waiting(self) -> None:
         """Call the waiting sessions once half of their limit is free."""
         if self._waiting and max(self._begun_bytes, self._receiving_bytes) <= self._half // 2:
             waiting, self._waiting = self._waiting, {}
@@ -101,7 +101,7 @@ class Budget:
                 session.consider_reading()
 
     # answers --------------------------------------------------------------------------------------
-    def answers(self, session: Holder, size: int) -> None:
+    def answers(self, session: BudgetedSession, size: int) -> None:
         """Set the bytes of unsent answers of a session. Beyond the limit, close the slowest connections."""
         self.answer_bytes += size - self._answers.get(session, 0)
         if size:
@@ -113,6 +113,6 @@ class Budget:
             self.answer_bytes -= self._answers.pop(slowest)
             slowest.close(TimeoutError("too many answers wait for clients, and this client reads none"))
 
-    def forget(self, session: Holder) -> None:
+    def remove_session(self, session: BudgetedSession) -> None:
         self._waiting.pop(session, None)
         self.answers(session, 0)

@@ -64,7 +64,7 @@ class TlsSocket:
     def sendmsg(self, pieces: Sequence[memoryview]) -> int:
         """Send the current piece. Raises BlockingIOError, OSError."""
         if self._piece is None:
-            self._piece = _first(pieces)
+            self._piece = _next_piece(pieces)
         try:
             sent = self._tls.send(self._piece)
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError) as error:
@@ -77,7 +77,7 @@ class TlsSocket:
         self._tls.close()
 
 
-def _first(pieces: Sequence[memoryview]) -> memoryview | bytes:
+def _next_piece(pieces: Sequence[memoryview]) -> memoryview | bytes:
     if len(pieces) == 1 or len(pieces[0]) >= _PIECE_BYTES:
         return pieces[0][:_PIECE_BYTES]
     joined = bytearray()
@@ -96,26 +96,26 @@ class TlsConnection(Connection):
 
     def resume(self) -> None:
         super().resume()
-        self._look_again()
+        self._schedule_pending_read()
 
     def _readable(self) -> None:
         super()._readable()
         if self._tls.wants_write and not self.closed:
             self._loop.add_writer(self._sock.fileno(), self._writable)
-        self._look_again()
+        self._schedule_pending_read()
 
     def _writable(self) -> None:
         super()._writable()
         if self._tls.wants_write and not self.closed and not self.paused:
             self._readable()
 
-    def _look_again(self) -> None:
+    def _schedule_pending_read(self) -> None:
         """Schedule a read if decrypted bytes are pending, because they do not make the socket readable."""
         if not self._called and not self.closed and not self.paused and self._tls.pending():
             self._called = True
-            self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self._read_pending)
 
-    def _go_on(self) -> None:
+    def _read_pending(self) -> None:
         self._called = False
         if not self.closed and not self.paused:
             self._readable()

@@ -24,17 +24,17 @@ from typing import Any, get_args
 from kio import index
 from kio.serial._introspect import classify_field, get_field_tag, get_schema_field_type, is_optional
 
-from tidemill.kafka.error_codes import text
+from tidemill.kafka.error_codes import describe_code
 from tidemill.kafka.schema import fetch, produce
 from tidemill.kafka.schema.primitives import (
     MalformedFrameError,
+    count_elements,
     read_bytes,
     read_length,
     read_string,
     read_uuid,
     read_uvarint,
-    short,
-    spend,
+    truncated_frame_error,
     uuid_bytes,
     write_length,
     write_string,
@@ -61,7 +61,7 @@ _FIXED = {
     "datetime_i64": ">q",
 }
 _MISSING = object()
-_BY_HAND = {0: produce.FIRST_FLEXIBLE, 1: fetch.FIRST_FLEXIBLE}
+_HAND_WRITTEN = {0: produce.FIRST_FLEXIBLE, 1: fetch.FIRST_FLEXIBLE}
 """First flexible version of the APIs that have hand-written codecs; their kio schemas are never loaded."""
 _LATEST = {18: 4}
 """Newest version that kio knows, for APIs that serve a newer one.
@@ -110,7 +110,7 @@ def compile_codecs(key: int, version: int) -> None:
     """Compile the codecs ahead of the first request, which would load kio's module and compile on the loop: 3 to 10 ms
     each.
     """
-    if key not in _BY_HAND:
+    if key not in _HAND_WRITTEN:
         is_flexible(key, version)
         _request_reader(key, version)
         _response_writer(key, version)
@@ -140,13 +140,13 @@ def _writer_of(key: int, version: int, path: tuple[str, ...]) -> Write:
 @cache
 def is_flexible(key: int, version: int) -> bool:
     """Return whether the request has header v2 (tagged fields)."""
-    if key in _BY_HAND:
-        return version >= _BY_HAND[key]
+    if key in _HAND_WRITTEN:
+        return version >= _HAND_WRITTEN[key]
     return bool(_request_schema(key, version).__flexible__)
 
 
 @cache
-def throttle_at(key: int, version: int) -> int:
+def throttle_offset(key: int, version: int) -> int:
     """Return the byte position of `throttle_time_ms` in a response; −1 if it is absent or has no fixed position."""
     at = 0
     for field in dataclasses.fields(_response_schema(key, version)):
@@ -200,13 +200,13 @@ def _struct_reader(schema: Any) -> Read:
             return body, position
         count, position = read_uvarint(view, position)
         if count:
-            spend(count)
+            count_elements(count)
         for _ in range(count):
             tag, position = read_uvarint(view, position)
             size, position = read_uvarint(view, position)
             end = position + size
             if end > len(view):
-                raise short("tagged field", position)
+                raise truncated_frame_error("tagged field", position)
             if tag in tagged:
                 name, reader = tagged[tag]
                 body[name], position = reader(view[:end], position)
@@ -247,7 +247,7 @@ def _nullable_struct_reader(element: Read) -> Read:
 
     def read(view: memoryview, position: int) -> tuple[Any, int]:
         if position >= len(view):
-            raise short("struct", position)
+            raise truncated_frame_error("struct", position)
         return (None, position + 1) if view[position] > 0x7F else element(view, position + 1)
 
     return read
@@ -258,7 +258,7 @@ def _array_reader(element: Read, flexible: bool) -> Read:
         count, position = read_length(view, position, compact=flexible, wide=True)
         if count < 0:
             return None, position
-        spend(count)
+        count_elements(count)
         items = []
         for _ in range(count):
             item, position = element(view, position)
@@ -276,7 +276,7 @@ def _primitive_reader(kafka_type: str, flexible: bool) -> Read:
 
         def read_fixed(view: memoryview, position: int) -> tuple[Any, int]:
             if position + size > len(view):
-                raise short(kafka_type, position)
+                raise truncated_frame_error(kafka_type, position)
             return unpack_from(view, position)[0], position + size
 
         return read_fixed
@@ -284,7 +284,7 @@ def _primitive_reader(kafka_type: str, flexible: bool) -> Read:
 
         def read_bool(view: memoryview, position: int) -> tuple[Any, int]:
             if position >= len(view):
-                raise short("bool", position)
+                raise truncated_frame_error("bool", position)
             return view[position] != 0, position + 1
 
         return read_bool
@@ -318,7 +318,7 @@ def _struct_writer(schema: Any) -> Write:
     def write(out: bytearray, body: Body) -> None:
         if refuses and body.get("error_code") and body.get("error_message") is None:
             # librdkafka 2.x dereferences the message of some rejections, which Kafka never leaves null.
-            body = {**body, "error_message": text(body["error_code"])}
+            body = {**body, "error_message": describe_code(body["error_code"])}
         for name, default, writer in plain:
             value = body.get(name, default)
             if value is _MISSING:
@@ -365,10 +365,10 @@ def _field_writer(field: Any, flexible: bool) -> Write:
     if not kind.is_array:
         return element
     write = _array_writer(element, flexible)
-    return _encoded_or(write) if _is_struct(inner) else write
+    return _accept_encoded(write) if _is_struct(inner) else write
 
 
-def _encoded_or(write: Write) -> Write:
+def _accept_encoded(write: Write) -> Write:
     """Accept an array of structs also as its encoded bytes (`encode_field`)."""
 
     def write_either(out: bytearray, value: Any) -> None:

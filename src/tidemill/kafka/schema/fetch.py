@@ -24,14 +24,14 @@ from typing import NamedTuple
 from tidemill.kafka.schema.primitives import (
     I32,
     MalformedFrameError,
+    count_elements,
     read_i32,
     read_i64,
     read_length,
     read_string,
     read_uuid,
-    short,
     skip_tags,
-    spend,
+    truncated_frame_error,
     uuid_bytes,
     write_length,
     write_string,
@@ -47,7 +47,7 @@ _V5 = struct.Struct(">ihqqq")
 _ABORTED = struct.Struct(">qq")
 
 
-def _asked(version: int) -> struct.Struct:
+def _partition_struct(version: int) -> struct.Struct:
     """Return the layout of one requested partition: partition, offset, max bytes, and if flexible its count of tagged
     fields.
     """
@@ -56,10 +56,10 @@ def _asked(version: int) -> struct.Struct:
     return struct.Struct(f">i{epochs}q{'4x' if flexible else ''}{start}i{'B' if flexible else ''}")
 
 
-_ASKED = {version: _asked(version) for version in range(4, 19)}
+_PARTITION_STRUCTS = {version: _partition_struct(version) for version in range(4, 19)}
 
 
-def _nothing(version: int) -> tuple[struct.Struct, tuple[int, ...], tuple[int, ...]]:
+def _empty_answer_layout(version: int) -> tuple[struct.Struct, tuple[int, ...], tuple[int, ...]]:
     """Return the layout of a partition answer without records, and the values after its offsets.
 
     The values are given for a reader of uncommitted and of committed records: no aborted transactions (null, or an
@@ -72,7 +72,7 @@ def _nothing(version: int) -> tuple[struct.Struct, tuple[int, ...], tuple[int, .
     return packed, ((0 if flexible else -1), *rest), ((1 if flexible else 0), *rest)
 
 
-_NOTHING = {version: _nothing(version) for version in range(4, 19)}
+_EMPTY_ANSWERS = {version: _empty_answer_layout(version) for version in range(4, 19)}
 
 
 class FetchPartition(NamedTuple):
@@ -125,7 +125,7 @@ def decode(view: memoryview, position: int, version: int) -> FetchRequest:
     min_bytes, position = read_i32(view, position)
     max_bytes, position = read_i32(view, position)
     if position >= len(view):
-        raise short("isolation level", position)
+        raise truncated_frame_error("isolation level", position)
     isolation_level = view[position]
     position += 1
     if version >= 7:
@@ -133,12 +133,12 @@ def decode(view: memoryview, position: int, version: int) -> FetchRequest:
         session_epoch, position = read_i32(view, position)
     topics: list[FetchTopic] = []
     topic_count, position = read_length(view, position, compact=flexible, wide=True)
-    spend(topic_count)
+    count_elements(topic_count)
     for _ in range(topic_count):
         name, position = _read_topic(view, position, version)
         partitions: list[FetchPartition] = []
         partition_count, position = read_length(view, position, compact=flexible, wide=True)
-        spend(partition_count)
+        count_elements(partition_count)
         whole, end = _read_untagged(view, position, version, partition_count)
         if whole is not None:
             partitions, position, partition_count = whole, end, 0
@@ -177,7 +177,7 @@ def _read_untagged(
     Return None for the partitions if the entries exceed the frame or if one has tagged fields, because then they are
     not at fixed distances.
     """
-    packed = _ASKED[version]
+    packed = _PARTITION_STRUCTS[version]
     end = position + max(count, 0) * packed.size
     if end > len(view):
         return None, position
@@ -187,14 +187,14 @@ def _read_untagged(
     return [FetchPartition(*row[:3]) for row in rows], end
 
 
-def asked_bytes(version: int) -> int:
+def partition_entry_bytes(version: int) -> int:
     """Return the size of one partition in a request, without tagged fields."""
-    return _ASKED[version].size
+    return _PARTITION_STRUCTS[version].size
 
 
-def asked_at(entry: bytes, version: int) -> FetchPartition | None:
+def decode_entry(entry: bytes, version: int) -> FetchPartition | None:
     """Decode one partition of a request; None if it has tagged fields."""
-    row = _ASKED[version].unpack(entry)
+    row = _PARTITION_STRUCTS[version].unpack(entry)
     return None if version >= FIRST_FLEXIBLE and row[-1] else FetchPartition(*row[:3])
 
 
@@ -211,14 +211,14 @@ def _read_forgotten(view: memoryview, position: int, version: int) -> tuple[list
     found: list[tuple[str, list[int]]] = []
     flexible = version >= FIRST_FLEXIBLE
     count, position = read_length(view, position, compact=flexible, wide=True)
-    spend(count)
+    count_elements(count)
     for _ in range(count):
         topic, position = _read_topic(view, position, version)
         partition_count, position = read_length(view, position, compact=flexible, wide=True)
-        spend(partition_count)
+        count_elements(partition_count)
         end = position + 4 * max(partition_count, 0)
         if end > len(view):
-            raise short("forgotten partitions", position)
+            raise truncated_frame_error("forgotten partitions", position)
         found.append((topic, [partition for (partition,) in I32.iter_unpack(view[position:end])]))
         position = end
         if flexible:
@@ -246,8 +246,8 @@ def encode(
     for topic, partitions in topics:
         _write_topic(out, topic, len(partitions), version)
         for answer in partitions:
-            if _has_nothing(answer):
-                out += _packed(answer, version)
+            if _is_empty(answer):
+                out += _pack_empty(answer, version)
                 continue
             _write_partition(out, answer, version)
             if answer.batches:
@@ -264,16 +264,16 @@ def encode(
     return gathered
 
 
-class Blank:
+class FetchAnswerTemplate:
     """Reusable answer about a fixed set of partitions.
 
-    `filled` overwrites the entries of the partitions that changed. Each entry begins empty, and no partition occurs
+    `fill` overwrites the entries of the partitions that changed. Each entry begins empty, and no partition occurs
     twice.
     """
 
     def __init__(self, topics: Iterable[tuple[str, Sequence[int]]], version: int) -> None:
         self._version = version
-        self._size = _NOTHING[version][0].size
+        self._size = _EMPTY_ANSWERS[version][0].size
         self._places: dict[tuple[str, int], int] = {}
         asked = list(topics)
         out = bytearray(I32.pack(0))
@@ -285,21 +285,21 @@ class Blank:
             _write_topic(out, topic, len(partitions), version)
             for partition in partitions:
                 self._places[topic, partition] = len(out)
-                out += _packed(PartitionRecords(partition, 0), version)
+                out += _pack_empty(PartitionRecords(partition, 0), version)
             if flexible:
                 write_uvarint(out, 0)
         if flexible:
             write_uvarint(out, 0)
         self._out = out
 
-    def filled(self, found: Iterable[tuple[tuple[str, int], PartitionRecords]]) -> list[Buffer]:
+    def fill(self, found: Iterable[tuple[tuple[str, int], PartitionRecords]]) -> list[Buffer]:
         """Return what `encode` would return for all partitions. Buffers that were returned before do not change."""
         out, size, version = self._out, self._size, self._version
         whole: list[tuple[int, PartitionRecords]] = []
         for key, answer in found:
             at = self._places[key]
-            out[at : at + size] = _packed(answer, version)
-            if not _has_nothing(answer):
+            out[at : at + size] = _pack_empty(answer, version)
+            if not _is_empty(answer):
                 whole.append((at, answer))
         gathered: list[Buffer] = []
         rest, since = bytearray(), 0
@@ -327,13 +327,13 @@ def _write_topic(out: bytearray, topic: str, count: int, version: int) -> None:
     write_length(out, count, compact=flexible, wide=True)
 
 
-def _has_nothing(answer: PartitionRecords) -> bool:
+def _is_empty(answer: PartitionRecords) -> bool:
     return not answer.batches and not answer.aborted
 
 
-def _packed(answer: PartitionRecords, version: int) -> bytes:
+def _pack_empty(answer: PartitionRecords, version: int) -> bytes:
     """Encode one partition without records, always in the same number of bytes."""
-    nothing, uncommitted, committed = _NOTHING[version]
+    nothing, uncommitted, committed = _EMPTY_ANSWERS[version]
     start = (answer.log_start_offset,) if version >= 5 else ()
     rest = uncommitted if answer.aborted is None else committed
     offsets = (answer.high_watermark, answer.last_stable, *start)

@@ -44,16 +44,16 @@ class MalformedFrameError(InvalidError):
     """Request bytes that do not follow the schema. The connection is closed."""
 
 
-def short(what: str, position: int) -> MalformedFrameError:
+def truncated_frame_error(what: str, position: int) -> MalformedFrameError:
     return MalformedFrameError(f"frame ends inside a field: field={what} position={position}.")
 
 
-def begin_request() -> None:
+def reset_element_count() -> None:
     """Reset the element count. Call it before the first byte of a request is read."""
     _elements.left = ELEMENTS_MAX
 
 
-def spend(count: int) -> None:
+def count_elements(count: int) -> None:
     """Account for the elements of an array before they are read.
 
     Raises MalformedFrameError if the request has too many.
@@ -71,7 +71,7 @@ def read_uvarint(view: memoryview, position: int) -> tuple[int, int]:
     end = len(view)
     while True:
         if position >= end:
-            raise short("varint", position)
+            raise truncated_frame_error("varint", position)
         byte = view[position]
         position += 1
         value |= (byte & 0x7F) << shift
@@ -91,19 +91,19 @@ def write_uvarint(out: bytearray, value: int) -> None:
 
 def read_i16(view: memoryview, position: int) -> tuple[int, int]:
     if position + 2 > len(view):
-        raise short("int16", position)
+        raise truncated_frame_error("int16", position)
     return I16.unpack_from(view, position)[0], position + 2
 
 
 def read_i32(view: memoryview, position: int) -> tuple[int, int]:
     if position + 4 > len(view):
-        raise short("int32", position)
+        raise truncated_frame_error("int32", position)
     return I32.unpack_from(view, position)[0], position + 4
 
 
 def read_i64(view: memoryview, position: int) -> tuple[int, int]:
     if position + 8 > len(view):
-        raise short("int64", position)
+        raise truncated_frame_error("int64", position)
     return I64.unpack_from(view, position)[0], position + 8
 
 
@@ -142,7 +142,7 @@ def read_bytes(view: memoryview, position: int, *, compact: bool) -> tuple[memor
 def read_uuid(view: memoryview, position: int) -> tuple[str, int]:
     """Read a UUID as hex with dashes, the form of our topic ids; all zeros for none."""
     if position + 16 > len(view):
-        raise short("uuid", position)
+        raise truncated_frame_error("uuid", position)
     text = view[position : position + 16].hex()
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}", position + 16
 
@@ -151,13 +151,13 @@ def skip_tags(view: memoryview, position: int) -> int:
     """Skip tagged fields: unknown ones are never an error (KIP-482)."""
     count, position = read_uvarint(view, position)
     if count:
-        spend(count)
+        count_elements(count)
     for _ in range(count):
         _, position = read_uvarint(view, position)
         size, position = read_uvarint(view, position)
         position += size
         if position > len(view):
-            raise short("tagged field", position)
+            raise truncated_frame_error("tagged field", position)
     return position
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from tidemill.kafka.schema.primitives import (
     I32,
     MalformedFrameError,
+    count_elements,
     read_bytes,
     read_i16,
     read_i32,
@@ -31,7 +32,6 @@ from tidemill.kafka.schema.primitives import (
     read_string,
     read_uuid,
     skip_tags,
-    spend,
     uuid_bytes,
     write_length,
     write_string,
@@ -82,7 +82,7 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
     timeout_ms, position = read_i32(view, position)
     topics: list[TopicData] = []
     topic_count, position = read_length(view, position, compact=flexible, wide=True)
-    spend(topic_count)
+    count_elements(topic_count)
     for _ in range(topic_count):
         name: str | None
         if version >= _FIRST_WITH_IDS:
@@ -93,7 +93,7 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
             raise MalformedFrameError("null topic name in a Produce request.")
         partitions: list[PartitionData] = []
         partition_count, position = read_length(view, position, compact=flexible, wide=True)
-        spend(partition_count)
+        count_elements(partition_count)
         for _ in range(partition_count):
             index, position = read_i32(view, position)
             records, position = read_bytes(view, position, compact=flexible)
@@ -118,10 +118,10 @@ def set_throttle(reply: list[Buffer], version: int, throttle_ms: int) -> None:
 def encode(topics: Iterable[tuple[str, Sequence[PartitionAnswer]]], version: int) -> bytearray:
     flexible = version >= FIRST_FLEXIBLE
     topics = list(topics)
-    out = bytearray(_count(len(topics), version))
+    out = bytearray(_encode_count(len(topics), version))
     for topic, answers in topics:
-        out += _named(topic, version)
-        out += _count(len(answers), version)
+        out += _encode_topic(topic, version)
+        out += _encode_count(len(answers), version)
         for answer in answers:
             partition, code, base_offset, log_start, message, record_errors, append_time_ms = answer
             if version >= 5:
@@ -129,7 +129,7 @@ def encode(topics: Iterable[tuple[str, Sequence[PartitionAnswer]]], version: int
             else:
                 out += _V3.pack(partition, code, base_offset, append_time_ms)
             if message is None and not record_errors:
-                out += _said_nothing(version)
+                out += _no_errors(version)
                 continue
             if version >= 8:
                 write_length(out, len(record_errors), compact=flexible, wide=True)
@@ -150,14 +150,14 @@ def encode(topics: Iterable[tuple[str, Sequence[PartitionAnswer]]], version: int
 
 
 @lru_cache(256)
-def _count(count: int, version: int) -> bytes:
+def _encode_count(count: int, version: int) -> bytes:
     out = bytearray()
     write_length(out, count, compact=version >= FIRST_FLEXIBLE, wide=True)
     return bytes(out)
 
 
 @lru_cache(1024)
-def _named(topic: str, version: int) -> bytes:
+def _encode_topic(topic: str, version: int) -> bytes:
     if version >= _FIRST_WITH_IDS:
         return uuid_bytes(topic)
     out = bytearray()
@@ -166,7 +166,7 @@ def _named(topic: str, version: int) -> bytes:
 
 
 @cache
-def _said_nothing(version: int) -> bytes:
+def _no_errors(version: int) -> bytes:
     """Return the bytes after the numbers of a partition without errors: no record errors, no message, no tags."""
     out = bytearray()
     if version >= 8:

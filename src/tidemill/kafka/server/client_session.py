@@ -20,9 +20,9 @@ request of the connection begins and nothing is read.
 
 Invariant (concurrency): of every API but Produce, at most `Api.at_once` requests of the connection run concurrently
 (Kafka runs one of all). A read (Fetch) begins only when there is room for its answer, so that later reads wait before
-they use memory and loop time. The largest answers of concurrent reads fit together (`KafkaSettings.reads_at_once`).
-After a request that changes cluster metadata (a barrier) nothing begins until it has ended, so a client that requests
-the changed object next, without waiting, sees it.
+they use memory and loop time. The largest answers of concurrent reads fit together
+(`KafkaSettings.concurrent_reads_max`). After a request that changes cluster metadata (a barrier) nothing begins until
+it has ended, so a client that requests the changed object next, without waiting, sees it.
 
 Invariant (throttling): a client that exceeded its quota is answered immediately and then muted for the time that the
 answer states: no request of the connection begins and nothing is read.
@@ -43,23 +43,23 @@ from prometheus_client import Counter
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.kafka import handlers
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import API_VERSIONS, Reply, Request, Stall, peek, read_request, response_head
-from tidemill.kafka.api.sasl_step import prove
+from tidemill.kafka.api.dispatch import API_VERSIONS, Reply, Request, Stall, peek_header, read_request, response_head
+from tidemill.kafka.api.sasl_step import advance_authentication
 from tidemill.kafka.handlers.k18_api_versions import unsupported_version
 from tidemill.kafka.net.buffer_pool import BufferPool
 from tidemill.kafka.net.connection import Connection
 from tidemill.kafka.net.framing import Frame, FrameReader
 from tidemill.kafka.net.listener_security import (
     SASL_AUTHENTICATE,
-    UNKNOWN_REQUEST_BYTES,
+    UNAUTHENTICATED_REQUEST_BYTES,
     ConnectionRejectedError,
     ListenerSecurity,
 )
-from tidemill.kafka.net.memory_budget import Budget
+from tidemill.kafka.net.memory_budget import MemoryBudget
 from tidemill.kafka.net.tls_socket import TlsConnection, TlsSocket
-from tidemill.kafka.schema.codec_compiler import throttle_at
+from tidemill.kafka.schema.codec_compiler import throttle_offset
 from tidemill.kafka.schema.fetch import set_throttle
-from tidemill.kafka.schema.primitives import I32, MalformedFrameError, begin_request
+from tidemill.kafka.schema.primitives import I32, MalformedFrameError, reset_element_count
 from tidemill.kafka.schema.produce import set_throttle as set_produce_throttle
 from tidemill.kafka.server.cpu_meter import Metered
 from tidemill.objects.store import Buffer
@@ -84,22 +84,22 @@ class _Slot:
         self.size = 0
 
 
-class Session:
+class ClientSession:
     def __init__(
         self,
         sock: socket.socket,
         peer: str,
         context: Context,
         pool: BufferPool,
-        budget: Budget,
+        budget: MemoryBudget,
         tasks: Tasks,
-        on_end: Callable[[Session], None],
+        on_end: Callable[[ClientSession], None],
         number: int,
         gate: ListenerSecurity,
     ) -> None:
         self._number = number
         self._gate = gate
-        self.visitor = gate.visitor(peer.rpartition(":")[0])
+        self.visitor = gate.identify(peer.rpartition(":")[0])
         self._context = context
         self._budget = budget
         self._tasks = tasks
@@ -122,13 +122,19 @@ class Session:
         self._room = asyncio.Event()
         self._room.set()
         known = self.visitor.known
-        first_bytes_max = context.settings.request_bytes_max if known else UNKNOWN_REQUEST_BYTES
-        self._reader = FrameReader(pool, first_bytes_max, self._hold, budget.roomy)
+        first_bytes_max = context.settings.request_bytes_max if known else UNAUTHENTICATED_REQUEST_BYTES
+        self._reader = FrameReader(pool, first_bytes_max, self._count_buffer, budget.has_room)
         self._began_s = self._heard_s = self._swept_s = self.took_s = context.clock.monotonic_s()
         self._heard_bytes = self._taken_bytes = 0
         self._frame_number = 0
         self._frame_age_s = 0.0
-        rest = (asyncio.get_running_loop(), self._reader, context.beginnings, self._frames, self._lost)
+        rest = (
+            asyncio.get_running_loop(),
+            self._reader,
+            context.beginnings,
+            self._receive_frames,
+            self._connection_lost,
+        )
         if gate.tls is None:
             self._connection = Connection(sock, *rest)
         else:
@@ -136,7 +142,7 @@ class Session:
         self._connection.on_drained = self._connection.on_growth = self.consider_reading
         self._connection.resume()
 
-    def expired(self, now_s: float) -> str:
+    def close_reason(self, now_s: float) -> str:
         """Return why to close this connection now, or "". The sweep calls it every few seconds.
 
         A frame has `frame_timeout_s` of reading time and twice that in total: pauses that our own limits cause are not
@@ -150,7 +156,7 @@ class Session:
             self._taken_bytes, self.took_s = connection.sent_bytes, now_s
         elif now_s - self.took_s > settings.frame_timeout_s:
             return "the client reads no answers"
-        if not reader.partial or reader.frames_begun != self._frame_number:
+        if not reader.has_partial or reader.frames_begun != self._frame_number:
             self._frame_number, self._frame_age_s = reader.frames_begun, 0.0
         else:
             self._frame_age_s += passed_s / 2 if connection.paused else passed_s
@@ -180,101 +186,101 @@ class Session:
             or self._requests >= settings.connection_requests_max
             or self._stalled
             or self._muted
-            or not self._budget.may_read(self, self._reader.growth_bytes)
+            or not self._budget.can_read(self, self._reader.growth_bytes)
         ):
             self._connection.pause()
         elif held <= settings.connection_bytes_max // 2:
             self._connection.resume()
 
     def _secured(self, sock: TlsSocket) -> None:
-        self._gate.secured(self.visitor, sock)
-        self._is_known()
+        self._gate.set_certificate_principal(self.visitor, sock)
+        self._raise_size_limit()
 
-    def _is_known(self) -> None:
+    def _raise_size_limit(self) -> None:
         """Allow frames of full size once the client is authenticated. Idempotent."""
         if self.visitor.known:
             self._reader.request_bytes_max = self._context.settings.request_bytes_max
 
-    def _hold(self, delta: int) -> None:
+    def _count_buffer(self, delta: int) -> None:
         """Account for the buffer of the unfinished frame."""
         if delta < 0:
-            self._budget.received(self, -delta)
+            self._budget.remove_receiving(self, -delta)
         else:
-            self._budget.receiving(self, delta)
+            self._budget.add_receiving(self, delta)
 
-    def _frames(self, frames: list[Frame]) -> None:
+    def _receive_frames(self, frames: list[Frame]) -> None:
         for frame in frames:
-            self._take(len(frame.view))
+            self._begin_frame(len(frame.view))
         self._backlog += frames
         if not self._stalled and not self._muted:
-            self._work_off()
+            self._begin_backlog()
 
-    def _take(self, size: int) -> None:
+    def _begin_frame(self, size: int) -> None:
         self._bytes += size
         self._requests += 1
-        self._budget.take(size)
+        self._budget.begin_request(size)
 
-    def _give(self, frame: Frame) -> None:
+    def _end_frame(self, frame: Frame) -> None:
         """Stop counting a frame that is no longer read.
 
         The caller may then release the frame for reuse; after a fault it drops the frame instead.
         """
         self._bytes -= len(frame.view)
         self._requests -= 1
-        self._budget.give(len(frame.view))
+        self._budget.end_request(len(frame.view))
 
-    def _work_off(self) -> None:
+    def _begin_backlog(self) -> None:
         """Begin the received requests, in order, up to one that stalls."""
         beginnings = self._context.beginnings
         while self._backlog and not self._connection.closed and not self._muted:
-            if beginnings.due:
-                self._hold_back(beginnings.rest())
+            if beginnings.is_used_up:
+                self._pause_until(beginnings.wait_for_turn())
                 break
             try:
                 reserving = self._begin(self._backlog[0])
             except Stall as stall:
                 self._stalled = True
-                self._tasks.spawn(self._wait_out(stall), name="kafka.stall")
+                self._tasks.spawn(self._wait_stall(stall), name="kafka.stall")
                 break
             except (MalformedFrameError, ConnectionRejectedError) as error:
-                self._end(error)
+                self._close_after_answers(error)
             except Exception as error:
                 # Unfinished work may still read the frame, so it is dropped and its buffer is never reused.
-                self._give(self._backlog.popleft())
+                self._end_frame(self._backlog.popleft())
                 log.error("kafka.request_broke", peer=self._peer, error=repr(error), exc_info=error)
-                self._end(error)
+                self._close_after_answers(error)
             else:
                 self._backlog.popleft()
                 if reserving is not None:
-                    self._hold_back(reserving)
+                    self._pause_until(reserving)
                     break
         self.consider_reading()
 
-    def _hold_back(self, until: Awaitable[None]) -> None:
+    def _pause_until(self, until: Awaitable[None]) -> None:
         self._stalled = True
-        self._tasks.spawn(self._wait_held_back(until), name="kafka.held_back")
+        self._tasks.spawn(self._wait_pause(until), name="kafka.held_back")
 
-    async def _wait_held_back(self, until: Awaitable[None]) -> None:
+    async def _wait_pause(self, until: Awaitable[None]) -> None:
         try:
             await until
         except BaseException as error:
-            self._end(ConnectionAbortedError(f"a request failed while it began: {error!r}"))
+            self._close_after_answers(ConnectionAbortedError(f"a request failed while it began: {error!r}"))
             raise
         self._stalled = False
-        self._work_off()
+        self._begin_backlog()
 
-    async def _wait_out(self, stall: Stall) -> None:
+    async def _wait_stall(self, stall: Stall) -> None:
         try:
             async with asyncio.timeout(self._context.settings.stall_timeout_s):
                 await stall.until
         except TimeoutError:
-            self._end(TimeoutError("the catalogue could not be read in time"))
+            self._close_after_answers(TimeoutError("the catalogue could not be read in time"))
         except BaseException as error:
             # This includes a cancelled `looked` future: no later request may begin, so the connection ends.
-            self._end(ConnectionAbortedError(f"a request could not begin: {error!r}"))
+            self._close_after_answers(ConnectionAbortedError(f"a request could not begin: {error!r}"))
             raise
         self._stalled = False
-        self._work_off()
+        self._begin_backlog()
 
     def _begin(self, frame: Frame) -> Awaitable[None] | None:
         """Begin the request of one frame.
@@ -284,9 +290,9 @@ class Session:
         """
         if self.visitor.raw:
             return self._begin_raw(frame)
-        begin_request()
-        key, version, correlation_id = peek(frame.view)
-        forbidden = self.visitor.forbids(key, self._context.clock.monotonic_s())
+        reset_element_count()
+        key, version, correlation_id = peek_header(frame.view)
+        forbidden = self.visitor.rejection_reason(key, self._context.clock.monotonic_s())
         if forbidden:
             raise ConnectionRejectedError(forbidden)
         api = handlers.APIS.get(key)
@@ -296,7 +302,7 @@ class Session:
                     f"request of an API or version that is not supported: key={key} version={version}."
                 )
             self._answer(self._new_slot(), key, 0, correlation_id, [unsupported_version()])
-            self._give(frame)
+            self._end_frame(frame)
             frame.release()
             return None
         if key != PRODUCE and len(frame.view) > OTHER_REQUEST_BYTES:
@@ -308,16 +314,16 @@ class Session:
         work: Awaitable[Reply] = api.begin(self._context, request)
         if of_time:
             request.spent_s = clock.monotonic_s() - began_s
-        if key == PRODUCE and not self._context.quotas.limits.none:
+        if key == PRODUCE and not self._context.quotas.limits.is_empty:
             request.throttle_ms = self._charge(request, quotas.PRODUCE, len(frame.view))
         slot = self._new_slot() if request.answered else None
         if isinstance(work, asyncio.Future):
-            work.add_done_callback(lambda done: self._done(done, request, slot, frame))
+            work.add_done_callback(lambda done: self._request_done(done, request, slot, frame))
         else:
-            at_once = min(api.at_once, self._context.settings.reads_at_once) if api.abandon else api.at_once
+            at_once = min(api.at_once, self._context.settings.concurrent_reads_max) if api.abandon else api.at_once
             turns = self._turns.get(key) or self._turns.setdefault(key, asyncio.Semaphore(at_once))
             metered = Metered(work, clock) if of_time and isinstance(work, Coroutine) else None
-            waiting = self._in_turn(metered or work, turns, slot if api.abandon else None)
+            waiting = self._run_in_turn(metered or work, turns, slot if api.abandon else None)
             task = self._tasks.spawn(waiting, name=f"kafka.{api.name}")
             if api.abandon:
                 self._abandonable.add(task)
@@ -327,11 +333,11 @@ class Session:
                     work.close()
                 if metered is not None:
                     request.spent_s += metered.spent_s
-                self._done(done, request, slot, frame)
+                self._request_done(done, request, slot, frame)
 
             task.add_done_callback(ended)
             if api.barrier:
-                request.reserving = _ended(task)
+                request.reserving = _wait_ended(task)
         return request.reserving
 
     def _begin_raw(self, frame: Frame) -> Awaitable[None]:
@@ -339,33 +345,35 @@ class Session:
         slot = self._new_slot()
 
         async def answer() -> Reply:
-            step, _ = await prove(self._context, self.visitor, bytes(frame.view))
+            step, _ = await advance_authentication(self._context, self.visitor, bytes(frame.view))
             return [I32.pack(len(step.reply)), step.reply]
 
         task = self._tasks.spawn(answer(), name="kafka.raw_sasl")
 
         def ended(done: asyncio.Future[Reply]) -> None:
-            self._give(frame)
+            self._end_frame(frame)
             frame.release()
             error = asyncio.CancelledError() if done.cancelled() else done.exception()
             if error is not None:
-                self._end(None if isinstance(error, AuthenticationFailedError) else ConnectionAbortedError(repr(error)))
+                self._close_after_answers(
+                    None if isinstance(error, AuthenticationFailedError) else ConnectionAbortedError(repr(error))
+                )
             elif not self._connection.closed:
-                self._is_known()
+                self._raise_size_limit()
                 slot.response = done.result()
                 self._send_ready()
 
         task.add_done_callback(ended)
-        return _ended(task)
+        return _wait_ended(task)
 
-    async def _in_turn(self, work: Awaitable[Reply], turns: asyncio.Semaphore, reads: _Slot | None) -> Reply:
+    async def _run_in_turn(self, work: Awaitable[Reply], turns: asyncio.Semaphore, reads: _Slot | None) -> Reply:
         """Run `work` when it has a turn. A read waits for room, and its answer is counted before the next turn."""
         async with turns:
             if reads is None:
                 return await work
             await self._room.wait()
             reply = await work
-            self._count(reads, reply)
+            self._count_answer(reads, reply)
             self.consider_reading()
             return reply
 
@@ -374,9 +382,9 @@ class Session:
         self._slots.append(slot)
         return slot
 
-    def _done(self, done: asyncio.Future[Reply], request: Request, slot: _Slot | None, frame: Frame) -> None:
+    def _request_done(self, done: asyncio.Future[Reply], request: Request, slot: _Slot | None, frame: Frame) -> None:
         self._abandonable.discard(done)
-        self._give(frame)
+        self._end_frame(frame)
         frame.release()
         if self._connection.closed:
             if not done.cancelled():
@@ -384,7 +392,7 @@ class Session:
             return
         error = None if done.cancelled() else done.exception()
         if isinstance(error, MalformedFrameError):
-            self._end(error)
+            self._close_after_answers(error)
             return
         if done.cancelled() or error is not None:
             log.warning(
@@ -395,21 +403,21 @@ class Session:
                 client_id=request.client_id,
                 error=repr(error),
             )
-            self._end()
+            self._close_after_answers()
             return
-        self._tell_throttle(request, done.result())
+        self._write_throttle(request, done.result())
         if slot is not None:
             self._answer(slot, request.key, request.version, request.correlation_id, done.result())
         if request.key == SASL_AUTHENTICATE:
-            self._is_known()
+            self._raise_size_limit()
         if self.visitor.rejected is not None:
-            self._end(ConnectionRejectedError(self.visitor.rejected) if self.visitor.rejected else None)
+            self._close_after_answers(ConnectionRejectedError(self.visitor.rejected) if self.visitor.rejected else None)
         self.consider_reading()
 
     def _charge(self, request: Request, name: str, amount: float) -> int:
         """Charge a quota and return the milliseconds for which the client is muted from now on."""
         user, now_s = self.visitor.principal.removeprefix(USER), self._context.clock.monotonic_s()
-        throttle_ms = self._context.quotas.limits.use(name, user, request.client_id, amount, now_s)
+        throttle_ms = self._context.quotas.limits.record_usage(name, user, request.client_id, amount, now_s)
         if throttle_ms:
             _THROTTLED.labels(name).inc(throttle_ms / 1000)
             self._muted_until_s = max(self._muted_until_s, now_s + throttle_ms / 1000)
@@ -418,13 +426,13 @@ class Session:
                 asyncio.get_running_loop().call_later(throttle_ms / 1000, self._unmute)
         return throttle_ms
 
-    def _tell_throttle(self, request: Request, reply: Reply) -> None:
+    def _write_throttle(self, request: Request, reply: Reply) -> None:
         """Write the throttle time into the answer (KIP-219).
 
         A Produce is charged when it arrives, a Fetch by its answer, and any request by its loop time.
         """
         throttle_ms, limits = request.throttle_ms, self._context.quotas.limits
-        if request.key == FETCH and not limits.none:
+        if request.key == FETCH and not limits.is_empty:
             throttle_ms = self._charge(request, quotas.CONSUME, sum(map(len, reply)))
         if request.spent_s and self.visitor.known:
             throttle_ms = max(throttle_ms, self._charge(request, quotas.REQUEST, 100 * request.spent_s))
@@ -434,7 +442,7 @@ class Session:
             set_produce_throttle(reply, request.version, throttle_ms)
         elif request.key == FETCH:
             set_throttle(reply, throttle_ms)
-        elif (at := throttle_at(request.key, request.version)) >= 0:
+        elif (at := throttle_offset(request.key, request.version)) >= 0:
             set_throttle(reply, throttle_ms, at)
 
     def _unmute(self) -> None:
@@ -446,14 +454,14 @@ class Session:
             return
         self._muted = False
         if not self._stalled:
-            self._work_off()
+            self._begin_backlog()
 
     def _answer(self, slot: _Slot, key: int, version: int, correlation_id: int, body: list[Buffer]) -> None:
-        self._count(slot, body)
+        self._count_answer(slot, body)
         slot.response = [response_head(key, version, correlation_id, slot.size), *body]
         self._send_soon()
 
-    def _count(self, slot: _Slot, body: list[Buffer]) -> None:
+    def _count_answer(self, slot: _Slot, body: list[Buffer]) -> None:
         """Account for the answer of a slot. Idempotent."""
         self._answered_bytes -= slot.size
         slot.size = sum(map(len, body))
@@ -475,15 +483,15 @@ class Session:
             self._connection.send(ready)
             self.consider_reading()
 
-    def _end(self, error: Exception | None = None) -> None:
+    def _close_after_answers(self, error: Exception | None = None) -> None:
         """Close the connection after a client's fault; complete answers are sent first."""
         self._send_ready()
         self._connection.close(error)
 
-    def _lost(self, error: Exception | None) -> None:
+    def _connection_lost(self, error: Exception | None) -> None:
         if isinstance(error, ssl.SSLError | ConnectionRejectedError) or (error is not None and not self.visitor.known):
             host = self.visitor.host
-            self._context.audit.refused("kafka.connection_not_secured", (host,), host=host, reason=str(error))
+            self._context.audit.log_refusal("kafka.connection_not_secured", (host,), host=host, reason=str(error))
         elif isinstance(error, MalformedFrameError):
             log.warning("kafka.bad_frame", peer=self._peer, error=str(error))
         elif error is not None and not isinstance(error, ConnectionError):
@@ -491,15 +499,15 @@ class Session:
         for task in list(self._abandonable):
             task.cancel()
         self._slots.clear()
-        self._reader.drop()
+        self._reader.drop_partial()
         for frame in self._backlog:
-            self._give(frame)
+            self._end_frame(frame)
             frame.release()
         self._backlog.clear()
-        self._budget.forget(self)
-        self._context.repeats.forget(self._number)
+        self._budget.remove_session(self)
+        self._context.repeats.close_connection(self._number)
         self._on_end(self)
 
 
-async def _ended(task: asyncio.Task[Any]) -> None:
+async def _wait_ended(task: asyncio.Task[Any]) -> None:
     await asyncio.wait([task])

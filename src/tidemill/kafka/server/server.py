@@ -18,38 +18,38 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.address import Address, plain_host
+from tidemill.base.address import Address, canonical_host
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.runtime.memory_budget import Budget as Memory
-from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.runtime.memory_budget import MemoryBudget as Memory
+from tidemill.base.runtime.tasks import Tasks, error_sentence, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.kafka import handlers
-from tidemill.kafka.api.authorizer import Access
+from tidemill.kafka.api.authorizer import RequestAuthorizer
 from tidemill.kafka.api.context import Broker, Context, Nodes
-from tidemill.kafka.api.coordinator_lookup import Owners
-from tidemill.kafka.fetch_sessions.implicit import Repeats
+from tidemill.kafka.api.coordinator_lookup import CoordinatorLookup
+from tidemill.kafka.fetch_sessions.implicit import ImplicitSessions
 from tidemill.kafka.fetch_sessions.sessions import FetchSessions
-from tidemill.kafka.groups.config_cache import GroupConfigs
-from tidemill.kafka.groups.coordinator import Coordinator
-from tidemill.kafka.groups.registers import carry_over
-from tidemill.kafka.groups.topic_patterns import Subscribable
+from tidemill.kafka.groups.config_cache import GroupConfigCache
+from tidemill.kafka.groups.coordinator import GroupCoordinator
+from tidemill.kafka.groups.registers import migrate_offsets
+from tidemill.kafka.groups.topic_patterns import TopicPatterns
 from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.kafka.net.buffer_pool import BufferPool
-from tidemill.kafka.net.connection_limits import ConnectionQuotas
+from tidemill.kafka.net.connection_limits import ConnectionLimits
 from tidemill.kafka.net.listener_security import ConnectionRejectedError, ListenerSecurity
-from tidemill.kafka.net.listeners import DEFAULT, Advertised, Listener
-from tidemill.kafka.net.memory_budget import Budget
-from tidemill.kafka.server.client_session import Session
+from tidemill.kafka.net.listeners import DEFAULT, AdvertisedListener, Listener
+from tidemill.kafka.net.memory_budget import MemoryBudget
+from tidemill.kafka.server.client_session import ClientSession
 from tidemill.kafka.settings import KafkaSettings
-from tidemill.kafka.transactions.coordinator import Transactions
+from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets
-from tidemill.kafka.transactions.hints import Hints
+from tidemill.kafka.transactions.hints import TransactionHints
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.audit import Audit
 from tidemill.security.quota_cache import QuotaCache
-from tidemill.security.tls import Certificates
+from tidemill.security.tls import ServerCertificates
 from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
 from tidemill.topics.produce.producer_ids import ProducerIds
@@ -57,10 +57,10 @@ from tidemill.topics.produce.producer_ids import ProducerIds
 log = structlog.get_logger()
 
 _SWEEP_INTERVAL_S = 5.0
-_UNKNOWN_SHARE = 4
+_UNAUTHENTICATED_DIVISOR = 4
 """Divisor of the connection limit: the share of connections whose clients have not authenticated yet."""
 _RENEW_INTERVAL_S = 5.0
-_FORGET_INTERVAL_S = 3600.0
+_EXPIRY_INTERVAL_S = 3600.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 """Seconds of silence before the first probe, seconds between probes, number of probes."""
 _STEADY_S = 5.0
@@ -116,28 +116,28 @@ class KafkaServer:
         self._settings = settings or KafkaSettings()
         self._rulebook = rulebook
         self.quotas = QuotaCache(catalogue.metastore, clock)
-        self.group_configs = GroupConfigs(catalogue, self._settings.group_limits)
+        self.group_configs = GroupConfigCache(catalogue, self._settings.group_limits)
         self._tracker = tracker if tracker is not None else StatusTracker()
-        self._units = Tasks(self._unit_broke)
-        self._requests = Tasks(_told_by_its_session)
-        self._sessions: set[Session] = set()
-        self._unknown: dict[Session, None] = {}
+        self._units = Tasks(self._report_supervision_failure)
+        self._requests = Tasks(_ignore_request_failure)
+        self._sessions: set[ClientSession] = set()
+        self._unknown: dict[ClientSession, None] = {}
         """Sessions that have not authenticated yet, oldest first. Authenticated ones are removed lazily."""
         self._pool = BufferPool()
-        self._budget = budget = Budget(self._settings.process_bytes_max, self._settings.answer_bytes_max)
+        self._budget = budget = MemoryBudget(self._settings.process_bytes_max, self._settings.answer_bytes_max)
         self._memory = memory
-        self._groups: Coordinator | None = None
+        self._groups: GroupCoordinator | None = None
         if memory is not None:
-            memory.share("kafka requests", budget.requests_max, lambda: budget.request_bytes)
-            memory.share("kafka answers", budget.answers_max, lambda: budget.answer_bytes)
+            memory.register_share("kafka requests", budget.requests_max, lambda: budget.request_bytes)
+            memory.register_share("kafka answers", budget.answers_max, lambda: budget.answer_bytes)
         self.fetch_sessions = sessions = FetchSessions(clock, rand, self._settings)
         if memory is not None:
-            memory.share("kafka fetch sessions", sessions.bytes_max, lambda: sessions.used_bytes)
-        self._door = ConnectionQuotas(self._settings)
+            memory.register_share("kafka fetch sessions", sessions.bytes_max, lambda: sessions.used_bytes)
+        self._door = ConnectionLimits(self._settings)
         self._accepted = 0
         self._bound: dict[str, socket.socket] = {}
-        self._transactions: Transactions | None = None
-        self._hints: Hints | None = None
+        self._transactions: TransactionCoordinator | None = None
+        self._hints: TransactionHints | None = None
 
     @property
     def port(self) -> int:
@@ -161,7 +161,7 @@ class KafkaServer:
         """
         cache = TopicCache(self._catalogue, self._clock)
         await asyncio.gather(cache.refresh(), asyncio.to_thread(handlers.compile_all))
-        await carry_over(self._consensus, self._catalogue.metastore, self._clock.now_ms())
+        await migrate_offsets(self._consensus, self._catalogue.metastore, self._clock.now_ms())
         self._settings = replace(self._settings, cluster_id=(await self._catalogue.metastore.cluster()).uuid)
         members = self._nodes.members() if self._nodes is not None else ()
         node_id = next((member.node_id for member in members if member.name == self._name), node_id or self._node_id)
@@ -198,7 +198,7 @@ class KafkaServer:
             cache=cache,
             producer_ids=ProducerIds(self._consensus, self._rand),
             users=Users(self._catalogue.metastore, self._clock),
-            access=Access(self._rulebook, audit),
+            access=RequestAuthorizer(self._rulebook, audit),
             quotas=self.quotas,
             group_configs=self.group_configs,
             audit=audit,
@@ -206,30 +206,30 @@ class KafkaServer:
             clock=self._clock,
             settings=self._settings,
             own=told[DEFAULT],
-            listeners=[self._advertised(listener, told[listener.name]) for listener in self._listeners],
+            listeners=[self._advertised_listener(listener, told[listener.name]) for listener in self._listeners],
         )
-        context.fetch_sessions, context.repeats = self.fetch_sessions, Repeats(self.fetch_sessions)
+        context.fetch_sessions, context.repeats = self.fetch_sessions, ImplicitSessions(self.fetch_sessions)
         if self._memory is not None:
-            self._memory.share("kafka metadata", context.layouts.bytes_max, lambda: context.layouts.used_bytes)
-        self._coordinate(context)
-        self._keep("kafka:topics", partial(cache.run, self._settings.topics_refresh_s))
+            self._memory.register_share("kafka metadata", context.layouts.bytes_max, lambda: context.layouts.used_bytes)
+        self._start_groups(context)
+        self._supervise("kafka:topics", partial(cache.run, self._settings.topics_refresh_s))
         for listener in self._listeners:
-            came_by = context.come_by(listener.name, told[listener.name])
-            self._keep(_accepting(listener), partial(self._accept, listener, came_by))
+            came_by = context.for_listener(listener.name, told[listener.name])
+            self._supervise(_accept_stage(listener), partial(self._accept, listener, came_by))
             port, protocol = self.ports[listener.name], listener.gate.protocol
             log.info("kafka.listening", listener=listener.name, host=listener.host, port=port, security=protocol)
-        self._keep("kafka:sweep", self._sweep)
-        self._keep("kafka:quotas", self.quotas.run)
-        self._keep("kafka:group configs", self.group_configs.run)
+        self._supervise("kafka:sweep", self._sweep)
+        self._supervise("kafka:quotas", self.quotas.run)
+        self._supervise("kafka:group configs", self.group_configs.run)
         if self._rulebook is not None:
-            self._keep("kafka:rules", self._rulebook.run)
+            self._supervise("kafka:rules", self._rulebook.run)
         if certificates:
-            self._keep("kafka:certificates", partial(self._renew, certificates))
+            self._supervise("kafka:certificates", partial(self._renew_certificates, certificates))
         return self.port
 
-    def _advertised(self, listener: Listener, told: Broker) -> Advertised:
+    def _advertised_listener(self, listener: Listener, told: Broker) -> AdvertisedListener:
         bound = Address(listener.host, self.ports[listener.name])
-        return Advertised(listener.name, str(bound), str(Address(told.host, told.port)), listener.gate.protocol)
+        return AdvertisedListener(listener.name, str(bound), str(Address(told.host, told.port)), listener.gate.protocol)
 
     def _unbind(self) -> None:
         bound, self._bound = self._bound, {}
@@ -237,14 +237,14 @@ class KafkaServer:
             asyncio.get_running_loop().remove_reader(each.fileno())
             each.close()
 
-    def _coordinate(self, context: Context) -> None:
+    def _start_groups(self, context: Context) -> None:
         """Create the coordinator of consumer groups, whose state is in rows of the metastore."""
         settings, metastore = self._settings, self._catalogue.metastore
-        context.owners = owners = Owners(context)
-        context.subscribable = Subscribable(context.cache)
-        context.groups = self._groups = Coordinator(
+        context.owners = owners = CoordinatorLookup(context)
+        context.subscribable = TopicPatterns(context.cache)
+        context.groups = self._groups = GroupCoordinator(
             metastore,
-            owners.is_own,
+            owners.coordinates_group,
             self._clock,
             self._rand,
             node=self._name,
@@ -254,45 +254,45 @@ class KafkaServer:
             tracker=self._tracker,
         )
         if self._memory is not None:
-            self._memory.share("kafka groups", settings.groups_bytes_max, lambda: context.groups.used_bytes)
+            self._memory.register_share("kafka groups", settings.groups_bytes_max, lambda: context.groups.used_bytes)
         if self._nodes is not None:
-            self._nodes.on_change(context.groups.reassigned)
-        self.group_configs.on_change(context.groups.reconfigured)
-        context.groups.reassigned()
-        self._transact(context, owners, self._groups)
+            self._nodes.on_change(context.groups.apply_ownership)
+        self.group_configs.on_change(context.groups.apply_configs)
+        context.groups.apply_ownership()
+        self._start_transactions(context, owners, self._groups)
 
-    def _transact(self, context: Context, owners: Owners, groups: Coordinator) -> None:
+    def _start_transactions(self, context: Context, owners: CoordinatorLookup, groups: GroupCoordinator) -> None:
         """Create the coordinator of transactions, whose state is in registers of consensus.
 
         It commits offsets through the group's coordinator.
         """
-        context.transactions = self._transactions = transactions = Transactions(
+        context.transactions = self._transactions = transactions = TransactionCoordinator(
             self._consensus,
             self._topics,
-            CoordinatedOffsets(groups, lambda group: owners.of_group(group).name, self._clock),
+            CoordinatedOffsets(groups, lambda group: owners.group_coordinator(group).name, self._clock),
             context.producer_ids,
             self._clock,
             self._rand,
-            coordinates=owners.coordinates,
+            coordinates=owners.coordinates_transaction,
             timeout_max_ms=self._settings.transaction_timeout_max_ms,
             expires_ms=self._settings.transactional_id_expires_ms,
         )
-        self._hints = hints = Hints(self._consensus, self._rand, self._name, transactions.look_at)
+        self._hints = hints = TransactionHints(self._consensus, self._rand, self._name, transactions.check)
         transactions.remind = hints.send
-        self._topics.coordinated_by(transactions.confirm)
-        self._keep("kafka:transaction-hints", hints.follow)
+        self._topics.set_coordinator(transactions.confirm)
+        self._supervise("kafka:transaction-hints", hints.follow)
         moved = asyncio.Event()
         if self._nodes is not None:
             self._nodes.on_change(moved.set)
-        self._keep("kafka:transactions", partial(self._look_after, transactions, moved))
+        self._supervise("kafka:transactions", partial(self._run_transactions, transactions, moved))
 
-    async def _look_after(self, transactions: Transactions, moved: asyncio.Event) -> None:
+    async def _run_transactions(self, transactions: TransactionCoordinator, moved: asyncio.Event) -> None:
         """Take over transactions at start and whenever nodes join or leave, and periodically to remove expired ids."""
         while True:
             moved.clear()
             await transactions.take_over()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_FORGET_INTERVAL_S):
+                async with asyncio.timeout(_EXPIRY_INTERVAL_S):
                     await moved.wait()
 
     async def aclose(self) -> None:
@@ -308,21 +308,21 @@ class KafkaServer:
         await self._units.aclose()
         await self._requests.aclose()
 
-    def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
+    def _supervise(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
         """Run one of the endpoint's own loops: its failures are reported under `mark`, and it is restarted."""
 
         async def steady() -> None:
-            healing = asyncio.get_running_loop().call_later(_STEADY_S, self._tracker.heal, mark)
+            healing = asyncio.get_running_loop().call_later(_STEADY_S, self._tracker.clear_failure, mark)
             try:
                 await body()
             finally:
                 healing.cancel()
 
-        self._units.spawn(keep(mark, steady, tracker=self._tracker, clock=self._clock), name=mark)
+        self._units.spawn(run_unit(mark, steady, tracker=self._tracker, clock=self._clock), name=mark)
 
-    def _unit_broke(self, mark: str, error: BaseException) -> None:
+    def _report_supervision_failure(self, mark: str, error: BaseException) -> None:
         """Report a failure of the supervision itself, which only a restart of the node repairs."""
-        self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
+        self._tracker.fail(mark, error_sentence(error), now_ms=self._clock.now_ms(), parked=True)
 
     async def _accept(self, listener: Listener, context: Context) -> None:
         """Accept connections of one listener.
@@ -340,25 +340,25 @@ class KafkaServer:
                 if not self._bound:
                     return
                 raise
-            self._tracker.heal(_accepting(listener))
+            self._tracker.clear_failure(_accept_stage(listener))
             try:
-                self._enter(sock, peer, context, listener.gate)
+                self._admit(sock, peer, context, listener.gate)
             except Exception as error:
                 # Any error here is the fault of this connection only.
                 log.error("kafka.connection_broke", peer=peer[0], error=repr(error), exc_info=error)
                 sock.close()
 
-    def _enter(self, sock: socket.socket, peer: tuple[str, int], context: Context, gate: ListenerSecurity) -> None:
-        address = plain_host(peer[0])
-        if not self._door.enter(address, self._clock.monotonic_s()):
+    def _admit(self, sock: socket.socket, peer: tuple[str, int], context: Context, gate: ListenerSecurity) -> None:
+        address = canonical_host(peer[0])
+        if not self._door.admit(address, self._clock.monotonic_s()):
             sock.close()
             return
 
-        def ended(session: Session) -> None:
+        def ended(session: ClientSession) -> None:
             if session in self._sessions:
                 self._sessions.discard(session)
                 self._unknown.pop(session, None)
-                self._door.leave(address)
+                self._door.release(address)
 
         try:
             sock.setblocking(False)
@@ -366,20 +366,20 @@ class KafkaServer:
             keep_alive(sock)
             self._accepted += 1
             where = f"{address}:{peer[1]}"
-            session = Session(
+            session = ClientSession(
                 sock, where, context, self._pool, self._budget, self._requests, ended, self._accepted, gate
             )
             self._sessions.add(session)
         except BaseException:
-            self._door.leave(address)
+            self._door.release(address)
             raise
         if not session.visitor.known:
-            self._await_proof(session)
+            self._limit_unauthenticated(session)
 
-    def _await_proof(self, session: Session) -> None:
+    def _limit_unauthenticated(self, session: ClientSession) -> None:
         """Close the oldest unauthenticated session while these exceed their share of all connections."""
         self._unknown[session] = None
-        share = max(1, self._door.connections_max // _UNKNOWN_SHARE)
+        share = max(1, self._door.connections_max // _UNAUTHENTICATED_DIVISOR)
         while len(self._unknown) > share:
             oldest = next(iter(self._unknown))
             del self._unknown[oldest]
@@ -388,16 +388,16 @@ class KafkaServer:
                     ConnectionRejectedError("too many connections are not authenticated, and this one is the oldest")
                 )
 
-    async def _renew(self, certificates: Sequence[Certificates]) -> None:
+    async def _renew_certificates(self, certificates: Sequence[ServerCertificates]) -> None:
         """Reload changed certificates.
 
         Raises InvalidError while the files cannot be used; the former certificates stay in use.
         """
         while True:
             for each in certificates:
-                if await asyncio.to_thread(each.renew):
+                if await asyncio.to_thread(each.reload_if_changed):
                     log.info("kafka.certificates_renewed")
-            self._tracker.heal("kafka:certificates")
+            self._tracker.clear_failure("kafka:certificates")
             await asyncio.sleep(_RENEW_INTERVAL_S)
 
     async def _sweep(self) -> None:
@@ -407,7 +407,7 @@ class KafkaServer:
             await asyncio.sleep(min(_SWEEP_INTERVAL_S, *(timeout_s / 2 for timeout_s in timeouts_s)))
             now_s = self._clock.monotonic_s()
             for session in list(self._sessions):
-                reason = session.expired(now_s)
+                reason = session.close_reason(now_s)
                 if reason:
                     session.close(TimeoutError(reason))
 
@@ -420,10 +420,10 @@ def keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _accepting(listener: Listener) -> str:
+def _accept_stage(listener: Listener) -> str:
     """Return the status name of a listener's accept loop."""
     return "kafka:accept" if listener.name == DEFAULT else f"kafka:accept:{listener.name}"
 
 
-def _told_by_its_session(name: str, error: BaseException) -> None:
-    """Ignore the failure of a request's task: its session handles it (`Session._done`)."""
+def _ignore_request_failure(name: str, error: BaseException) -> None:
+    """Ignore the failure of a request's task: its session handles it (`ClientSession._request_done`)."""

@@ -14,7 +14,7 @@ from tidemill.kafka.transactions.state import State, Transaction
 from tidemill.kafka.transactions.store import change, read
 from tidemill.topics.membership import LEASE_PREFIX
 
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 async def abort(consensus: Consensus, clock: Clock, rand: Rand, transactional_id: str, *, wait_s: float) -> Transaction:
@@ -38,6 +38,6 @@ async def abort(consensus: Consensus, clock: Clock, rand: Rand, transactional_id
             await send(consensus, rand, lease.name.removeprefix(LEASE_PREFIX), transactional_id)
     until_s = clock.monotonic_s() + wait_s
     while found.state is State.PREPARE_ABORT and clock.monotonic_s() < until_s:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
         found = await read(consensus, transactional_id) or found
     return found

@@ -22,31 +22,31 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, TidemillError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import Backoff, Tasks, is_own_fault, sentence
+from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence, is_own_fault_of_await
 from tidemill.consensus.api import Consensus
 from tidemill.kafka import error_codes
 from tidemill.kafka.transactions import transitions
 from tidemill.kafka.transactions.state import Offsets, Places, State, Transaction, key_of
 from tidemill.kafka.transactions.store import (
     Decide,
-    all_of,
+    add_to_index,
     change,
-    forget_in_groups,
-    let_go,
-    name_for_group,
+    drop_group_offsets,
+    prune_index,
     read,
+    read_all,
     undecided,
 )
 from tidemill.kafka.transactions.transitions import Decision
 from tidemill.topics.api import (
     ConcurrentTransactionsError,
-    Here,
     InvalidProducerEpochError,
     InvalidTransactionError,
     Marker,
     NotLeaderError,
     ProduceTransaction,
     TopicLog,
+    TransactionSnapshot,
 )
 from tidemill.topics.produce.producer_ids import ProducerIds
 
@@ -57,9 +57,9 @@ ANSWER_WAIT_S = 5.0
 then gets a retriable code.
 """
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-MARKED_AT_ONCE = 64
+CONCURRENT_MARKERS_MAX = 64
 
-Seen = Here | TidemillError
+OpenResult = TransactionSnapshot | TidemillError
 
 
 class GroupOffsetStore(Protocol):
@@ -76,12 +76,12 @@ class GroupOffsetStore(Protocol):
         """
         ...
 
-    def turn(self, group: str) -> AbstractAsyncContextManager[None]:
+    def exclusive(self, group: str) -> AbstractAsyncContextManager[None]:
         """Exclude commits of the group while the context is open."""
         ...
 
 
-class Transactions:
+class TransactionCoordinator:
     """Coordinator of transactional ids.
 
     coordinates   whether this node coordinates the transactional id in its current view
@@ -115,7 +115,7 @@ class Transactions:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._tasks = Tasks(self._broke)
+        self._tasks = Tasks(self._task_failed)
         self._written: dict[tuple[str, int, int], Counter[tuple[str, int]]] = {}
         """Partitions that are about to be added, by producer identity."""
         self._closed = False
@@ -146,7 +146,7 @@ class Transactions:
         if decision.code == error_codes.CONCURRENT_TRANSACTIONS:
             # The transaction that this request fenced or found prepared ends first; the client retries if that takes
             # long.
-            await self._ended(transactional_id)
+            await self._await_end(transactional_id)
             found = await self.read(transactional_id)
             if found is not None and not found.state.prepared:
                 decision, after = await self._change(transactional_id, first)
@@ -158,7 +158,7 @@ class Transactions:
         return await self._add(transactional_id, producer_id, epoch, partitions=partitions)
 
     async def add_group(self, transactional_id: str, producer_id: int, epoch: int, group: str) -> int:
-        await name_for_group(self._consensus, self._rand, group, transactional_id)
+        await add_to_index(self._consensus, self._rand, group, transactional_id)
         return await self._add(transactional_id, producer_id, epoch, groups=(group,))
 
     async def _add(
@@ -181,7 +181,7 @@ class Transactions:
     ) -> int:
         """Store offsets in the transaction. Raises InvalidError if the transaction becomes too large."""
         if adds:
-            await name_for_group(self._consensus, self._rand, group, transactional_id)
+            await add_to_index(self._consensus, self._rand, group, transactional_id)
 
         def keep(found: Transaction | None) -> Decision:
             now_ms = self._clock.now_ms()
@@ -195,7 +195,7 @@ class Transactions:
 
         decision, _ = await self._change(transactional_id, over)
         if not decision.code:
-            await self._ended(transactional_id)
+            await self._await_end(transactional_id)
         return decision.code
 
     async def end_bumping(
@@ -214,7 +214,7 @@ class Transactions:
             decision, after = await self._change(transactional_id, over)
         if decision.code or after is None:
             return decision.code or error_codes.COORDINATOR_NOT_AVAILABLE, -1, -1
-        await self._ended(transactional_id)
+        await self._await_end(transactional_id)
         return 0, *after.identity
 
     async def confirm(
@@ -266,38 +266,38 @@ class Transactions:
 
     async def all(self) -> dict[str, Transaction]:
         """Return the transactions of all nodes. Unreadable ones are left out and logged."""
-        return {transactional_id: found for transactional_id, (_, found) in (await all_of(self._consensus)).items()}
+        return {transactional_id: found for transactional_id, (_, found) in (await read_all(self._consensus)).items()}
 
     # changing -------------------------------------------------------------------------------------
     async def _change(self, transactional_id: str, decide_on: Decide) -> tuple[Decision, Transaction | None]:
         """Change a register (`store.change`). Requests for one id do not race within this process."""
         async with self._locks.setdefault(transactional_id, asyncio.Lock()):
             decision, after = await change(self._consensus, self._rand, transactional_id, decide_on)
-            self._look_after(transactional_id, after)
+            self._supervise(transactional_id, after)
             return decision, after
 
-    async def let_go(self, group: str, places: Set[tuple[str, int]] | None = None) -> None:
+    async def drop_group_offsets(self, group: str, places: Set[tuple[str, int]] | None = None) -> None:
         """Remove the offsets of a group, all or these (topic id, partition), from transactions, so that they are never
         committed.
 
         Raises UnavailableError, UnknownOutcomeError.
         """
-        await let_go(self._consensus, self._rand, group, places, self._clock.now_ms())
+        await drop_group_offsets(self._consensus, self._rand, group, places, self._clock.now_ms())
 
     async def delete_offsets(
         self, group: str, places: Set[tuple[str, int]], delete: Callable[[], Awaitable[int]]
     ) -> int:
         """Delete offsets without a concurrent commit. Raises UnavailableError, UnknownOutcomeError."""
-        async with self._groups.turn(group):
-            await self.let_go(group, places)
+        async with self._groups.exclusive(group):
+            await self.drop_group_offsets(group, places)
             return await delete()
 
     # looking after --------------------------------------------------------------------------------
     async def take_over(self) -> None:
         """Supervise all transactions that this node coordinates, and delete expired ids. Raises UnavailableError."""
         forgotten_ms = self._clock.now_ms() - self._expires_ms
-        found = await all_of(self._consensus)
-        await forget_in_groups(self._consensus, self._rand, self._clock.now_ms())
+        found = await read_all(self._consensus)
+        await prune_index(self._consensus, self._rand, self._clock.now_ms())
         for transactional_id, (seq, transaction) in found.items():
             if not self._coordinates(transactional_id):
                 continue
@@ -306,13 +306,13 @@ class Transactions:
                 with contextlib.suppress(ConflictError, UnknownOutcomeError):
                     await self._consensus.drop(key_of(transactional_id), seq)
                 continue
-            self._look_after(transactional_id, transaction)
+            self._supervise(transactional_id, transaction)
 
-    async def look_at(self, transactional_id: str) -> None:
+    async def check(self, transactional_id: str) -> None:
         """Supervise a transaction that another process changed. Raises UnavailableError."""
-        self._look_after(transactional_id, await self.read(transactional_id))
+        self._supervise(transactional_id, await self.read(transactional_id))
 
-    def _look_after(self, transactional_id: str, found: Transaction | None) -> None:
+    def _supervise(self, transactional_id: str, found: Transaction | None) -> None:
         if self._closed:
             return
         timer = self._timers.pop(transactional_id, None)
@@ -323,13 +323,15 @@ class Transactions:
         if found.state is State.ONGOING:
             self._set_timer(transactional_id, max(0, found.due_ms - self._clock.now_ms()) / 1000)
         elif found.state.prepared and transactional_id not in self._ending:
-            ending = self._tasks.spawn(self._carry(transactional_id), name=transactional_id)
+            ending = self._tasks.spawn(self._complete(transactional_id), name=transactional_id)
             self._ending[transactional_id] = ending
 
     def _set_timer(self, transactional_id: str, delay_s: float) -> None:
-        self._timers[transactional_id] = asyncio.get_running_loop().call_later(delay_s, self._due, transactional_id)
+        self._timers[transactional_id] = asyncio.get_running_loop().call_later(
+            delay_s, self._timeout_due, transactional_id
+        )
 
-    def _due(self, transactional_id: str) -> None:
+    def _timeout_due(self, transactional_id: str) -> None:
         del self._timers[transactional_id]
         self._tasks.spawn(self._expire(transactional_id), name=transactional_id)
 
@@ -341,28 +343,28 @@ class Transactions:
             if transactional_id not in self._timers:
                 self._set_timer(transactional_id, LONGEST_PAUSE_S)
 
-    async def _ended(self, transactional_id: str) -> None:
+    async def _await_end(self, transactional_id: str) -> None:
         ending = self._ending.get(transactional_id)
         if ending is not None:
             await asyncio.wait([ending], timeout=ANSWER_WAIT_S)
 
-    async def _carry(self, transactional_id: str) -> None:
+    async def _complete(self, transactional_id: str) -> None:
         """Retry until the transaction is complete, whichever node completes it."""
         pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:
             while not self._closed:
                 try:
-                    if await self._settle(transactional_id):
+                    if await self._try_complete(transactional_id):
                         return
                 except BaseException as error:
-                    if not is_own_fault(error):
+                    if not is_own_fault_of_await(error):
                         raise
-                    log.warning("transaction.waits", id=transactional_id, cause=sentence(error))
+                    log.warning("transaction.waits", id=transactional_id, cause=error_sentence(error))
                 await asyncio.sleep(pauses.pause_s(0.0))
         finally:
             del self._ending[transactional_id]
 
-    async def _settle(self, transactional_id: str) -> bool:
+    async def _try_complete(self, transactional_id: str) -> bool:
         """Try once to do everything that is left. Return whether the transaction is complete."""
         seen = await self.read(transactional_id)
         if seen is None or not seen.state.prepared:
@@ -370,45 +372,46 @@ class Transactions:
         marker = Marker(seen.producer_id, seen.epoch, seen.state is State.PREPARE_COMMIT, bumped=seen.bumped)
         places = [(topic_id, partition) for topic_id, several in seen.partitions.items() for partition in several]
         marked: dict[str, list[int]] = {}
-        for at in range(0, len(places), MARKED_AT_ONCE):
-            some = places[at : at + MARKED_AT_ONCE]
-            here: dict[tuple[str, int], Seen] = {}
+        for at in range(0, len(places), CONCURRENT_MARKERS_MAX):
+            some = places[at : at + CONCURRENT_MARKERS_MAX]
+            here: dict[tuple[str, int], OpenResult] = {}
             if not seen.bumped:
-                here = await self._open_here(some, marker)
+                here = await self._read_open(some, marker)
                 # Invariant: the register is read after the open transactions. So a marker ends only a transaction that
                 # was open while the register was still prepared, never the next one of the same epoch.
                 found = await self.read(transactional_id)
-                if found is None or not transitions.is_same(found, seen):
+                if found is None or not transitions.is_same_transaction(found, seen):
                     return found is None or not found.state.prepared
-            for place, done in zip(some, await self._marked(transactional_id, some, marker, here), strict=True):
+            for place, done in zip(some, await self._write_markers(transactional_id, some, marker, here), strict=True):
                 if done:
                     marked.setdefault(place[0], []).append(place[1])
         groups: list[str] = []
         if sum(map(len, marked.values())) == len(places):
             # Groups are last: a client that sees the offsets may read the records.
             for group in seen.offsets:
-                if await self._committed(transactional_id, seen, group):
+                if await self._commit_group(transactional_id, seen, group):
                     groups.append(group)
         _, after = await self._change(
-            transactional_id, lambda found: transitions.settled(found, seen, marked, groups, self._clock.now_ms())
+            transactional_id,
+            lambda found: transitions.record_progress(found, seen, marked, groups, self._clock.now_ms()),
         )
         return after is None or not after.state.prepared
 
-    async def _open_here(self, places: Sequence[tuple[str, int]], marker: Marker) -> dict[tuple[str, int], Seen]:
-        async def one(topic_id: str, partition: int) -> Seen:
+    async def _read_open(self, places: Sequence[tuple[str, int]], marker: Marker) -> dict[tuple[str, int], OpenResult]:
+        async def one(topic_id: str, partition: int) -> OpenResult:
             try:
-                return await self._topics.open_here(topic_id, partition, marker.producer_id)
+                return await self._topics.transaction_snapshot(topic_id, partition, marker.producer_id)
             except TidemillError as error:
                 return error
 
         return dict(zip(places, await asyncio.gather(*(one(*place) for place in places)), strict=True))
 
-    async def _marked(
+    async def _write_markers(
         self,
         transactional_id: str,
         places: Sequence[tuple[str, int]],
         marker: Marker,
-        here: Mapping[tuple[str, int], Seen],
+        here: Mapping[tuple[str, int], OpenResult],
     ) -> list[bool]:
         async def one(topic_id: str, partition: int) -> bool:
             try:
@@ -428,13 +431,17 @@ class Transactions:
 
         return list(await asyncio.gather(*(one(*place) for place in places)))
 
-    async def _committed(self, transactional_id: str, seen: Transaction, group: str) -> bool:
-        async def wanted() -> Offsets:
+    async def _commit_group(self, transactional_id: str, seen: Transaction, group: str) -> bool:
+        async def pending_offsets() -> Offsets:
             found = await self.read(transactional_id)
-            return found.offsets.get(group, {}) if found is not None and transitions.is_same(found, seen) else {}
+            return (
+                found.offsets.get(group, {})
+                if found is not None and transitions.is_same_transaction(found, seen)
+                else {}
+            )
 
         try:
-            await self._groups.commit(group, wanted)
+            await self._groups.commit(group, pending_offsets)
         except InvalidError as error:
             # The offsets can never be accepted, but their transaction is committed: log the error and continue.
             log.error("transaction.offsets_refused", group=group, error=str(error))
@@ -444,5 +451,5 @@ class Transactions:
             return False
         return True
 
-    def _broke(self, transactional_id: str, error: BaseException) -> None:
-        log.error("transaction.task_broke", id=transactional_id, error=sentence(error), exc_info=error)
+    def _task_failed(self, transactional_id: str, error: BaseException) -> None:
+        log.error("transaction.task_broke", id=transactional_id, error=error_sentence(error), exc_info=error)

@@ -22,13 +22,13 @@ from weakref import WeakValueDictionary
 from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.coordinator import Coordinator, GroupUnavailableError
+from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
 from tidemill.kafka.transactions.state import Offsets
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 
 if TYPE_CHECKING:
-    from tidemill.kafka.transactions.coordinator import Transactions
+    from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 
 _NEVER = (error_codes.INVALID_GROUP_ID, error_codes.INVALID_REQUEST)
 NO_FAULTS: frozenset[str] = frozenset()
@@ -40,9 +40,9 @@ Member = tuple[str, str | None, int]
 """Member id, instance id, generation."""
 
 
-async def keep(
-    groups: Coordinator,
-    transactions: Transactions,
+async def store_offsets(
+    groups: GroupCoordinator,
+    transactions: TransactionCoordinator,
     identity: Identity,
     group: str,
     member: Member,
@@ -59,19 +59,19 @@ async def keep(
         led = await groups.get(group)
     except GroupUnavailableError as refused:
         return refused.code
-    code = led.commit_refusal(*member, in_transaction=True)
+    code = led.commit_error(*member, in_transaction=True)
     code = code or await transactions.commit_offsets(*identity, group, offsets, adds=adds)
     if code or "checked-once" in faults:
         return code
-    if not await led.is_led():
+    if not await led.check_leadership():
         return error_codes.NOT_COORDINATOR
-    return led.commit_refusal(*member, in_transaction=True)
+    return led.commit_error(*member, in_transaction=True)
 
 
 class CoordinatedOffsets:
     """Store of offsets in the rows of groups. `owner` returns the coordinating node of a group."""
 
-    def __init__(self, groups: Coordinator, owner: Callable[[str], str], clock: Clock) -> None:
+    def __init__(self, groups: GroupCoordinator, owner: Callable[[str], str], clock: Clock) -> None:
         self._groups = groups
         self._clock = clock
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -81,14 +81,14 @@ class CoordinatedOffsets:
         return self._owner(group)
 
     @contextlib.asynccontextmanager
-    async def turn(self, group: str) -> AsyncIterator[None]:
+    async def exclusive(self, group: str) -> AsyncIterator[None]:
         async with self._turns.setdefault(group, asyncio.Lock()):
             yield
 
     async def commit(self, group: str, wanted: Callable[[], Awaitable[Offsets]]) -> None:
         """Commit the wanted offsets. Raises UnavailableError, or InvalidError if they can never be accepted."""
         code = 0
-        async with self.turn(group):
+        async with self.exclusive(group):
             try:
                 led = await self._groups.get(group)
                 if offsets := await wanted():

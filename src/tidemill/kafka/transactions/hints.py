@@ -13,7 +13,7 @@ import structlog
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, TidemillError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import Tasks, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence
 from tidemill.consensus.api import Consensus
 
 log = structlog.get_logger()
@@ -22,13 +22,13 @@ WAIT_S = 60.0
 TRIES = 8
 
 
-def log_of(node: str) -> str:
+def hint_log(node: str) -> str:
     return f"kafka/transaction-hints/{node}"
 
 
 async def send(consensus: Consensus, rand: Rand, node: str, transactional_id: str) -> None:
     """Append a notice. One of unknown outcome counts as sent. Raises UnavailableError."""
-    name = log_of(node)
+    name = hint_log(node)
     for _ in range(TRIES):
         head = await consensus.log_head(name)
         try:
@@ -40,7 +40,7 @@ async def send(consensus: Consensus, rand: Rand, node: str, transactional_id: st
         return
 
 
-class Hints:
+class TransactionHints:
     """Notices of one node. `look` checks a transactional id; its errors are raised."""
 
     def __init__(self, consensus: Consensus, rand: Rand, node: str, look: Callable[[str], Awaitable[None]]) -> None:
@@ -49,7 +49,7 @@ class Hints:
         self._node = node
         self._look = look
         self._sending: set[tuple[str, str]] = set()
-        self._tasks = Tasks(lambda name, error: log.error("transaction.hint_broke", error=sentence(error)))
+        self._tasks = Tasks(lambda name, error: log.error("transaction.hint_broke", error=error_sentence(error)))
 
     def send(self, node: str, transactional_id: str) -> None:
         """Send a notice soon. Ignores notices to this node or to no node."""
@@ -70,7 +70,7 @@ class Hints:
 
         Earlier notices are skipped: call it before the first scan of all transactions.
         """
-        name = log_of(self._node)
+        name = hint_log(self._node)
         position = (await self._consensus.log_head(name)).next
         while True:
             if not await self._consensus.wait(name, position, WAIT_S):

@@ -80,7 +80,7 @@ class Transaction(msgspec.Struct, frozen=True, array_like=True):
     next_id: int = -1
     bumped: bool = False
 
-    def holds(self, topic_id: str, partition: int) -> bool:
+    def contains(self, topic_id: str, partition: int) -> bool:
         return partition in self.partitions.get(topic_id, ())
 
     @property

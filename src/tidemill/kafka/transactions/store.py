@@ -1,6 +1,6 @@
 """Registers of transactional ids, changed by compare-and-set, and the index of the ids that a group was added to.
 
-register   kafka/transaction-groups/<group, percent-encoded>    msgpack array of the fields of `Named`
+register   kafka/transaction-groups/<group, percent-encoded>    msgpack array of the fields of `GroupTransactionIds`
 
 The index finds the undecided offsets of a group without a scan of all transactions. An id is added to it before its
 transaction contains the group. An id whose transaction does not contain the group is removed in two steps with a long
@@ -28,7 +28,7 @@ GROUPS_PREFIX: Final = "kafka/transaction-groups/"
 LEAVE_MS: Final = 600_000
 
 
-class Named(msgspec.Struct, frozen=True, array_like=True):
+class GroupTransactionIds(msgspec.Struct, frozen=True, array_like=True):
     """Transactional ids whose transaction may contain a group, sorted.
 
     `leaving` are ids whose transaction did not contain it, with the time (ms) when that was found.
@@ -43,7 +43,7 @@ Decide = Callable[[Transaction | None], Decision]
 log = structlog.get_logger()
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Named)
+_decoder = msgspec.msgpack.Decoder(GroupTransactionIds)
 
 
 async def read(consensus: Consensus, transactional_id: str) -> Transaction | None:
@@ -65,11 +65,11 @@ async def change(
         decision = decide_on(found)
         if decision.next is None:
             return decision, found
-        if await _stored(consensus, rand, key, version, encode(decision.next)):
+        if await _store(consensus, rand, key, version, encode(decision.next)):
             return decision, decision.next
 
 
-async def _stored(consensus: Consensus, rand: Rand, key: str, version: Versioned | None, data: bytes) -> bool:
+async def _store(consensus: Consensus, rand: Rand, key: str, version: Versioned | None, data: bytes) -> bool:
     """Return whether the value was stored. False after a conflict, or if it certainly was not stored."""
     seq, nonce = version.seq if version is not None else 0, rand.nonce()
     try:
@@ -81,7 +81,7 @@ async def _stored(consensus: Consensus, rand: Rand, key: str, version: Versioned
     return True
 
 
-async def all_of(consensus: Consensus) -> dict[str, tuple[int, Transaction]]:
+async def read_all(consensus: Consensus) -> dict[str, tuple[int, Transaction]]:
     """Return transactional id → version and content of its register. Unreadable ones are left out and logged."""
     found: dict[str, tuple[int, Transaction]] = {}
     for key, version in await consensus.scan(PREFIX):
@@ -97,41 +97,46 @@ async def all_of(consensus: Consensus) -> dict[str, tuple[int, Transaction]]:
 
 
 # groups -------------------------------------------------------------------------------------------
-async def name_for_group(consensus: Consensus, rand: Rand, group: str, transactional_id: str) -> None:
+async def add_to_index(consensus: Consensus, rand: Rand, group: str, transactional_id: str) -> None:
     """Add the id to the group's index: one read if it is there already."""
     key = GROUPS_PREFIX + quote(group, safe="")
     while True:
         version = await consensus.head(key)
-        named = _decoder.decode(version.data) if version is not None else Named()
+        named = _decoder.decode(version.data) if version is not None else GroupTransactionIds()
         if transactional_id in named.ids:
             return
         leaving = {each: since_ms for each, since_ms in named.leaving.items() if each != transactional_id}
-        more = Named(sorted([*named.ids, transactional_id]), leaving)
-        if await _stored(consensus, rand, key, version, _encoder.encode(more)):
+        more = GroupTransactionIds(sorted([*named.ids, transactional_id]), leaving)
+        if await _store(consensus, rand, key, version, _encoder.encode(more)):
             return
 
 
-async def let_go(
+async def drop_group_offsets(
     consensus: Consensus, rand: Rand, group: str, places: Set[tuple[str, int]] | None, now_ms: int
 ) -> None:
-    """Apply `transitions.let_go` to every transaction that may contain the group.
+    """Apply `transitions.drop_group_offsets` to every transaction that may contain the group.
 
     Raises UnavailableError, UnknownOutcomeError.
     """
-    for transactional_id in await _named(consensus, group):
-        await change(consensus, rand, transactional_id, lambda found: transitions.let_go(found, group, places, now_ms))
+    for transactional_id in await _indexed_ids(consensus, group):
+        await change(
+            consensus,
+            rand,
+            transactional_id,
+            lambda found: transitions.drop_group_offsets(found, group, places, now_ms),
+        )
 
 
-async def _named(consensus: Consensus, group: str) -> tuple[str, ...]:
+async def _indexed_ids(consensus: Consensus, group: str) -> tuple[str, ...]:
     version = await consensus.head(GROUPS_PREFIX + quote(group, safe=""))
-    named = _decoder.decode(version.data) if version is not None else Named()
+    named = _decoder.decode(version.data) if version is not None else GroupTransactionIds()
     return (*named.ids, *named.leaving)
 
 
 async def undecided(consensus: Consensus, group: str) -> set[tuple[str, int]]:
     """Return (topic id, partition) of the group's offsets that an open or prepared transaction may still commit."""
     found: set[tuple[str, int]] = set()
-    for transactional_id in await _named(consensus, group):
+    for transactional_id in await _indexed_ids(consensus, group):
         transaction = await read(consensus, transactional_id)
         if transaction is not None and transaction.state in (State.ONGOING, State.PREPARE_COMMIT):
             offsets = transaction.offsets.get(group, {})
@@ -139,20 +144,22 @@ async def undecided(consensus: Consensus, group: str) -> set[tuple[str, int]]:
     return found
 
 
-async def forget_in_groups(consensus: Consensus, rand: Rand, now_ms: int) -> None:
+async def prune_index(consensus: Consensus, rand: Rand, now_ms: int) -> None:
     """Take one step of removal for each id whose transaction does not contain the group. Raises UnavailableError."""
     groups = await consensus.scan(GROUPS_PREFIX)
     # Read after the index, so that no transaction is missed that contained its group when the index was read.
-    known = await all_of(consensus) if groups else {}
+    known = await read_all(consensus) if groups else {}
     for key, version in groups:
         group, named = unquote(key.removeprefix(GROUPS_PREFIX)), _decoder.decode(version.data)
         held = {each for each in (*named.ids, *named.leaving) if each in known and group in known[each][1].offsets}
         left = {each: named.leaving.get(each, now_ms) for each in (*named.ids, *named.leaving) if each not in held}
-        kept = Named(sorted(held), {each: since_ms for each, since_ms in left.items() if now_ms - since_ms < LEAVE_MS})
+        kept = GroupTransactionIds(
+            sorted(held), {each: since_ms for each, since_ms in left.items() if now_ms - since_ms < LEAVE_MS}
+        )
         if kept == named:
             continue
         with contextlib.suppress(ConflictError, UnknownOutcomeError):  # changed concurrently: retried the next time
-            if kept != Named():
+            if kept != GroupTransactionIds():
                 await consensus.cas(key, version.seq, _encoder.encode(kept), rand.nonce())
             else:
                 await consensus.drop(key, version.seq)

@@ -106,7 +106,7 @@ def verify(found: Transaction | None, producer_id: int, epoch: int, topic_id: st
     refusal = _refusal(found, producer_id, epoch)
     if refusal or found is None:
         return Decision(refusal)
-    if found.state is not State.ONGOING or not found.holds(topic_id, partition):
+    if found.state is not State.ONGOING or not found.contains(topic_id, partition):
         return Decision(error_codes.INVALID_TXN_STATE)
     return OK
 
@@ -138,7 +138,9 @@ def commit_offsets(
     return Decision(0, replace(found, offsets={**found.offsets, group: mine}, updated_ms=now_ms))
 
 
-def let_go(found: Transaction | None, group: str, places: Set[tuple[str, int]] | None, now_ms: int) -> Decision:
+def drop_group_offsets(
+    found: Transaction | None, group: str, places: Set[tuple[str, int]] | None, now_ms: int
+) -> Decision:
     """Remove deleted offsets of the group, all or these (topic id, partition), from its uncommitted offsets, as in
     Kafka.
 
@@ -156,7 +158,7 @@ def let_go(found: Transaction | None, group: str, places: Set[tuple[str, int]] |
         return OK
     if found.state is State.ONGOING or left:
         return Decision(0, replace(found, offsets={**found.offsets, group: left}, updated_ms=now_ms))
-    return settled(found, found, {}, (group,), now_ms)
+    return record_progress(found, found, {}, (group,), now_ms)
 
 
 def end(found: Transaction | None, producer_id: int, epoch: int, *, commit: bool, now_ms: int) -> Decision:
@@ -225,7 +227,7 @@ def abort(found: Transaction | None, now_ms: int) -> Decision:
     return Decision(0, _prepared(found, State.PREPARE_ABORT, found.epoch + 1, now_ms))
 
 
-def settled(
+def record_progress(
     found: Transaction | None,
     seen: Transaction,
     marked: Mapping[str, Iterable[int]],
@@ -236,7 +238,7 @@ def settled(
 
     The last one completes the transaction.
     """
-    if found is None or not is_same(found, seen) or not found.state.prepared:
+    if found is None or not is_same_transaction(found, seen) or not found.state.prepared:
         return OK  # another node completed it
     done = {(topic_id, partition) for topic_id, partitions in marked.items() for partition in partitions}
     left = {
@@ -251,7 +253,7 @@ def settled(
     return Decision(0, _complete(found, now_ms))
 
 
-def is_same(found: Transaction, seen: Transaction) -> bool:
+def is_same_transaction(found: Transaction, seen: Transaction) -> bool:
     """Return whether both are the same transaction in the same state."""
     return (found.producer_id, found.epoch, found.state, found.number) == (
         seen.producer_id,

@@ -24,7 +24,7 @@ from tidemill.metastore.rows import SHARD_BATCHES
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 from tidemill.shards.api import Batch, Part
 from tidemill.shards.parts.checksums import open_part
-from tidemill.shards.registry import created_shards
+from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.codec import decode_batch
 from tidemill.shards.state.state_machine import shard_replica
 from tidemill.topics.batch import parse_header
@@ -34,7 +34,7 @@ from tidemill.topics.l1 import format as l1
 
 T = TypeVar("T")
 
-AT_ONCE = 4
+CONCURRENT_READS = 4
 """Number of objects read concurrently; memory holds this many parts and L0 objects as a whole."""
 READ_BYTES = 8 << 20
 """Size of a single read of an L1 region, except for a larger batch."""
@@ -47,24 +47,24 @@ async def check_contents(
     """Check the contents of tables and topics. `consensus` has the state of shards; without it `rows` have the state.
     Raises UnavailableError; damage is a finding."""
     if consensus is not None:
-        await _shards(consensus, objects, findings)
+        await _check_shards(consensus, objects, findings)
     elif rows is not None:
-        await _parts(objects, findings, "", [batch async for batch in _batches_of(rows)])
-    await _listed(objects, findings, l0.PREFIX, "L0 object", _check_l0)
-    await _listed(objects, findings, "l1/", "L1 object", _check_l1)
+        await _check_parts(objects, findings, "", [batch async for batch in _batches_from_rows(rows)])
+    await _check_listed_objects(objects, findings, l0.PREFIX, "L0 object", _check_l0)
+    await _check_listed_objects(objects, findings, "l1/", "L1 object", _check_l1)
 
 
 # tables -----------------------------------------------------------------------------------------------
 
 
-async def _shards(consensus: Consensus, objects: ObjectStore, findings: Findings) -> None:
-    for create in await created_shards(consensus):
+async def _check_shards(consensus: Consensus, objects: ObjectStore, findings: Findings) -> None:
+    for create in await list_created_shards(consensus):
         replica = shard_replica(consensus, create.shard_id)
         try:
             await replica.catch_up()
             if replica.state is None:
                 continue
-            for key in await _parts(objects, findings, f"table {create.name}", replica.state.batches):
+            for key in await _check_parts(objects, findings, f"table {create.name}", replica.state.batches):
                 await replica.catch_up()
                 if any(part.object_key == key for batch in replica.state.batches for part in batch.parts):
                     findings.add(f"table {create.name}", key, "the object is missing", FIX)
@@ -72,7 +72,7 @@ async def _shards(consensus: Consensus, objects: ObjectStore, findings: Findings
             continue  # the damaged log is a finding of `logs`
 
 
-async def _batches_of(rows: RowSource) -> AsyncIterator[Batch]:
+async def _batches_from_rows(rows: RowSource) -> AsyncIterator[Batch]:
     async for keys, values in rows.prefix(SHARD_BATCHES.prefix()):
         for key, value in zip(keys, values, strict=True):
             try:
@@ -81,7 +81,7 @@ async def _batches_of(rows: RowSource) -> AsyncIterator[Batch]:
                 continue  # a finding of `rows`
 
 
-async def _parts(objects: ObjectStore, findings: Findings, subject: str, batches: Iterable[Batch]) -> list[str]:
+async def _check_parts(objects: ObjectStore, findings: Findings, subject: str, batches: Iterable[Batch]) -> list[str]:
     """Check parts and return the keys of those that are missing."""
     missing: list[str] = []
     parts = [part for batch in batches for part in batch.parts]
@@ -98,7 +98,7 @@ async def _parts(objects: ObjectStore, findings: Findings, subject: str, batches
         findings.walked["part bytes"] += part.size_bytes
         findings.progress(f"contents of {subject or 'tables'}", findings.walked["parts"], 0)
 
-    await _each(parts, check)
+    await _check_concurrently(parts, check)
     return missing
 
 
@@ -120,7 +120,7 @@ def _check_part(part: Part, data: Buffer) -> None:
 Check = Callable[[ObjectStore, ObjectMeta], Awaitable[None]]
 
 
-async def _listed(objects: ObjectStore, findings: Findings, prefix: str, what: str, check: Check) -> None:
+async def _check_listed_objects(objects: ObjectStore, findings: Findings, prefix: str, what: str, check: Check) -> None:
     found = [meta async for meta in objects.list(prefix)]
 
     async def one(meta: ObjectMeta) -> None:
@@ -134,7 +134,7 @@ async def _listed(objects: ObjectStore, findings: Findings, prefix: str, what: s
         findings.walked[f"{what.split()[0]} bytes"] += meta.size_bytes
         findings.progress(f"contents of {what}s", findings.walked[f"{what}s"], len(found))
 
-    await _each(found, one)
+    await _check_concurrently(found, one)
 
 
 async def _check_l0(objects: ObjectStore, meta: ObjectMeta) -> None:
@@ -192,7 +192,7 @@ def _check_batch(data: memoryview, where: str, byte: int) -> int:
     return size
 
 
-async def _each(items: Iterable[T], check: Callable[[T], Awaitable[None]]) -> None:
+async def _check_concurrently(items: Iterable[T], check: Callable[[T], Awaitable[None]]) -> None:
     """Check all items, AT_ONCE at a time."""
     left = iter(items)
 
@@ -200,4 +200,4 @@ async def _each(items: Iterable[T], check: Callable[[T], Awaitable[None]]) -> No
         for item in left:
             await check(item)
 
-    await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+    await asyncio.gather(*(some() for _ in range(CONCURRENT_READS)))

@@ -35,7 +35,7 @@ from tidemill.metastore.domain.settings import DomainSettings, prefix_of
 from tidemill.metastore.lsm.manifest import decode_manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.snapshot import Snapshot
-from tidemill.metastore.merged_scan import Chunk, merged
+from tidemill.metastore.merged_scan import Chunk, merge_scans
 from tidemill.metastore.rows.key_encoding import names_entity
 from tidemill.objects.store import ObjectStore
 
@@ -43,7 +43,7 @@ FOLLOW = DomainSettings(lead=False, may_lead=False)
 FIX_RESTORE = "Run `tidemill restore`."
 
 
-class Checked(msgspec.Struct, frozen=True):
+class DeepCheckResult(msgspec.Struct, frozen=True):
     """Result of the check. `checkpoint_age_ms` is the age of the rows of topics and shards; None if they were never
     written."""
 
@@ -62,14 +62,14 @@ async def deep_check(
     *,
     contents: bool = False,
     progress: Callable[[str, int, int], None] = lambda *_: None,
-) -> Checked:
+) -> DeepCheckResult:
     """Run the deep check. With `contents` every stored byte is read and verified as well, which takes as long as
     reading the whole bucket.
 
     Raises MissingError when neither consensus nor the bucket has a cluster, UnavailableError.
     """
     findings = Findings(progress)
-    found = await _cluster_manifest(objects, findings)
+    found = await _newest_cluster_manifest(objects, findings)
     known = await read_cluster(consensus)
     if known is None and found is None and findings.clean:
         raise MissingError("there is no cluster: consensus and the bucket are empty.", fix="Start a node first.")
@@ -78,9 +78,9 @@ async def deep_check(
         rows: RowSource | None = None
         uuids: Sequence[str] = found.domains if found is not None else ()
         if known is not None:
-            domains = await _follow(consensus, objects, clock, rand, known[0], stack)
+            domains = await _follow_domains(consensus, objects, clock, rand, known[0], stack)
             uuids = [domain.domain_uuid for domain in domains]
-            await _compare(objects, rand, findings, known[0], domains, found)
+            await _compare_with_bucket(objects, rand, findings, known[0], domains, found)
         elif found is not None:
             findings.add(
                 "consensus",
@@ -88,13 +88,13 @@ async def deep_check(
                 "consensus has no cluster, but the bucket has one",
                 FIX_RESTORE,
             )
-            rows = await _bucket_rows(objects, clock, rand, findings, stack)
+            rows = await _open_bucket_rows(objects, clock, rand, findings, stack)
         for uuid in filter(None, uuids):
             await check_domain_files(objects, rand, uuid, findings, deep=True)
         walk, references, checker = Findings(progress), References(), None
         try:
             if known is not None:
-                walk, references, checker = await _walk_again(domains, known[0].incarnation, progress)
+                walk, references, checker = await _walk_current_rows(domains, known[0].incarnation, progress)
                 if checker is not None:
                     await check_logs(consensus, objects, checker.topics.values(), walk)
             elif rows is not None and found is not None:
@@ -107,7 +107,7 @@ async def deep_check(
         if contents:
             await check_contents(objects, findings, consensus if known is not None else None, rows)
     cluster = known[0] if known is not None else None
-    return Checked(
+    return DeepCheckResult(
         findings,
         cluster.uuid if cluster is not None else found.cluster_uuid if found is not None else "",
         cluster.incarnation if cluster is not None else found.incarnation if found is not None else 0,
@@ -116,7 +116,7 @@ async def deep_check(
     )
 
 
-async def _cluster_manifest(objects: ObjectStore, findings: Findings) -> ClusterManifest | None:
+async def _newest_cluster_manifest(objects: ObjectStore, findings: Findings) -> ClusterManifest | None:
     """Return the newest readable cluster manifest. Each unreadable one is a finding."""
     newest: ClusterManifest | None = None
     keys = [found.key async for found in objects.list(cluster_manifest.CLUSTER_PREFIX)]
@@ -131,7 +131,7 @@ async def _cluster_manifest(objects: ObjectStore, findings: Findings) -> Cluster
     return newest
 
 
-async def _follow(
+async def _follow_domains(
     consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, cluster: Cluster, stack: AsyncExitStack
 ) -> list[Domain]:
     domains: list[Domain] = []
@@ -144,7 +144,7 @@ async def _follow(
     return domains
 
 
-async def _compare(
+async def _compare_with_bucket(
     objects: ObjectStore,
     rand: Rand,
     findings: Findings,
@@ -186,7 +186,7 @@ async def _compare(
             )
 
 
-async def _walk_again(
+async def _walk_current_rows(
     domains: Sequence[Domain], incarnation: int, progress: Callable[[str, int, int], None]
 ) -> tuple[Findings, References, Checker | None]:
     """Walk the current rows; start again when a leader collected a file during the walk.
@@ -195,7 +195,7 @@ async def _walk_again(
     """
     while True:
         async with AsyncExitStack() as stack:
-            rows = await _snapshots(domains, stack)
+            rows = await _open_snapshots(domains, stack)
             manifests = [domain.state.manifest for domain in domains]
             findings, references = Findings(progress), References()
             try:
@@ -223,11 +223,11 @@ class _SnapshotRows:
         chosen = self._snapshots
         if names_entity(prefix):
             chosen = [chosen[domain_of(prefix, len(chosen))]]
-        async for chunk in merged([snapshot.prefix(prefix) for snapshot in chosen if snapshot is not None]):
+        async for chunk in merge_scans([snapshot.prefix(prefix) for snapshot in chosen if snapshot is not None]):
             yield chunk
 
 
-async def _snapshots(domains: Sequence[Domain], stack: AsyncExitStack) -> _SnapshotRows:
+async def _open_snapshots(domains: Sequence[Domain], stack: AsyncExitStack) -> _SnapshotRows:
     snapshots: list[Snapshot | None] = []
     for domain in domains:
         await domain.sync()
@@ -241,7 +241,7 @@ async def _snapshots(domains: Sequence[Domain], stack: AsyncExitStack) -> _Snaps
     return _SnapshotRows(snapshots)
 
 
-async def _bucket_rows(
+async def _open_bucket_rows(
     objects: ObjectStore, clock: Clock, rand: Rand, findings: Findings, stack: AsyncExitStack
 ) -> RowSource | None:
     try:

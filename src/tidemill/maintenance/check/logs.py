@@ -12,7 +12,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.rows.topics import TopicRow
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.registry import created_shards
+from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.state_machine import shard_replica
 from tidemill.topics.partition.codec import decode_command, decode_state
 from tidemill.topics.partition.commands import Rollup
@@ -30,7 +30,7 @@ async def check_logs(
             findings.progress("logs", findings.walked["logs"], 0)
             await _check_partition(consensus, objects, partition_log(topic.topic_id, partition), findings)
             findings.walked["logs"] += 1
-    for create in await created_shards(consensus):
+    for create in await list_created_shards(consensus):
         replica = shard_replica(consensus, create.shard_id)
         try:
             await replica.catch_up()

@@ -22,10 +22,10 @@ from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.metastore.rows.pipelines import source_of
 from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
-from tidemill.shards.bindings.remap import decode_stored
+from tidemill.shards.bindings.remap import decode_record
 from tidemill.shards.state.checkpoint import decode_header
 from tidemill.shards.state.codec import decode_batch
-from tidemill.topics.partition.row_codec import batches_of, producers_of, transactions_of
+from tidemill.topics.partition.row_codec import decode_batches, decode_producers, decode_transactions
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -34,35 +34,35 @@ Offsets = dict[str, tuple[int, ...]]
 ORDER_FIX = "Restore from an older manifest; the rows were not written by one checkpoint."
 
 
-def examine_rows() -> Mapping[str, Examine]:
+def row_checks() -> Mapping[str, Examine]:
     """Return, by family name, the check of each room for its own part of a row."""
     return {
-        PARTITIONS.name: _partition,
-        EXTENTS.name: _extent,
-        SHARDS.name: _shard,
-        SHARD_BATCHES.name: _batch,
-        BINDINGS.name: _binding,
+        PARTITIONS.name: _check_partition_row,
+        EXTENTS.name: _check_extent_row,
+        SHARDS.name: _check_shard_row,
+        SHARD_BATCHES.name: _check_batch_row,
+        BINDINGS.name: _check_binding_row,
     }
 
 
 async def check_rows(rows: RowSource, findings: Findings, references: References, incarnation: int) -> Checker:
     """Check every row, every reference between rows, and the order between partitions, bindings and shards.
     `incarnation` is that of the cluster: 1 if it was never restored."""
-    checker = Checker(rows, findings, references, examine_rows(), restores=incarnation - 1)
+    checker = Checker(rows, findings, references, row_checks(), restores=incarnation - 1)
     await checker.run()
     newest: dict[str, BindingRow] = {}
     offsets: dict[str, Offsets] = {}
     async for keys, values in rows.prefix(BINDINGS.prefix()):
         for key, value in zip(keys, values, strict=True):
-            row = _decoded(BINDINGS, key, value)
+            row = _try_decode(BINDINGS, key, value)
             if row is not None:
                 newest[row.source] = row
-                _fold(offsets, row)
+                _apply_binding(offsets, row)
     for row in newest.values():
         _check_binding(checker, findings, row, offsets.get(row.source, {}))
     async for keys, values in rows.prefix(PIPELINES.prefix()):
         for key, value in zip(keys, values, strict=True):
-            pipeline = _decoded(PIPELINES, key, value)
+            pipeline = _try_decode(PIPELINES, key, value)
             for table, fed_by in pipeline.tables.items() if pipeline is not None else ():
                 source = source_of(fed_by)
                 shard = checker.shards.get(table)
@@ -73,10 +73,10 @@ async def check_rows(rows: RowSource, findings: Findings, references: References
     return checker
 
 
-def _fold(offsets: dict[str, Offsets], row: BindingRow) -> None:
+def _apply_binding(offsets: dict[str, Offsets], row: BindingRow) -> None:
     """Update `offsets` of the source to this row: a delta names only the offsets that moved."""
     try:
-        stored = decode_stored(row.binding)
+        stored = decode_record(row.binding)
     except CorruptError:
         return  # already a finding
     before = offsets.get(row.source, {}) if stored.back else {}
@@ -94,27 +94,27 @@ def _check_binding(checker: Checker, findings: Findings, row: BindingRow, offset
                              f"it covers offsets up to {end}, beyond the partition's end", ORDER_FIX)  # fmt: skip
 
 
-def _partition(row: PartitionRow) -> str:
+def _check_partition_row(row: PartitionRow) -> str:
     def check() -> str:
-        producers_of(row)
-        late = [first for first in transactions_of(row).values() if first >= row.next_offset]
+        decode_producers(row)
+        late = [first for first in decode_transactions(row).values() if first >= row.next_offset]
         return f"a transaction begins at {late[0]}, beyond its next offset {row.next_offset}" if late else ""
 
-    return _problem(check)
+    return _run_row_check(check)
 
 
-def _extent(row: ExtentRow) -> str:
+def _check_extent_row(row: ExtentRow) -> str:
     def check() -> str:
-        batches = batches_of(row)
+        batches = decode_batches(row)
         size = sum(batch[2] for batch in batches)
         if batches[0][:2] != (row.base_offset, row.first_byte) or size != row.size_bytes:
             return "its batches do not match its size and offsets"
         return ""
 
-    return _problem(check)
+    return _run_row_check(check)
 
 
-def _shard(row: ShardRow) -> str:
+def _check_shard_row(row: ShardRow) -> str:
     def check() -> str:
         header = decode_header(row.header)
         same = (header.name, header.shard_id, header.since, header.upper) == (
@@ -122,27 +122,27 @@ def _shard(row: ShardRow) -> str:
         )  # fmt: skip
         return "" if same else "its header differs from the row"
 
-    return _problem(check)
+    return _run_row_check(check)
 
 
-def _batch(row: ShardBatchRow) -> str:
+def _check_batch_row(row: ShardBatchRow) -> str:
     def check() -> str:
         batch = decode_batch(row.batch)
         objects = tuple(part.object_key for part in batch.parts if part.object_key)
         same = (batch.lower, batch.upper, objects) == (row.lower, row.upper, row.objects)
         return "" if same else "its batch differs from the row"
 
-    return _problem(check)
+    return _run_row_check(check)
 
 
-def _binding(row: BindingRow) -> str:
+def _check_binding_row(row: BindingRow) -> str:
     def check() -> str:
-        return "" if decode_stored(row.binding).binding.time_ms == row.time_ms else "its binding has another time"
+        return "" if decode_record(row.binding).binding.time_ms == row.time_ms else "its binding has another time"
 
-    return _problem(check)
+    return _run_row_check(check)
 
 
-def _problem(check: Callable[[], object]) -> str:
+def _run_row_check(check: Callable[[], object]) -> str:
     try:
         found = check()
     except CorruptError as error:
@@ -150,7 +150,7 @@ def _problem(check: Callable[[], object]) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _decoded(family: Family[R], key: bytes, value: bytes) -> R | None:
+def _try_decode(family: Family[R], key: bytes, value: bytes) -> R | None:
     """Decode a row. Return None for a row that the checker has already reported."""
     try:
         return family.decode(key, value)

@@ -18,7 +18,7 @@ from tidemill.metastore.rows.nodes import NodeRow
 from tidemill.topics.membership import NODES_REGISTER
 
 Rows = dict[bytes, bytes]
-THING = "nodes"
+UNIT_NAME = "nodes"
 
 
 class RegistersStage:
@@ -51,23 +51,23 @@ class RegistersStage:
             ids = msgspec.msgpack.decode(found.data, type=dict[str, int])
         except msgspec.DecodeError as error:
             text = f"the register of node ids is unreadable: register={NODES_REGISTER} cause={error}."
-            self.unreadable[THING] = CorruptError(text)
+            self.unreadable[UNIT_NAME] = CorruptError(text)
             return {}
         rows = dict(NODES.encode(NodeRow(name, node_id=node_id)) for name, node_id in ids.items())
         self._next = rows, found.seq
-        return {THING: difference(self._rows, rows)}
+        return {UNIT_NAME: changed_rows(self._rows, rows)}
 
-    def late(self, before: Set[str]) -> set[str]:
+    def late_things(self, before: Set[str]) -> set[str]:
         """Return the nodes if their register cannot be read."""
         return set(self.unreadable)
 
-    def written(self, late: Set[str]) -> None:
-        if self._next is not None and THING not in late:
+    def mark_written(self, late: Set[str]) -> None:
+        if self._next is not None and UNIT_NAME not in late:
             self._rows, self._version = self._next
         self._next = None
 
 
-def difference(old: Rows, new: Rows) -> Unit:
+def changed_rows(old: Rows, new: Rows) -> Unit:
     """Return one group of rows: changed rows, and deletions of rows that are gone; [] when nothing changed."""
     changed = [(key, value) for key, value in new.items() if old.get(key) != value]
     changed += [(key, b"") for key in old if key not in new]

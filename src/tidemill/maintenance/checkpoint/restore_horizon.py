@@ -17,7 +17,7 @@ from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import SHARDS
 
-SEEN_KEPT = 256
+SEEN_VERSIONS_MAX = 256
 
 
 class PersistedShard(NamedTuple):
@@ -28,7 +28,7 @@ class PersistedShard(NamedTuple):
     upper: int = 0
 
 
-class Persisted:
+class RestoreHorizon:
     """Queries about what the newest manifests of the bucket contain."""
 
     def __init__(self, metastore: Metastore) -> None:
@@ -37,52 +37,52 @@ class Persisted:
         """Shard id → observed states of its row with their seqnos, oldest first."""
         self._held: dict[str, PersistedShard] = {}
 
-    async def held(self, name: str, shard_id: str) -> PersistedShard:
+    async def persisted_shard(self, name: str, shard_id: str) -> PersistedShard:
         """Return the newest state of the shard that is known to be in the bucket's newest manifest; zeros before
         the first."""
         key = SHARDS.key(name)
         found = await self._metastore.get_row(key, fresh=False)
-        seen = self._seen.setdefault(shard_id, deque(maxlen=SEEN_KEPT))
+        seen = self._seen.setdefault(shard_id, deque(maxlen=SEEN_VERSIONS_MAX))
         if found is not None and found.value:
             row = SHARDS.decode(key, found.value)
             if row.shard_id == shard_id and (not seen or seen[-1][0] < found.seqno):
                 seen.append((found.seqno, PersistedShard(row.version, row.since, row.upper)))
-        covered = await self._covered(key)
+        covered = await self._persisted_seqno(key)
         while seen and seen[0][0] <= covered:
             self._held[shard_id] = seen.popleft()[1]
         return self._held.get(shard_id, PersistedShard())
 
-    async def mentions(self) -> set[str]:
+    async def mentioned_shard_ids(self) -> set[str]:
         """Return the ids of the shards that committed rows mention."""
         return {row.shard_id for row in await self._metastore.rows(SHARDS, fresh=False)}
 
-    async def horizon(self) -> list[int]:
-        """Return, by domain, the seqno up to which rows are known to be committed. They are persisted once `covers`
-        returns True for it."""
+    async def committed_seqnos(self) -> list[int]:
+        """Return, by domain, the seqno up to which rows are known to be committed. They are persisted once
+        `is_persisted_up_to` returns True for it."""
         found = []
         for domain in await self._metastore.domains():
             buffered = domain.state.volatile if isinstance(domain, Domain) else ()
-            found.append(buffered[-1].seqno if buffered else _last(domain))
+            found.append(buffered[-1].seqno if buffered else _last_persisted_seqno(domain))
         return found
 
-    async def covers(self, horizon: list[int]) -> bool:
+    async def is_persisted_up_to(self, horizon: list[int]) -> bool:
         domains = await self._metastore.domains()
-        return all(_last(domain) >= seqno for domain, seqno in zip(domains, horizon, strict=True))
+        return all(_last_persisted_seqno(domain) >= seqno for domain, seqno in zip(domains, horizon, strict=True))
 
-    async def holds(self, key: bytes, seqno: int) -> bool:
+    async def is_row_persisted(self, key: bytes, seqno: int) -> bool:
         """Return whether the row of `key`, as written at `seqno`, is in the newest manifest of its domain."""
-        return await self._covered(key) >= seqno
+        return await self._persisted_seqno(key) >= seqno
 
-    def forget(self, shard_id: str) -> None:
+    def forget_shard(self, shard_id: str) -> None:
         self._seen.pop(shard_id, None)
         self._held.pop(shard_id, None)
 
-    async def _covered(self, key: bytes) -> int:
+    async def _persisted_seqno(self, key: bytes) -> int:
         domains = await self._metastore.domains()
-        return _last(domains[domain_of(key, len(domains))])
+        return _last_persisted_seqno(domains[domain_of(key, len(domains))])
 
 
-def _last(domain: object) -> int:
+def _last_persisted_seqno(domain: object) -> int:
     """Return the last persisted seqno of a domain. Rows outside a replicated domain (in memory) count as durable."""
     if not isinstance(domain, Domain):
         return 1 << 62

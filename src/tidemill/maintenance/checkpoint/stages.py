@@ -15,7 +15,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.maintenance.checkpoint.registers import RegistersStage
-from tidemill.metastore.backup.checkpoint import Checkpointer, Group, Unit, each_readable
+from tidemill.metastore.backup.checkpoint import Checkpointer, Group, Unit, gather_readable
 from tidemill.metastore.backup.restore import attempt_of
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, CAPTURES, PIPELINES, SHARD_BATCHES, SHARDS, TOPICS
@@ -23,8 +23,8 @@ from tidemill.metastore.rows.bindings import BindingRow
 from tidemill.metastore.rows.pipelines import PipelineRow, source_of
 from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.bindings.remap import LOG_PREFIX, decode_stored
-from tidemill.shards.registry import all_registered
+from tidemill.shards.bindings.remap import LOG_PREFIX, decode_record
+from tidemill.shards.registry import read_registrations
 from tidemill.shards.state.checkpoint import (
     BindingFollower,
     ShardFollower,
@@ -34,15 +34,15 @@ from tidemill.shards.state.checkpoint import (
     encode_header,
 )
 from tidemill.shards.state.commands import Create
-from tidemill.shards.state.restore import restored_id
+from tidemill.shards.state.restore import restored_shard_id
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 
-BINDINGS_A_GROUP = 256
-BATCHES_A_GROUP = 4096
+BINDINGS_PER_GROUP = 256
+BATCHES_PER_GROUP = 4096
 """Number of rows in one group of deletions of a dropped shard."""
 
 
-def checkpointer(
+def build_checkpointer(
     consensus: Consensus,
     objects: ObjectStore,
     metastore: Metastore,
@@ -83,7 +83,7 @@ class BindingsStage:
 
     async def load(self) -> None:
         self._followers.clear()
-        self._logs.restart()
+        self._logs.reset()
         self._rows = set()
         async for keys, _ in self._metastore.prefix(BINDINGS.prefix()):
             self._rows.update(str(BINDINGS.decode_key(key)[0]) for key in keys)
@@ -91,17 +91,19 @@ class BindingsStage:
 
     async def gather(self) -> dict[str, Unit]:
         """Return the changes by source. Raises UnavailableError."""
-        sources = set(await sources_of(self._metastore))
-        due = await self._logs.look(sources.__contains__)
+        sources = set(await binding_sources(self._metastore))
+        due = await self._logs.next_changed(sources.__contains__)
         self._gathered = sorted(due.keys() | (self._unseen & sources))
         for source in self._gathered:
             if source not in self._followers:
-                self._followers[source] = BindingFollower(self._consensus, source, await self._last(source))
+                self._followers[source] = BindingFollower(
+                    self._consensus, source, await self._last_stored_binding(source)
+                )
         self.unreadable = {}
-        gathering = {source: self._followers[source].gather() for source in self._gathered}
-        self._found = await each_readable(gathering, self.unreadable)
+        gathering = {source: self._followers[source].read_new_bindings() for source in self._gathered}
+        self._found = await gather_readable(gathering, self.unreadable)
         units = {
-            source: await self._forgotten(source) + binding_groups(source, bindings)
+            source: await self._forgotten_rows(source) + binding_groups(source, bindings)
             for source, bindings in self._found.items()
         }
         self._gone = (self._rows | self._followers.keys()) - sources
@@ -111,21 +113,21 @@ class BindingsStage:
                 unit.append([(key, b"") for key in keys])
         return units
 
-    def late(self, before: Set[str]) -> set[str]:
+    def late_things(self, before: Set[str]) -> set[str]:
         """Return the unreadable sources, and those whose new bindings cover a topic that is late."""
         late = set(self.unreadable)
         if before:
             late |= {
                 source
                 for source, bindings in self._found.items()
-                if any(not before.isdisjoint(decode_stored(binding.data).binding.offsets) for binding in bindings)
+                if any(not before.isdisjoint(decode_record(binding.data).binding.offsets) for binding in bindings)
             }
         return late
 
-    def written(self, late: Set[str]) -> None:
+    def mark_written(self, late: Set[str]) -> None:
         for source in self._gathered:
             if source not in late:
-                self._followers[source].written()
+                self._followers[source].mark_committed()
                 self._logs.done([source])
                 self._unseen.discard(source)
                 self._rows.add(source)
@@ -138,7 +140,7 @@ class BindingsStage:
         self._gone = set()
         self._found = {}
 
-    async def _forgotten(self, source: str) -> Unit:
+    async def _forgotten_rows(self, source: str) -> Unit:
         """Return deletions of the rows whose bindings the log has forgotten. A restore skips a row that was left
         over because the run was interrupted between two of these groups."""
         before_ms = self._followers[source].forgotten_ms
@@ -150,9 +152,9 @@ class BindingsStage:
             gone += old
             if len(old) < len(keys):
                 break
-        return [gone[at : at + BATCHES_A_GROUP] for at in range(0, len(gone), BATCHES_A_GROUP)]
+        return [gone[at : at + BATCHES_PER_GROUP] for at in range(0, len(gone), BATCHES_PER_GROUP)]
 
-    async def _last(self, source: str) -> tuple[int, int] | None:
+    async def _last_stored_binding(self, source: str) -> tuple[int, int] | None:
         async for keys, values in self._metastore.prefix(BINDINGS.prefix(source), reverse=True):
             row = BINDINGS.decode(keys[0], values[0])
             return row.time_ms, row.log_position
@@ -184,7 +186,7 @@ class ShardsStage:
     async def gather(self) -> dict[str, Unit]:
         """Return the changes by `shard <name>`. Outputs of other shards come first, so that each then finds its
         inputs no older. Raises UnavailableError."""
-        registers = dict(await all_registered(self._consensus))
+        registers = dict(await read_registrations(self._consensus))
         created = {name: found for name, found in registers.items() if isinstance(found, Create)}
         self._pipelines = await self._metastore.rows(PIPELINES)
         derived = {name for row in self._pipelines for name, source in row.tables.items() if source == "derived"}
@@ -194,19 +196,21 @@ class ShardsStage:
             shard_id = created[name].shard_id
             known, follower = self._followers.get(name, ("", None))
             if follower is None or known != shard_id:
-                follower = await self._follower(name, shard_id)
+                follower = await self._open_follower(name, shard_id)
                 self._followers[name] = shard_id, follower
-            groups = (await each_readable({thing(name): follower.gather()}, self.unreadable)).get(thing(name), [])
-            before = await self._removal(name) if self._rows.get(name, shard_id) != shard_id and groups else []
-            units[thing(name)] = before + [shard_group(name, follower.position, group) for group in groups]
+            groups = (await gather_readable({shard_unit_name(name): follower.read_changes()}, self.unreadable)).get(
+                shard_unit_name(name), []
+            )
+            before = await self._removal_rows(name) if self._rows.get(name, shard_id) != shard_id and groups else []
+            units[shard_unit_name(name)] = before + [shard_group(name, follower.position, group) for group in groups]
         # A name without any register is no dropped shard: consensus is a new one, and only these rows have the shard.
         self._gone = self._rows.keys() & (registers.keys() - created.keys())
         for name in self._gone:
-            units[thing(name)] = await self._removal(name)
+            units[shard_unit_name(name)] = await self._removal_rows(name)
         # The writing order is reversed: inputs before the tables derived from them.
         return dict(reversed(units.items()))
 
-    def late(self, before: Set[str]) -> set[str]:
+    def late_things(self, before: Set[str]) -> set[str]:
         """Return tables and dead letters whose source is late; if there are any, also everything that may be made from
         tables.
 
@@ -216,39 +220,41 @@ class ShardsStage:
         fed: set[str] = set()
         derived: set[str] = set()
         for row in self._pipelines:
-            tables = {thing(table): source_of(fed_by) for table, fed_by in row.tables.items() if fed_by != "derived"}
-            derived |= {thing(table) for table in row.tables} - tables.keys()
+            tables = {
+                shard_unit_name(table): source_of(fed_by) for table, fed_by in row.tables.items() if fed_by != "derived"
+            }
+            derived |= {shard_unit_name(table) for table in row.tables} - tables.keys()
             if row.dead_letters:
-                derived.add(thing(row.dead_letters))
+                derived.add(shard_unit_name(row.dead_letters))
             fed |= tables.keys()
             late |= {table for table, source in tables.items() if source in before}
-        others = {thing(name) for name in self._followers.keys() - self._gone} - fed
+        others = {shard_unit_name(name) for name in self._followers.keys() - self._gone} - fed
         if late:
             return late | others
         return others - derived if before else late
 
-    def written(self, late: Set[str]) -> None:
-        for name in self._gone - {name for name in self._gone if thing(name) in late}:
+    def mark_written(self, late: Set[str]) -> None:
+        for name in self._gone - {name for name in self._gone if shard_unit_name(name) in late}:
             self._followers.pop(name, None)
             del self._rows[name]
         self._gone = set()
         for name, (shard_id, follower) in list(self._followers.items()):
-            if thing(name) not in late:
-                follower.written()
+            if shard_unit_name(name) not in late:
+                follower.mark_committed()
                 self._rows[name] = shard_id
-            elif thing(name) in self.unreadable:
+            elif shard_unit_name(name) in self.unreadable:
                 del self._followers[name]  # the replica is broken
 
-    async def _removal(self, name: str) -> Unit:
+    async def _removal_rows(self, name: str) -> Unit:
         """Return deletions of all rows under the name of a dropped shard. Batches go with the header, or after it."""
         rows: Group = [(SHARDS.key(name), b"")]
         async for keys, _ in self._metastore.prefix(SHARD_BATCHES.prefix(name)):
             rows += [(key, b"") for key in keys]
-        return [rows[at : at + BATCHES_A_GROUP] for at in range(0, len(rows), BATCHES_A_GROUP)]
+        return [rows[at : at + BATCHES_PER_GROUP] for at in range(0, len(rows), BATCHES_PER_GROUP)]
 
-    async def _follower(self, name: str, shard_id: str) -> ShardFollower:
+    async def _open_follower(self, name: str, shard_id: str) -> ShardFollower:
         row = await self._metastore.get(SHARDS, name, fresh=False)
-        if row is None or shard_id not in (row.shard_id, restored_id(row.shard_id, self._attempt)):
+        if row is None or shard_id not in (row.shard_id, restored_shard_id(row.shard_id, self._attempt)):
             return ShardFollower(self._consensus, shard_id)
         # A restored shard continues from the rows of the old one: only they have it until its own rows are written.
         self._rows[name] = shard_id
@@ -259,20 +265,20 @@ class ShardsStage:
         return ShardFollower(self._consensus, shard_id, decode_header(row.header), batches)
 
 
-async def sources_of(metastore: Metastore) -> list[str]:
+async def binding_sources(metastore: Metastore) -> list[str]:
     """Return everything that mints bindings, by name."""
     captures = [f"capture/{row.name}" for row in await metastore.rows(CAPTURES)]
     topics = [f"topic/{row.name}" for row in await metastore.rows(TOPICS, fresh=False) if row.kind == "stream"]
     return sorted(captures + topics)
 
 
-def thing(shard: str) -> str:
+def shard_unit_name(shard: str) -> str:
     return f"shard {shard}"
 
 
 def binding_groups(source: str, bindings: Sequence[StoredBinding]) -> Unit:
     rows = [BINDINGS.encode(BindingRow(source, b.time_ms, b.position, b.data)) for b in bindings]
-    return [rows[at : at + BINDINGS_A_GROUP] for at in range(0, len(rows), BINDINGS_A_GROUP)]
+    return [rows[at : at + BINDINGS_PER_GROUP] for at in range(0, len(rows), BINDINGS_PER_GROUP)]
 
 
 def shard_group(name: str, position: int, group: ShardGroup) -> Group:

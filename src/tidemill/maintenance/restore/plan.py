@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.metastore.backup.restore_source import BucketRows, Source
+from tidemill.metastore.backup.restore_source import BucketRows, RestoreSource
 from tidemill.metastore.rows import (
     BINDINGS,
     CAPTURES,
@@ -23,7 +23,7 @@ from tidemill.metastore.rows import (
 from tidemill.objects.store import ObjectStore
 
 
-async def plan_of(objects: ObjectStore, source: Source, clock: Clock, rand: Rand) -> dict[str, Any]:
+async def plan_restore(objects: ObjectStore, source: RestoreSource, clock: Clock, rand: Rand) -> dict[str, Any]:
     """Return plain values, as printed by `restore --json`. Ages are relative to now. Raises MissingError,
     CorruptError, UnavailableError."""
     now_ms = clock.now_ms()
@@ -36,15 +36,15 @@ async def plan_of(objects: ObjectStore, source: Source, clock: Clock, rand: Rand
                 "incarnation": source.cluster.incarnation,
                 "manifest": source.found.key,
             },
-            "domains": _domains(source, now_ms),
-            "alive": _alive(source, now_ms),
-            **await _rows(rows, now_ms),
+            "domains": _domain_fields(source, now_ms),
+            "alive": _sign_of_life_fields(source, now_ms),
+            **await _row_summary(rows, now_ms),
         }
     finally:
         await rows.aclose()
 
 
-def _domains(source: Source, now_ms: int) -> list[dict[str, Any]]:
+def _domain_fields(source: RestoreSource, now_ms: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for domain in source.domains:
         manifest = domain.manifest
@@ -63,7 +63,7 @@ def _domains(source: Source, now_ms: int) -> list[dict[str, Any]]:
     return found
 
 
-def _alive(source: Source, now_ms: int) -> dict[str, Any] | None:
+def _sign_of_life_fields(source: RestoreSource, now_ms: int) -> dict[str, Any] | None:
     if not source.signs:
         return None
     sign = source.signs[-1]
@@ -71,17 +71,17 @@ def _alive(source: Source, now_ms: int) -> dict[str, Any] | None:
     return {"node": sign.node, "age_ms": age_ms, "watched_for_ms": int(sign.young_s * 1000)}
 
 
-async def _rows(rows: BucketRows, now_ms: int) -> dict[str, Any]:
+async def _row_summary(rows: BucketRows, now_ms: int) -> dict[str, Any]:
     topics = await rows.rows(TOPICS)
     records: Counter[str] = Counter()
     size_bytes: Counter[str] = Counter()
     known = {topic.topic_id for topic in topics}
-    async for partition in rows.each(PARTITIONS):
+    async for partition in rows.iterate(PARTITIONS):
         if partition.topic_id in known:
             records[partition.topic_id] += partition.next_offset - partition.log_start
             size_bytes[partition.topic_id] += partition.size_bytes
     batches: Counter[str] = Counter()
-    async for batch in rows.each(SHARD_BATCHES):
+    async for batch in rows.iterate(SHARD_BATCHES):
         batches[batch.name] += 1
     shards = await rows.rows(SHARDS)
     groups = sorted(
@@ -109,13 +109,13 @@ async def _rows(rows: BucketRows, now_ms: int) -> dict[str, Any]:
             "partitions": sum(topic.partitions for topic in topics),
             "records": sum(records.values()),
             "record_bytes": sum(size_bytes.values()),
-            "extents": await _count(rows, EXTENTS.prefix()),
+            "extents": await _count_rows(rows, EXTENTS.prefix()),
             "shards": len(shards),
             "batches": sum(batches.values()),
-            "bindings": await _count(rows, BINDINGS.prefix()),
+            "bindings": await _count_rows(rows, BINDINGS.prefix()),
         },
     }
 
 
-async def _count(rows: BucketRows, prefix: bytes) -> int:
+async def _count_rows(rows: BucketRows, prefix: bytes) -> int:
     return sum([len(keys) async for keys, _ in rows.prefix(prefix)])

@@ -34,15 +34,15 @@ from tidemill.consensus.api import Consensus
 from tidemill.maintenance.check.rows import check_rows
 from tidemill.metastore.backup.restore import (
     Attempt,
-    begin,
-    finish,
-    has_claim,
+    begin_attempt,
+    claim_for_restore,
+    finish_restore,
+    has_claimed_bucket,
+    publish_manifest,
     read_attempt,
     reset_domain,
-    take_bucket,
-    take_claim,
 )
-from tidemill.metastore.backup.restore_source import BucketRows, Source, check_not_alive, find_source
+from tidemill.metastore.backup.restore_source import BucketRows, RestoreSource, check_not_alive, find_source
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.check.objects import References
 from tidemill.metastore.cluster import Cluster, domain_name, domain_of
@@ -68,15 +68,15 @@ from tidemill.metastore.rows.captures import CaptureRow, TableSnapshot
 from tidemill.metastore.rows.groups import GroupRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.bindings.remap import decode_stored
-from tidemill.shards.state.checkpoint import assemble, decode_header
+from tidemill.shards.bindings.remap import decode_record
+from tidemill.shards.state.checkpoint import assemble_state, decode_header
 from tidemill.shards.state.codec import decode_batch
 from tidemill.shards.state.restore import restore_bindings, restore_shard
 from tidemill.topics.lifecycle.restore import restore_partition, restore_registers
-from tidemill.topics.partition.row_codec import partition_state
+from tidemill.topics.partition.row_codec import rebuild_state
 
 LEAD_TIMEOUT_S = 60.0
-SCHEMA_IDS_LEFT_OUT = 10_000
+SCHEMA_IDS_SKIPPED = 10_000
 """Number of schema ids to skip: more than a registry assigns within one persist interval."""
 
 COMMIT_ATTEMPTS = 20
@@ -84,13 +84,13 @@ COMMIT_PAUSE_S = 0.2
 SETTINGS = DomainSettings(options=Options(gc_delay_ms=24 * 3_600_000))
 """Settings under which nothing is collected while a restore runs, however long. The run, and a repeated one, read
 the files of the manifest it began with, which a merge may have replaced."""
-WRITTEN_AT_ONCE = 8
+CONCURRENT_WRITES = 8
 
 Progress = Callable[[str, int, int], None]
 """Callback with (step, done, total); a total of 0 is unknown."""
 
 
-class Restored(NamedTuple):
+class RestoreResult(NamedTuple):
     """Result of a restore: counts of what was written back, and the findings of the walk."""
 
     cluster: Cluster
@@ -115,7 +115,7 @@ class Restorer:
         self._rand = rand
         self._progress = progress
 
-    async def source(self, chosen: Sequence[str] = ()) -> Source:
+    async def find_restore_source(self, chosen: Sequence[str] = ()) -> RestoreSource:
         """Return what `run` would restore; the source of the unfinished attempt if there is one. Raises the errors
         of `find_source`, and InvalidError when consensus is not empty."""
         attempt = await read_attempt(self._consensus)
@@ -124,35 +124,35 @@ class Restorer:
         manifests = [key for key in attempt.manifests if key]
         return await find_source(self._objects, self._rand, manifests, attempt.cluster_manifest)
 
-    async def run(self, chosen: Sequence[str] = ()) -> Restored:
+    async def run(self, chosen: Sequence[str] = ()) -> RestoreResult:
         """Run the restore. Raises InvalidError (consensus is not empty, or the cluster is alive),
         ClusterReplacedError (another restore was first), CorruptError (naming the object), MissingError,
         UnavailableError, UnknownOutcomeError."""
-        source = await self.source(chosen)
-        if not await has_claim(self._consensus, self._objects):
+        source = await self.find_restore_source(chosen)
+        if not await has_claimed_bucket(self._consensus, self._objects):
             await check_not_alive(self._objects, source, self._clock, self._progress)
         self._progress("claim", 0, 1)
-        attempt = await begin(self._consensus, self._clock, self._rand, source)
-        incarnation = (await take_claim(self._consensus, self._objects, self._clock)).incarnation
+        attempt = await begin_attempt(self._consensus, self._clock, self._rand, source)
+        incarnation = (await claim_for_restore(self._consensus, self._objects, self._clock)).incarnation
         async with AsyncExitStack() as stack:
             rows = await BucketRows.open(self._objects, source, self._clock, self._rand)
             stack.push_async_callback(rows.aclose)
-            domains = await self._reset(source, stack)
-            partitions, ends = await self._partitions(rows, attempt)
-            bindings = await self._bindings(rows, attempt)
-            shards = await self._shards(rows, attempt)
-            await self._registers(rows, incarnation)
+            domains = await self._reset_domains(source, stack)
+            partitions, ends = await self._restore_partitions(rows, attempt)
+            bindings = await self._restore_bindings(rows, attempt)
+            shards = await self._restore_shards(rows, attempt)
+            await self._restore_registers(rows, incarnation)
             await self._grow_topics(rows, source, domains, ends)
             captures = await self._mark_captures(rows, source, domains, ends)
-            cut = await self._groups(rows, source, domains, ends)
-            await self._schema_ids(rows, source, domains)
-            cluster = await take_bucket(self._consensus, self._objects, self._clock, self._rand, source)
-            findings = await self._walk(rows, source.cluster.incarnation)
-        cluster = await finish(self._consensus, self._rand)
-        return Restored(cluster, attempt, partitions, bindings, shards, captures, cut, findings)
+            cut = await self._cut_group_offsets(rows, source, domains, ends)
+            await self._skip_schema_ids(rows, source, domains)
+            cluster = await publish_manifest(self._consensus, self._objects, self._clock, self._rand, source)
+            findings = await self._check_references(rows, source.cluster.incarnation)
+        cluster = await finish_restore(self._consensus, self._rand)
+        return RestoreResult(cluster, attempt, partitions, bindings, shards, captures, cut, findings)
 
     # domains --------------------------------------------------------------------------------------
-    async def _reset(self, source: Source, stack: AsyncExitStack) -> list[Domain]:
+    async def _reset_domains(self, source: RestoreSource, stack: AsyncExitStack) -> list[Domain]:
         domains: list[Domain] = []
         for index, domain_source in enumerate(source.domains):
             self._progress("domains", index, len(source.domains))
@@ -167,25 +167,25 @@ class Restorer:
                 own_earlier_life=lambda holder: holder.startswith("restore-"),
             )
             stack.push_async_callback(domain.aclose)
-            await domain.until_leading(LEAD_TIMEOUT_S)
+            await domain.wait_until_leading(LEAD_TIMEOUT_S)
             await reset_domain(self._objects, self._rand, domain, domain_source)
             domains.append(domain)
         self._progress("domains", len(domains), len(domains))
         return domains
 
     # logs -----------------------------------------------------------------------------------------
-    async def _partitions(self, rows: BucketRows, attempt: Attempt) -> tuple[int, dict[tuple[str, int], int]]:
+    async def _restore_partitions(self, rows: BucketRows, attempt: Attempt) -> tuple[int, dict[tuple[str, int], int]]:
         """Restore the logs of partitions. Return their number, and the end of each by (topic id, partition)."""
         topics = {row.topic_id for row in await rows.rows(TOPICS)}
         wanted = [row for row in await rows.rows(PARTITIONS) if row.topic_id in topics]
         done = 0
-        slots = asyncio.Semaphore(WRITTEN_AT_ONCE)
+        slots = asyncio.Semaphore(CONCURRENT_WRITES)
 
         async def one(row: PartitionRow) -> None:
             nonlocal done
             topic_id, partition = row.topic_id, row.partition
             async with slots:
-                state = partition_state(
+                state = rebuild_state(
                     row,
                     await rows.rows(EXTENTS, topic_id, partition),
                     await rows.rows(ABORTED, topic_id, partition),
@@ -200,31 +200,31 @@ class Restorer:
         await asyncio.gather(*(one(row) for row in wanted))
         return len(wanted), ends
 
-    async def _bindings(self, rows: BucketRows, attempt: Attempt) -> int:
+    async def _restore_bindings(self, rows: BucketRows, attempt: Attempt) -> int:
         count = 0
-        async for source, bindings in _by_source(rows):
+        async for source, bindings in _bindings_by_source(rows):
             await restore_bindings(self._consensus, source, bindings, attempt.nonce)
             count += len(bindings)
             self._progress("bindings", count, 0)
         return count
 
-    async def _shards(self, rows: BucketRows, attempt: Attempt) -> int:
+    async def _restore_shards(self, rows: BucketRows, attempt: Attempt) -> int:
         wanted = await rows.rows(SHARDS)
         for index, row in enumerate(wanted):
             self._progress("shards", index, len(wanted))
-            batches = [decode_batch(batch.batch) async for batch in rows.each(SHARD_BATCHES, row.name)]
-            state = assemble(decode_header(row.header), batches)
+            batches = [decode_batch(batch.batch) async for batch in rows.iterate(SHARD_BATCHES, row.name)]
+            state = assemble_state(decode_header(row.header), batches)
             await restore_shard(self._consensus, self._rand, state, attempt.nonce)
         self._progress("shards", len(wanted), len(wanted))
         return len(wanted)
 
-    async def _registers(self, rows: BucketRows, incarnation: int) -> None:
+    async def _restore_registers(self, rows: BucketRows, incarnation: int) -> None:
         node_ids = {row.name: row.node_id for row in await rows.rows(NODES) if row.node_id > 0}
         await restore_registers(self._consensus, self._objects, self._rand, incarnation=incarnation, node_ids=node_ids)
 
     # rows -----------------------------------------------------------------------------------------
     async def _grow_topics(
-        self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
+        self, rows: BucketRows, source: RestoreSource, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
     ) -> None:
         """Add partitions to topics. Domains persist independently, so restored partitions may be unknown to the
         topic's row."""
@@ -234,14 +234,14 @@ class Restorer:
         for topic in await rows.rows(TOPICS):
             if counts.get(topic.topic_id, 0) > topic.partitions:
                 grown = msgspec.structs.replace(topic, partitions=counts[topic.topic_id])
-                await self._commit(domains, _manifests_end(source), *TOPICS.encode(grown))
+                await self._change_row(domains, _last_manifest_seqnos(source), *TOPICS.encode(grown))
 
     async def _mark_captures(
-        self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
+        self, rows: BucketRows, source: RestoreSource, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
     ) -> int:
         """Mark captures to compare their slots first. A table whose topic came back shorter than its snapshot starts
         over."""
-        before = _manifests_end(source)
+        before = _last_manifest_seqnos(source)
         topics = {row.name: row for row in await rows.rows(TOPICS)}
         found = await rows.rows(CAPTURES)
 
@@ -258,7 +258,7 @@ class Restorer:
             marked: CaptureRow = msgspec.structs.replace(
                 row, snapshots=kept, snapshot_done=False, restored=True, taps=()
             )
-            await self._commit(domains, before, *CAPTURES.encode(marked))
+            await self._change_row(domains, before, *CAPTURES.encode(marked))
         for table in await rows.rows(CAPTURE_TABLES):
             short = table
             if table.snapshot is not None and not whole(table.topic, table.snapshot):
@@ -266,35 +266,35 @@ class Restorer:
             if table.copy is not None:  # its record of the copy may exceed what was restored of the topic
                 short = msgspec.structs.replace(short, copy=None)
             if short is not table:
-                await self._commit(domains, before, *CAPTURE_TABLES.encode(short))
+                await self._change_row(domains, before, *CAPTURE_TABLES.encode(short))
         return len(found)
 
-    async def _groups(
-        self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
+    async def _cut_group_offsets(
+        self, rows: BucketRows, source: RestoreSource, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
     ) -> int:
         """Cut offsets at the ends of their partitions and return how many were cut. Groups from before head rows
         existed get one."""
         before = [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
         heads = {row.group for row in await rows.rows(GROUPS)}
         cut = 0
-        async for row in rows.each(GROUP_OFFSETS):
+        async for row in rows.iterate(GROUP_OFFSETS):
             if row.group not in heads:
                 heads.add(row.group)
-                await self._create(domains, *GROUPS.encode(GroupRow(row.group, since_ms=self._clock.now_ms())))
+                await self._create_row(domains, *GROUPS.encode(GroupRow(row.group, since_ms=self._clock.now_ms())))
             end = ends.get((row.topic_id, row.partition), 0)
             if row.offset > end:
                 cut += 1
-                await self._commit(domains, before, *GROUP_OFFSETS.encode(msgspec.structs.replace(row, offset=end)))
+                await self._change_row(domains, before, *GROUP_OFFSETS.encode(msgspec.structs.replace(row, offset=end)))
         return cut
 
-    async def _schema_ids(self, rows: BucketRows, source: Source, domains: Sequence[Domain]) -> None:
+    async def _skip_schema_ids(self, rows: BucketRows, source: RestoreSource, domains: Sequence[Domain]) -> None:
         """Skip schema ids. Rows of topics may be newer than the registry's, because they are in other domains."""
         before = [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
         for head in await rows.rows(REGISTRY_HEADS):
-            later = msgspec.structs.replace(head, next_id=head.next_id + SCHEMA_IDS_LEFT_OUT)
-            await self._commit(domains, before, *REGISTRY_HEADS.encode(later))
+            later = msgspec.structs.replace(head, next_id=head.next_id + SCHEMA_IDS_SKIPPED)
+            await self._change_row(domains, before, *REGISTRY_HEADS.encode(later))
 
-    async def _create(self, domains: Sequence[Domain], key: bytes, value: bytes) -> None:
+    async def _create_row(self, domains: Sequence[Domain], key: bytes, value: bytes) -> None:
         """Create a missing row; an earlier run may have created it."""
         domain = domains[domain_of(key, len(domains))]
         for attempt in range(COMMIT_ATTEMPTS):
@@ -308,7 +308,7 @@ class Restorer:
                     raise
                 await asyncio.sleep(COMMIT_PAUSE_S)
 
-    async def _commit(self, domains: Sequence[Domain], before: Sequence[int], key: bytes, value: bytes) -> None:
+    async def _change_row(self, domains: Sequence[Domain], before: Sequence[int], key: bytes, value: bytes) -> None:
         """Change a row that is still as in the manifest. A seqno above the manifest's (`before`) means that an
         earlier run has changed it; the cluster may since have been opened and have changed it again."""
         index = domain_of(key, len(domains))
@@ -327,7 +327,7 @@ class Restorer:
                 await asyncio.sleep(COMMIT_PAUSE_S)
 
     # verifying ------------------------------------------------------------------------------------
-    async def _walk(self, rows: BucketRows, incarnation: int) -> Findings:
+    async def _check_references(self, rows: BucketRows, incarnation: int) -> Findings:
         """Check all restored rows. `incarnation` is that of the cluster whose rows they are."""
         findings, references = Findings(self._progress), References()
         await check_rows(rows, findings, references, incarnation)
@@ -335,21 +335,21 @@ class Restorer:
         return findings
 
 
-def _manifests_end(source: Source) -> list[int]:
+def _last_manifest_seqnos(source: RestoreSource) -> list[int]:
     """Return, by domain, the last seqno that its manifest holds."""
     return [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
 
 
-async def _by_source(rows: BucketRows) -> AsyncIterator[tuple[str, list[bytes]]]:
+async def _bindings_by_source(rows: BucketRows) -> AsyncIterator[tuple[str, list[bytes]]]:
     """Yield all bindings of one source after another, oldest first, starting with the first whole one: deltas before
     it belong to a prefix that was being deleted."""
     source, bindings = "", list[bytes]()
-    async for row in rows.each(BINDINGS):
+    async for row in rows.iterate(BINDINGS):
         if row.source != source:
             if bindings:
                 yield source, bindings
             source, bindings = row.source, []
-        if bindings or not decode_stored(row.binding).back:
+        if bindings or not decode_record(row.binding).back:
             bindings.append(row.binding)
     if bindings:
         yield source, bindings

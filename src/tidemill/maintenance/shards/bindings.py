@@ -29,31 +29,31 @@ import msgspec
 
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.maintenance.checkpoint.restore_horizon import Persisted
-from tidemill.maintenance.checkpoint.stages import sources_of
+from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
+from tidemill.maintenance.checkpoint.stages import binding_sources
 from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.failure_status import TOLD_AT_ONCE, FailureStatus
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.failure_status import REPORTED_UNITS_MAX, UnitFailures
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import PIPELINES
 from tidemill.metastore.rows.pipelines import PipelineRow, source_of
-from tidemill.shards.bindings.remap import LOG_PREFIX, WHOLE_EVERY, LogRemap
-from tidemill.shards.registry import created_shards
+from tidemill.shards.bindings.remap import LOG_PREFIX, WHOLE_RECORD_INTERVAL, LogRemap
+from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.commands import Create
 from tidemill.shards.state.state_machine import shard_replica
 
-EVERY_S = 10.0
+INTERVAL_S = 10.0
 FIRST_PAUSE_S = 15.0
 LONGEST_PAUSE_S = 600.0
 HELD_SHOWN = 10
 PINNED_MS = 3_600_000
 """Time beyond the history after which retained bindings are reported. A process that is gone is shown as blind for
 as long; from then on only this report mentions it."""
-STANDS_MS = 300_000
+STALLED_AFTER_MS = 300_000
 """Time after which a shard that needs one and the same time counts as stuck. A moving since is seen here after a
 visit of the shard, a checkpoint and a manifest, so a pipeline that catches up has minutes for them."""
 
 
-class _Tended(msgspec.Struct):
+class _SourceSchedule(msgspec.Struct):
     """Schedule of the visits of one source."""
 
     next_s: float = 0.0
@@ -65,10 +65,10 @@ class BindingsUpkeep:
 
     def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:
         self._g = grounds
-        self._told = FailureStatus("keeper:bindings", tracker, grounds.clock)
-        self._persisted = Persisted(grounds.metastore)
+        self._told = UnitFailures("keeper:bindings", tracker, grounds.clock)
+        self._persisted = RestoreHorizon(grounds.metastore)
         self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
-        self._tended: dict[str, _Tended] = {}
+        self._tended: dict[str, _SourceSchedule] = {}
         """Sources with bindings to forget, now or later."""
         self._forgotten = 0
         self._tracker = tracker
@@ -85,71 +85,77 @@ class BindingsUpkeep:
             "failing": self._told.count,
         }
 
-    async def run(self, budget: Budget) -> bool:
+    async def run(self, budget: StepBudget) -> bool:
         """Visit the sources that are due, the longest waiting first."""
         g = self._g
         now_s = g.clock.monotonic_s()
-        await self._look(now_s)
+        await self._follow_sources(now_s)
         tended = self._tended
         due = sorted((s for s in tended if tended[s].next_s <= now_s), key=lambda s: (tended[s].next_s, s))
         if not due:
             return False
         pipelines = await g.metastore.rows(PIPELINES, fresh=False)
-        readers = readers_of(pipelines)
-        created = {create.name: create for create in await created_shards(g.consensus)}
+        readers = shards_by_source(pipelines)
+        created = {create.name: create for create in await list_created_shards(g.consensus)}
         for at, source in enumerate(due):
-            if at and not budget.left:
+            if at and not budget.has_budget:
                 return True
             try:
-                await self._visit(source, [created[name] for name in readers[source] if name in created], pipelines)
+                await self._visit_source(
+                    source, [created[name] for name in readers[source] if name in created], pipelines
+                )
             except BaseException as error:
                 self._told.failed(source, error)
                 tended[source].next_s = now_s + LONGEST_PAUSE_S / 10
             else:
-                self._told.healed(source)
+                self._told.clear_failure(source)
         return False
 
-    async def _look(self, now_s: float) -> None:
+    async def _follow_sources(self, now_s: float) -> None:
         """Read which sources exist, and which changed."""
-        sources = set(await sources_of(self._g.metastore))
-        changed = await self._logs.look(sources.__contains__)
+        sources = set(await binding_sources(self._g.metastore))
+        changed = await self._logs.next_changed(sources.__contains__)
         for source, head in changed.items():
-            if head.next - head.start > WHOLE_EVERY:
-                tended = self._tended.setdefault(source, _Tended())
+            if head.next - head.start > WHOLE_RECORD_INTERVAL:
+                tended = self._tended.setdefault(source, _SourceSchedule())
                 tended.pause_s = FIRST_PAUSE_S
                 tended.next_s = min(tended.next_s, now_s + FIRST_PAUSE_S)
         self._logs.done(changed)
         for gone in self._tended.keys() - sources:
-            self._let_go(gone)
+            self._stop_following(gone)
 
-    def _let_go(self, source: str) -> None:
+    def _stop_following(self, source: str) -> None:
         del self._tended[source]
-        self._told.healed(source)
-        self._released(source)
+        self._told.clear_failure(source)
+        self._clear_report(source)
         self._held_by.pop(source, None)
 
-    async def _visit(self, source: str, readers: Sequence[Create], pipelines: Sequence[PipelineRow]) -> None:
+    async def _visit_source(self, source: str, readers: Sequence[Create], pipelines: Sequence[PipelineRow]) -> None:
         g, tended = self._g, self._tended[source]
         remap = LogRemap(g.consensus, source, g.clock, g.rand)
         await remap.latest()
-        if remap.length <= WHOLE_EVERY:
-            self._let_go(source)
+        if remap.length <= WHOLE_RECORD_INTERVAL:
+            self._stop_following(source)
             return
         least = g.clock.now_ms() - g.retention.history_ms
         holder, upper = "", 0
         for create in readers:
-            asks = await self._asks(create)
+            asks = await self._least_needed_time(create)
             if asks is not None and asks[0] < least:
                 (least, upper), holder = asks, create.name
-        self._forgotten += await remap.forget(least)
+        self._forgotten += await remap.truncate_before(least)
         self._held_by.pop(source, None)
         if holder:
             self._held_by[source] = holder
-        await self._tell(remap, least, upper, holder, [row.name for row in pipelines if holder in row.tables])
+        await self._report_retention(
+            remap, least, upper, holder, [row.name for row in pipelines if holder in row.tables]
+        )
         tended.next_s = g.clock.monotonic_s() + tended.pause_s
         tended.pause_s = min(LONGEST_PAUSE_S, tended.pause_s * 2)
 
-    async def _tell(self, remap: LogRemap, least: int, upper: int, holder: str, pipelines: Sequence[str]) -> None:
+    async def _report_retention(
+        self, remap: LogRemap, least: int, upper: int, holder: str, pipelines: Sequence[str]
+    ) -> None:
         """Report the shard `holder`, which is at `upper` and may still need the time `least`. The age is that of the
         bindings, so it does not depend on the process that runs this job.
 
@@ -159,16 +165,16 @@ class BindingsUpkeep:
         now_ms, retention = self._g.clock.now_ms(), self._g.retention
         kept_ms = now_ms - retention.history_ms - retention.step_ms - PINNED_MS
         since_ms = max(least, await remap.oldest_ms() or 0) if holder and 0 < least < kept_ms else kept_ms
-        if not await _passed_by(remap, since_ms, kept_ms):
-            self._released(remap.name)
+        if not await _has_binding_between(remap, since_ms, kept_ms):
+            self._clear_report(remap.name)
             return
-        if remap.name not in self._pinned and len(self._pinned) >= TOLD_AT_ONCE:
+        if remap.name not in self._pinned and len(self._pinned) >= REPORTED_UNITS_MAX:
             return
         self._pinned.add(remap.name)
         since = datetime.fromtimestamp(since_ms / 1000, UTC).isoformat(timespec="seconds")
         name = pipelines[0]
         reason = f"{remap.length:,} bindings since {since} are retained for shard {holder} of pipeline {name}"
-        behind = await _passed_by(remap, max(upper - 1, since_ms), now_ms - PINNED_MS)
+        behind = await _has_binding_between(remap, max(upper - 1, since_ms), now_ms - PINNED_MS)
         if behind:
             held_by = f"pipeline:{name}"
             reason += f", which is behind: if it is stopped, start it, or delete it: tidemill pipeline delete {name}"
@@ -179,15 +185,15 @@ class BindingsUpkeep:
         newest_ms = newest.time_ms if newest is not None else since_ms
         self._tracker.set(
             f"keeper:bindings:{remap.name}", since_ms, newest_ms, now_ms=now_ms, held_by=held_by, reason=reason,
-            budget_ms=STANDS_MS, unit="ms", progress=upper if behind else 0,
+            budget_ms=STALLED_AFTER_MS, unit="ms", progress=upper if behind else 0,
         )  # fmt: skip
 
-    def _released(self, source: str) -> None:
+    def _clear_report(self, source: str) -> None:
         if source in self._pinned:
             self._pinned.discard(source)
             self._tracker.remove(f"keeper:bindings:{source}")
 
-    async def _asks(self, create: Create) -> tuple[int, int] | None:
+    async def _least_needed_time(self, create: Create) -> tuple[int, int] | None:
         """Return (the least time that this shard, or one restored in its place, may need, its upper); None when it
         needs nothing."""
         state = await shard_replica(self._g.consensus, create.shard_id).load()
@@ -195,17 +201,17 @@ class BindingsUpkeep:
             return None
         if not state.upper:
             return 0, 0  # created and not begun: its first step may be under way, and ends at an old binding
-        held = await self._persisted.held(create.name, create.shard_id)
+        held = await self._persisted.persisted_shard(create.name, create.shard_id)
         return min(state.since, held.since), state.upper
 
 
-async def _passed_by(remap: LogRemap, time_ms: int, before_ms: int) -> bool:
+async def _has_binding_between(remap: LogRemap, time_ms: int, before_ms: int) -> bool:
     """Return whether there is a binding later than `time_ms` and older than `before_ms`."""
     found = await remap.after(time_ms, 1) if time_ms < before_ms else []
     return bool(found) and found[0].time_ms < before_ms
 
 
-def readers_of(pipelines: Sequence[PipelineRow]) -> Mapping[str, list[str]]:
+def shards_by_source(pipelines: Sequence[PipelineRow]) -> Mapping[str, list[str]]:
     """Return source → the shards that are made from it."""
     out: dict[str, list[str]] = defaultdict(list)
     for row in pipelines:

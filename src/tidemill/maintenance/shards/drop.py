@@ -21,11 +21,12 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import PIPELINES
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.registry import drop_created, registered
+from tidemill.shards import registry
+from tidemill.shards.registry import read_registration
 from tidemill.shards.state.commands import Create, Drop
 
 
-class Dropped(msgspec.Struct, frozen=True):
+class DroppedShard(msgspec.Struct, frozen=True):
     """Result of a drop. `size_bytes` is the size of its parts, which will be deleted. `pipelines` are those that
     will create it again."""
 
@@ -36,13 +37,13 @@ class Dropped(msgspec.Struct, frozen=True):
     pipelines: tuple[str, ...] = ()
 
 
-async def users_of(metastore: Metastore, name: str) -> tuple[str, ...]:
+async def writing_pipelines(metastore: Metastore, name: str) -> tuple[str, ...]:
     """Return the pipelines that write the shard, by name."""
     rows = await metastore.rows(PIPELINES)
     return tuple(sorted(row.name for row in rows if name in row.tables or name == row.dead_letters))
 
 
-async def derived_from(metastore: Metastore, name: str) -> tuple[str, ...]:
+async def reading_derived_tables(metastore: Metastore, name: str) -> tuple[str, ...]:
     """Return the derived tables that read the shard, by name."""
     rows = await metastore.rows(PIPELINES)
     return tuple(sorted({table for row in rows for table, inputs in row.derived.items() if name in inputs}))
@@ -57,17 +58,17 @@ async def drop_shard(
     name: str,
     *,
     shard_id: str = "",
-) -> Dropped:
+) -> DroppedShard:
     """Drop the shard `name`. With `shard_id` drop only the shard of that id, so that an interrupted run can be
     repeated.
 
     Raises MissingError (no such shard), UnavailableError, UnknownOutcomeError (call again with the shard id).
     """
-    found = await registered(consensus, name)
+    found = await read_registration(consensus, name)
     if found is None or (isinstance(found[0], Drop) and shard_id in ("", found[0].shard_id)):
         raise MissingError(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
     created = found[0]
     if not isinstance(created, Create) or shard_id not in ("", created.shard_id):
         raise MissingError(f"the shard was already dropped: shard={name} id={shard_id}.")
-    held = await drop_created(consensus, objects, clock, rand, created)
-    return Dropped(name, created.shard_id, held.rows, held.size_bytes, await users_of(metastore, name))
+    held = await registry.drop_shard(consensus, objects, clock, rand, created)
+    return DroppedShard(name, created.shard_id, held.rows, held.size_bytes, await writing_pipelines(metastore, name))

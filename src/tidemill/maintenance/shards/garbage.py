@@ -18,14 +18,14 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.state import apply as rules
 
 
-async def collect(
+async def collect_garbage(
     shard: LogShard, objects: ObjectStore, clock: Clock, *, after_ms: int, persisted: int
 ) -> tuple[int, int]:
     """Delete objects that were replaced at least `after_ms` ago, by version `persisted` at the latest, and that no
     live hold may read. Return (objects, bytes). Raises UnavailableError, UnknownOutcomeError: call again."""
     await shard.frontiers()
     now_ms = clock.now_ms()
-    may_go = rules.collectable(shard.state, now_ms - after_ms, now_ms)
+    may_go = rules.collectable_garbage(shard.state, now_ms - after_ms, now_ms)
     found = [garbage for garbage in may_go if garbage.version <= persisted]
     if not found:
         return 0, 0
@@ -36,5 +36,5 @@ async def collect(
             await objects.delete(key)
 
     await asyncio.gather(*(delete(key) for garbage in found for key in garbage.objects))
-    await shard.collected(found[-1].version)
+    await shard.mark_collected(found[-1].version)
     return sum(len(g.objects) for g in found), sum(g.size_bytes for g in found)

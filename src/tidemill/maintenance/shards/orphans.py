@@ -16,27 +16,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.objects.store import ObjectMeta
 from tidemill.shards.api import STAGED, written_ms
 from tidemill.shards.handle import LogShard
-from tidemill.shards.registry import created_shards
+from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.state import ShardState
 from tidemill.shards.state.state_machine import open_machine
 
 PREFIX = "shards/"
-LISTED_AT_ONCE = 20_000
+LISTING_BATCH = 20_000
 """Number of keys held at a time; the next step continues after them."""
 
 
-class Orphans:
+class OrphanCollector:
     """The job `orphans`."""
 
     def __init__(self, grounds: JobContext) -> None:
         self._g = grounds
-        self._persisted = Persisted(grounds.metastore)
+        self._persisted = RestoreHorizon(grounds.metastore)
         self._after = ""
         self._gone: dict[str, tuple[float, list[int]]] = {}
         """Shard id without register and rows → when that was first seen, by the monotonic clock, and what was not
@@ -55,17 +55,17 @@ class Orphans:
             "kept_unstamped": self._unstamped,
         }
 
-    async def run(self, budget: Budget) -> bool:
+    async def run(self, budget: StepBudget) -> bool:
         """Process one stretch of the listing. Return True until its end is reached."""
         g, found = self._g, list[ObjectMeta]()
         async for meta in g.objects.list(PREFIX, self._after):
             found.append(meta)
-            if len(found) >= LISTED_AT_ONCE:
+            if len(found) >= LISTING_BATCH:
                 break
-        more = len(found) >= LISTED_AT_ONCE
+        more = len(found) >= LISTING_BATCH
         self._after = found[-1].key if more else ""
         # Read after the listing: every shard with a listed object is registered, and its state names them.
-        created = {create.shard_id: create for create in await created_shards(g.consensus)}
+        created = {create.shard_id: create for create in await list_created_shards(g.consensus)}
         if self._created - created.keys():
             self._gone.clear()  # a dropped shard may have named parts under another id: their wait begins now
         self._created = set(created)
@@ -81,10 +81,10 @@ class Orphans:
                 by_shard[meta.key.removeprefix(PREFIX).partition("/")[0]].append(meta)
             for shard_id, metas in by_shard.items():
                 if shard_id in handles:
-                    await self._of_shard(handles[shard_id], metas, states)
+                    await self._delete_shard_orphans(handles[shard_id], metas, states)
             staged = by_shard.pop(STAGED, [])
-            await self._delete([meta for meta in staged if 0 <= written_ms(meta.key) < self._before_ms()])
-            await self._of_none({i: m for i, m in by_shard.items() if i not in created}, states)
+            await self._delete_objects([meta for meta in staged if 0 <= written_ms(meta.key) < self._orphan_limit_ms()])
+            await self._delete_unowned({i: m for i, m in by_shard.items() if i not in created}, states)
         finally:
             for handle in handles.values():
                 await handle.aclose()
@@ -94,33 +94,35 @@ class Orphans:
             self._unstamped, self._counted = self._counted, 0
         return more
 
-    async def _of_shard(self, shard: LogShard, metas: list[ObjectMeta], states: dict[str, ShardState]) -> None:
-        named = _named(states.values())
+    async def _delete_shard_orphans(
+        self, shard: LogShard, metas: list[ObjectMeta], states: dict[str, ShardState]
+    ) -> None:
+        named = _named_objects(states.values())
         self._counted += sum(written_ms(meta.key) < 0 and meta.key not in named for meta in metas)
-        before_ms = self._before_ms()
-        if not self._orphans(metas, [shard.state], before_ms):
+        before_ms = self._orphan_limit_ms()
+        if not self._find_orphans(metas, [shard.state], before_ms):
             return
-        states[shard.shard_id] = state = await shard.sweep(before_ms)
+        states[shard.shard_id] = state = await shard.advance_sweep(before_ms)
         # The references of every shard as of the sweep: from here on nothing this old is ever named again.
-        await self._delete(self._orphans(metas, states.values(), before_ms, state))
+        await self._delete_objects(self._find_orphans(metas, states.values(), before_ms, state))
 
-    def _before_ms(self) -> int:
+    def _orphan_limit_ms(self) -> int:
         return self._g.clock.now_ms() - int(self._g.retention.orphans_after_s * 1000)
 
-    def _orphans(
+    def _find_orphans(
         self, metas: list[ObjectMeta], states: Iterable[ShardState], before_ms: int, swept: ShardState | None = None
     ) -> list[ObjectMeta]:
-        named = _named(states)
+        named = _named_objects(states)
         limit_ms = before_ms if swept is None else min(before_ms, swept.swept_ms)
         return [meta for meta in metas if meta.key not in named and 0 <= written_ms(meta.key) < limit_ms]
 
-    async def _of_none(self, gone: dict[str, list[ObjectMeta]], states: dict[str, ShardState]) -> None:
+    async def _delete_unowned(self, gone: dict[str, list[ObjectMeta]], states: dict[str, ShardState]) -> None:
         if not gone:
             return
         now_s = self._g.clock.monotonic_s()
-        mentioned = await self._persisted.mentions()
-        horizon = await self._persisted.horizon()
-        named = _named(states.values())
+        mentioned = await self._persisted.mentioned_shard_ids()
+        horizon = await self._persisted.committed_seqnos()
+        named = _named_objects(states.values())
         for shard_id, metas in gone.items():
             if shard_id in mentioned:
                 self._gone.pop(shard_id, None)
@@ -128,17 +130,17 @@ class Orphans:
             self._seen.add(shard_id)
             since_s, unpersisted = self._gone.setdefault(shard_id, (now_s, horizon))
             old = now_s - since_s >= self._g.retention.collect_after_s
-            if old and await self._persisted.covers(unpersisted):
-                await self._delete([meta for meta in metas if meta.key not in named])
+            if old and await self._persisted.is_persisted_up_to(unpersisted):
+                await self._delete_objects([meta for meta in metas if meta.key not in named])
 
-    async def _delete(self, metas: list[ObjectMeta]) -> None:
+    async def _delete_objects(self, metas: list[ObjectMeta]) -> None:
         for meta in metas:
             await self._g.objects.delete(meta.key)
             self._deleted += 1
             self._deleted_bytes += meta.size_bytes
 
 
-def _named(states: Iterable[ShardState]) -> set[str]:
+def _named_objects(states: Iterable[ShardState]) -> set[str]:
     named: set[str] = set()
     for state in states:
         named.update(part.object_key for batch in state.batches for part in batch.parts)

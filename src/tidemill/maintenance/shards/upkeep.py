@@ -16,18 +16,18 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.status.status import StatusTracker
-from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.failure_status import FailureStatus
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.shards.garbage import collect
+from tidemill.maintenance.failure_status import UnitFailures
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.shards.garbage import collect_garbage
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
-from tidemill.shards.registry import created_shards
+from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.commands import Create
 from tidemill.shards.state.state_machine import open_machine
 
-OWNER = "retention"
+RETENTION_OWNER = "retention"
 BUSY_S = 5.0
 QUIET_S = 60.0
 """Longest time between two visits of a shard. A shard that changes is visited more often; the pause grows up to this
@@ -37,7 +37,7 @@ CACHE_BYTES = 0
 """Cache size; merges read each part about once."""
 
 
-class _Tended(msgspec.Struct):
+class _ShardSchedule(msgspec.Struct):
     """Handle of one shard, and the schedule of its visits."""
 
     shard: LogShard
@@ -46,7 +46,7 @@ class _Tended(msgspec.Struct):
     version: int = -1
 
 
-class Figures(msgspec.Struct):
+class UpkeepCounters(msgspec.Struct):
     """Counters since this node began to lead the job."""
 
     merges: int = 0
@@ -62,92 +62,92 @@ class ShardUpkeep:
 
     def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:
         self._g = grounds
-        self._told = FailureStatus("keeper:shards", tracker, grounds.clock)
-        self._persisted = Persisted(grounds.metastore)
-        self._tended: dict[str, _Tended] = {}
+        self._told = UnitFailures("keeper:shards", tracker, grounds.clock)
+        self._persisted = RestoreHorizon(grounds.metastore)
+        self._tended: dict[str, _ShardSchedule] = {}
         """Shard id → its handle."""
-        self._figures = Figures()
+        self._figures = UpkeepCounters()
 
     def facts(self) -> dict[str, object]:
         return msgspec.structs.asdict(self._figures) | {"shards": len(self._tended), "failing": self._told.count}
 
-    async def run(self, budget: Budget) -> bool:
+    async def run(self, budget: StepBudget) -> bool:
         """Visit the shards that are due, the longest waiting first. Return True when the budget ended before all
         were visited."""
-        await self._follow()
+        await self._follow_shards()
         now_s = self._g.clock.monotonic_s()
         due = sorted((t for t in self._tended.values() if t.next_s <= now_s), key=lambda t: t.next_s)
         for at, tended in enumerate(due):
-            if at and not budget.left:
+            if at and not budget.has_budget:
                 return True
-            await self._unit(tended, budget)
+            await self._visit_isolated(tended, budget)
         self._figures.waiting_bytes = sum(
             g.size_bytes for tended in self._tended.values() for g in tended.shard.state.garbage
         )
         return False
 
-    async def _follow(self) -> None:
-        created = {create.shard_id: create for create in await created_shards(self._g.consensus)}
+    async def _follow_shards(self) -> None:
+        created = {create.shard_id: create for create in await list_created_shards(self._g.consensus)}
         for shard_id in self._tended.keys() - created.keys():
-            await self._close(shard_id)
+            await self._close_dropped(shard_id)
         for tended in [t for t in self._tended.values() if t.shard.state.schema != t.shard.schema]:
-            await self._close_quietly(tended)  # its cache has an older schema: a new handle merges under the new one
+            await self._close_handle(tended)  # its cache has an older schema: a new handle merges under the new one
         for shard_id, create in created.items():
             if shard_id not in self._tended:
                 try:
-                    self._tended[shard_id] = _Tended(await self._open(create))
+                    self._tended[shard_id] = _ShardSchedule(await self._open_handle(create))
                 except BaseException as error:
                     self._told.failed(create.name, error)
 
-    async def _open(self, create: Create) -> LogShard:
+    async def _open_handle(self, create: Create) -> LogShard:
         g = self._g
         machine = await open_machine(g.consensus, g.rand, create)
         return LogShard(machine, g.objects, g.clock, g.rand, cpu=g.cpu, cache_bytes=CACHE_BYTES)
 
-    async def _close(self, shard_id: str) -> None:
+    async def _close_dropped(self, shard_id: str) -> None:
         tended = self._tended.pop(shard_id)
-        self._persisted.forget(shard_id)
-        self._told.healed(tended.shard.name)
+        self._persisted.forget_shard(shard_id)
+        self._told.clear_failure(tended.shard.name)
         await tended.shard.aclose()
 
-    async def _unit(self, tended: _Tended, budget: Budget) -> None:
+    async def _visit_isolated(self, tended: _ShardSchedule, budget: StepBudget) -> None:
         """Visit one shard. Any error it raises is reported for that shard only."""
         try:
-            more = await self._visit(tended.shard, budget)
+            more = await self._visit_shard(tended.shard, budget)
         except BaseException as error:
             self._told.failed(tended.shard.name, error)
             # The handle itself may be broken: the next visit opens a new one.
-            await self._close_quietly(tended)
+            await self._close_handle(tended)
             return
-        self._told.healed(tended.shard.name)
+        self._told.clear_failure(tended.shard.name)
         changed = tended.version != tended.shard.state.version
         tended.version = tended.shard.state.version
         tended.pause_s = BUSY_S if changed else min(QUIET_S, tended.pause_s * 2)
         tended.next_s = self._g.clock.monotonic_s() + (0.0 if more else tended.pause_s)
 
-    async def _close_quietly(self, tended: _Tended) -> None:
+    async def _close_handle(self, tended: _ShardSchedule) -> None:
         self._tended.pop(tended.shard.shard_id, None)
         await tended.shard.aclose()
 
     # one shard --------------------------------------------------------------------------------------
-    async def _visit(self, shard: LogShard, budget: Budget) -> bool:
+    async def _visit_shard(self, shard: LogShard, budget: StepBudget) -> bool:
         await shard.frontiers()
-        await self._move_since(shard, budget.term)
-        more = await self._merge(shard, budget)
-        await self._collect(shard)
+        await self._advance_since(shard, budget.term)
+        more = await self._merge_batches(shard, budget)
+        await self._collect_garbage(shard)
         return more
 
-    async def _move_since(self, shard: LogShard, term: int) -> None:
+    async def _advance_since(self, shard: LogShard, term: int) -> None:
         state, now_ms, retention = shard.state, self._g.clock.now_ms(), self._g.retention
         newest = state.upper - 1
         target = min(newest, now_ms - retention.history_ms)
-        own = next((hold.since for hold in state.holds if hold.reader == OWNER), 0)
-        lapsed = any(not hold.live(now_ms) for hold in state.holds)
+        own = next((hold.since for hold in state.holds if hold.reader == RETENTION_OWNER), 0)
+        lapsed = any(not hold.is_live(now_ms) for hold in state.holds)
         # A write is worth it for a quarter of the history, for the newest time, or to release a lapsed hold.
         if (target > own and (target - own >= retention.step_ms or target == newest)) or lapsed:
-            await shard.downgrade_since(OWNER, term, max(target, own))
+            await shard.downgrade_since(RETENTION_OWNER, term, max(target, own))
 
-    async def _merge(self, shard: LogShard, budget: Budget) -> bool:
+    async def _merge_batches(self, shard: LogShard, budget: StepBudget) -> bool:
         while True:
             done = await compact_once(shard, self._g.objects, self._g.rand, cpu=self._g.cpu)
             if done is None:
@@ -156,15 +156,15 @@ class ShardUpkeep:
             self._figures.merges += done.shown
             self._figures.rows_in += done.rows_in
             self._figures.rows_out += done.rows_out
-            if not budget.left:
+            if not budget.has_budget:
                 return True
 
-    async def _collect(self, shard: LogShard) -> None:
+    async def _collect_garbage(self, shard: LogShard) -> None:
         if not shard.state.garbage:
             return
         g = self._g
-        persisted = (await self._persisted.held(shard.name, shard.shard_id)).version
+        persisted = (await self._persisted.persisted_shard(shard.name, shard.shard_id)).version
         after_ms = int(g.retention.collect_after_s * 1000)
-        count, size_bytes = await collect(shard, g.objects, g.clock, after_ms=after_ms, persisted=persisted)
+        count, size_bytes = await collect_garbage(shard, g.objects, g.clock, after_ms=after_ms, persisted=persisted)
         self._figures.deleted_objects += count
         self._figures.deleted_bytes += size_bytes

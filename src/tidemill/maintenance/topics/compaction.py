@@ -23,11 +23,11 @@ import msgspec
 from tidemill.base.errors import ConflictError, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
 from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.topics.compaction_pass import Bounds, CompactionPass
 from tidemill.metastore.rows import L1_PARTITIONS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1PartitionRow
-from tidemill.topics.config.configs import TopicConfig, stored_config
+from tidemill.topics.config.configs import TopicConfig, parse_stored_config
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.lifecycle.retention import NEVER_MS, RetentionHolds, is_compacted
@@ -35,16 +35,16 @@ from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import AbortedIndex
 
-KEYS_ROOM = 1 << 20
+KEYS_PER_PASS = 1 << 20
 """Number of keys in one pass: 24 MiB, twice that while some are added."""
 
-AGAIN_MS = 60_000
+RETRY_AFTER_MS = 60_000
 """Time after which a partition that could not be compacted is tried again."""
 
 Place = tuple[str, int]
 
 
-class Figures(msgspec.Struct):
+class CompactionCounters(msgspec.Struct):
     """Counters since this node began to lead the job."""
 
     passes: int = 0
@@ -53,7 +53,7 @@ class Figures(msgspec.Struct):
     left_out: int = 0
 
 
-class Dirt(msgspec.Struct, frozen=True):
+class DirtyPart(msgspec.Struct, frozen=True):
     """Dirty part of a partition. `last` is the base offset of the last batch in L1. Bytes are those below it;
     `oldest_ms` is the time of the oldest dirty record."""
 
@@ -71,7 +71,7 @@ class TopicCompaction:
         grounds: JobContext,
         holds: RetentionHolds,
         *,
-        room: int = KEYS_ROOM,
+        room: int = KEYS_PER_PASS,
         target_bytes: int = L1_OBJECT_BYTES,
         fault: str = "",
     ) -> None:
@@ -94,15 +94,15 @@ class TopicCompaction:
         """Errors of partitions, reported as long as there is nothing else to do."""
         self._after: Place = ("", -1)
         """The partition that had the last pass: the others come first."""
-        self._figures = Figures()
+        self._figures = CompactionCounters()
 
     def facts(self) -> dict[str, object]:
         return msgspec.structs.asdict(self._figures)
 
-    async def run(self, budget: Budget) -> bool:
+    async def run(self, budget: StepBudget) -> bool:
         """Run one step of the current pass, or of the next partition that is due. Return False when none is due."""
         if self._pass is None:
-            self._pass = await self._next()
+            self._pass = await self._next_pass()
             if self._pass is None:
                 return False
         running, more = self._pass, False
@@ -112,7 +112,7 @@ class TopicCompaction:
             self._figures.left_out += 1  # another node compacts it
         except TidemillError as error:
             self._failing[running.topic_id, running.partition] = error
-            self._leave(running)
+            self._postpone(running)
             raise
         finally:
             if not more:
@@ -122,16 +122,16 @@ class TopicCompaction:
             self._figures.written_bytes += running.written_bytes
             self._figures.removed_bytes += running.removed_bytes
             if not running.moved:
-                self._leave(running)
+                self._postpone(running)
         return True
 
-    def _leave(self, running: CompactionPass) -> None:
+    def _postpone(self, running: CompactionPass) -> None:
         place = (running.topic_id, running.partition)
         if place in self._looked:
             row, config, _ = self._looked[place]
-            self._looked[place] = row, config, self._g.clock.now_ms() + AGAIN_MS
+            self._looked[place] = row, config, self._g.clock.now_ms() + RETRY_AFTER_MS
 
-    async def _next(self) -> CompactionPass | None:
+    async def _next_pass(self) -> CompactionPass | None:
         """Return a pass for the next partition that is due; partitions after the last one come first."""
         topics = {row.topic_id: row for row in await self._g.metastore.rows(TOPICS) if is_compacted(row)}
         rows: dict[Place, L1PartitionRow] = {}
@@ -143,24 +143,24 @@ class TopicCompaction:
         self._failing = {place: error for place, error in self._failing.items() if place in rows}
         for place in sorted(rows, key=lambda place: (place <= self._after, place)):
             topic, row, now_ms = topics[place[0]], rows[place], self._g.clock.now_ms()
-            config = stored_config(topic.config)
+            config = parse_stored_config(topic.config)
             seen = self._looked.get(place)
             if seen is not None and seen[:2] == (row, config) and now_ms < seen[2]:
                 continue
             try:
-                found, again_ms = await self._due(row, config, now_ms)
+                found, again_ms = await self._due_bounds(row, config, now_ms)
                 self._looked[place] = row, config, again_ms
                 if found is None:
                     self._failing.pop(place, None)
                     continue
                 if topic.topic_id not in held:
                     held[topic.topic_id] = await self._holds(topic)
-                bounds = await self._bounded(found, held[topic.topic_id])
+                bounds = await self._restrict_bounds(found, held[topic.topic_id])
                 self._failing.pop(place, None)
             except TidemillError as failed:
                 self._failing[place] = failed
                 self._figures.left_out += 1
-                self._looked[place] = row, config, now_ms + AGAIN_MS
+                self._looked[place] = row, config, now_ms + RETRY_AFTER_MS
                 continue
             self._after = place
             return CompactionPass(
@@ -171,9 +171,9 @@ class TopicCompaction:
             raise error
         return None
 
-    async def _due(self, row: L1PartitionRow, config: TopicConfig, now_ms: int) -> tuple[Bounds | None, int]:
+    async def _due_bounds(self, row: L1PartitionRow, config: TopicConfig, now_ms: int) -> tuple[Bounds | None, int]:
         """Return what may be compacted now by its config, and when to check again if nothing changes."""
-        cleaned, seqno = await self._rows.cleaned(row.topic_id, row.partition)
+        cleaned, seqno = await self._rows.compaction_progress(row.topic_id, row.partition)
         clean, since_s = self._cleaned.get((row.topic_id, row.partition), (0, 0.0))
         if clean <= cleaned.settled:
             clean, since_s = cleaned.cleaned, self._g.clock.monotonic_s()
@@ -184,7 +184,7 @@ class TopicCompaction:
             if below > row.start and at_ms + config.delete_retention_ms <= now_ms
         ]
         due_ms = [at_ms + config.delete_retention_ms for below, at_ms, _ in cleaned.tombstones if below > row.start]
-        dirt = await self._dirt(row, cleaned)
+        dirt = await self._measure_dirt(row, cleaned)
         if dirt.oldest_ms is not None:
             due_ms.append(dirt.oldest_ms + config.compaction_lag_max_ms)
         ratio = dirt.dirty_bytes / max(dirt.total_bytes, 1)
@@ -196,7 +196,7 @@ class TopicCompaction:
         bounds = Bounds(cleaned, seqno, dirt.last, younger_ms, max(expired, default=0), settled, AbortedIndex())
         return bounds, 0
 
-    async def _dirt(self, row: L1PartitionRow, cleaned: L1CleanedRow) -> Dirt:
+    async def _measure_dirt(self, row: L1PartitionRow, cleaned: L1CleanedRow) -> DirtyPart:
         """Compute the dirty part. The rows give the sizes of whole extents; indexes give those of the partly clean
         extent and the last one."""
         last, last_bytes = row.start, 0
@@ -218,9 +218,9 @@ class TopicCompaction:
             if index is not None and ends and self._fault != "clean-last":
                 last, last_bytes = int(index.bases[-1]), int(index.sizes[-1])
         last = row.next if self._fault == "clean-last" else last
-        return Dirt(last, max(dirty - last_bytes, 0), max(row.size_bytes - last_bytes, 0), oldest_ms)
+        return DirtyPart(last, max(dirty - last_bytes, 0), max(row.size_bytes - last_bytes, 0), oldest_ms)
 
-    async def _bounded(self, bounds: Bounds, holds: Mapping[int, int] | None) -> Bounds:
+    async def _restrict_bounds(self, bounds: Bounds, holds: Mapping[int, int] | None) -> Bounds:
         """Restrict the bounds to what every reader has read, and to what is settled for good."""
         topic_id, partition = bounds.cleaned.topic_id, bounds.cleaned.partition
         log = partition_log(topic_id, partition)

@@ -20,16 +20,16 @@ import msgspec
 
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, l1_key
 from tidemill.topics.api import BatchRef
-from tidemill.topics.compaction.clean import Cleaned, Pass, clean, take_keys
+from tidemill.topics.compaction.clean import CompactedBatches, PassRules, collect_keys, compact_batches
 from tidemill.topics.compaction.hashes import KeyHash
 from tidemill.topics.compaction.keymap import KeyMap
 from tidemill.topics.l1.builder import ObjectBuilder
 from tidemill.topics.l1.format import RegionIndex, object_id
 from tidemill.topics.l1.reader import L1Reader
-from tidemill.topics.l1.row_transitions import Replace
+from tidemill.topics.l1.row_transitions import ReplaceRequest
 from tidemill.topics.partition.transactions import AbortedIndex
 
 SLICE_BYTES = 8 << 20
@@ -40,10 +40,10 @@ UNCHANGED_SHARE = 8
 """Limit for unchanged extents. An extent without removals is copied together with others only if it is at most this
 part of an object."""
 
-TOMBSTONES_KEPT = 16
+TOMBSTONE_ENTRIES_MAX = 16
 """Number of tombstone entries in a cleaned row. Beyond it the oldest two are merged, with the age of the younger."""
 
-TRIES = 8
+REPLACE_ATTEMPTS = 8
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -90,18 +90,18 @@ class CompactionPass:
         self.written_bytes = 0
         self.removed_bytes = 0
 
-    async def step(self, budget: Budget) -> bool:
+    async def step(self, budget: StepBudget) -> bool:
         """Do one step. Return True while work is left. Raises CorruptError, UnavailableError, UnknownOutcomeError;
         ConflictError when another pass took over."""
         while True:
             if self._end is None:
-                await self._map(budget)
+                await self._extend_key_map(budget)
             elif self._at < self._clean_to:
-                await self._clean(budget)
+                await self._rewrite_next_object(budget)
             else:
-                await self._finish(self._end)
+                await self._store_progress(self._end)
                 return False
-            if not budget.left:
+            if not budget.has_budget:
                 return True
 
     @property
@@ -112,17 +112,17 @@ class CompactionPass:
 
     # the map --------------------------------------------------------------------------------------
 
-    async def _map(self, budget: Budget) -> None:
+    async def _extend_key_map(self, budget: StepBudget) -> None:
         """Add one more extent to the map, or as much of it as there is room for."""
         async for extent in self._rows.extents(self.topic_id, self.partition, self._at):
             index = await self._reader.index(extent)
-            refs = await self._g.cpu(partial(_refs, extent, index, self._at, self._bounds.aborted))
-            allowed = self._allowed(refs)
+            refs = await self._g.cpu(partial(_batch_refs, extent, index, self._at, self._bounds.aborted))
+            allowed = self._cleanable_count(refs)
             done = 0
-            while done < allowed and not self._keys.full:
+            while done < allowed and not self._keys.is_full:
                 some = refs[done : _slice_end(refs, done, allowed)]
-                data = memoryview(await self._reader.data(extent, _span(extent, some)))
-                await self._g.cpu(partial(_take_keys, some, data, self._hash, self._keys, self._captured))
+                data = memoryview(await self._reader.data(extent, _byte_range(extent, some)))
+                await self._g.cpu(partial(_collect_keys, some, data, self._hash, self._keys, self._captured))
                 budget.spend(len(data))
                 done += len(some)
             if done == len(refs):
@@ -132,7 +132,7 @@ class CompactionPass:
             break
         self._end, self._at = self._at, 0
 
-    def _allowed(self, refs: Sequence[BatchRef]) -> int:
+    def _cleanable_count(self, refs: Sequence[BatchRef]) -> int:
         """Return how many of these batches may be cleaned."""
         for count, ref in enumerate(refs):
             young = self._bounds.younger_ms is not None and ref.max_timestamp_ms > self._bounds.younger_ms
@@ -142,7 +142,7 @@ class CompactionPass:
 
     # rewriting ------------------------------------------------------------------------------------
 
-    async def _clean(self, budget: Budget) -> None:
+    async def _rewrite_next_object(self, budget: StepBudget) -> None:
         """Write one more object from neighbouring extents. Extents without removals are skipped."""
         row = await self._rows.partition(self.topic_id, self.partition)
         if row is None:
@@ -153,45 +153,45 @@ class CompactionPass:
             full = bool(old) and build.size_bytes + extent.size_bytes > self._target_bytes
             if full or extent.base_offset >= self._clean_to:
                 break
-            found = await self._cleaned(extent)
+            found = await self._clean_extent(extent)
             budget.spend(2 * extent.size_bytes)
             if not found.changed and not old:
                 self._tombstones += found.tombstones
                 self._at = extent.last_offset + 1
-                if budget.left:
+                if budget.has_budget:
                     continue
                 return
             if not found.changed and extent.size_bytes > self._target_bytes // UNCHANGED_SHARE:
                 break
             if not old:
-                build.begin(self.partition, extent.base_offset)
+                build.begin_range(self.partition, extent.base_offset)
             for batch in found.batches:
                 build.add(batch.data, batch.base_offset, batch.next_offset, batch.max_timestamp_ms)
             old.append(extent)
             tombstones += found.tombstones
-            if not budget.left:
+            if not budget.has_budget:
                 break
         if not old:
             self._at = self._clean_to
             return
         build.end(old[-1].last_offset + 1)
-        if await self._replaced(build, row.compaction_epoch):
+        if await self._replace_extents(build, row.compaction_epoch):
             self._at = old[-1].last_offset + 1
             self._tombstones += tombstones
             self.written_bytes += build.size_bytes
             self.removed_bytes += sum(extent.size_bytes for extent in old) - build.size_bytes
 
-    async def _cleaned(self, extent: L1ExtentRow) -> Cleaned:
+    async def _clean_extent(self, extent: L1ExtentRow) -> CompactedBatches:
         index, data = await self._reader.index(extent), await self._reader.data(extent)
         entries = self._bounds.cleaned.tombstones
         counted_from = entries[-1][0] if entries else 0
-        rules = Pass(
+        rules = PassRules(
             self._keys, self._hash, self._clean_to, self._bounds.delete_below, counted_from, self._captured,
             self._bounds.markers_below,
         )  # fmt: skip
-        return await self._g.cpu(partial(_clean, extent, index, memoryview(data), self._bounds.aborted, rules))
+        return await self._g.cpu(partial(_clean_batches, extent, index, memoryview(data), self._bounds.aborted, rules))
 
-    async def _replaced(self, build: ObjectBuilder, epoch: int) -> bool:
+    async def _replace_extents(self, build: ObjectBuilder, epoch: int) -> bool:
         """Replace the extents. Return False if they have changed since they were read; they are then read again."""
         parts, footer = build.finish()
         name = object_id(self._g.clock.now_ms(), self._g.rand.nonce())
@@ -199,10 +199,10 @@ class CompactionPass:
         await self._g.objects.put(l1_key(self.topic_id, name), parts)
         size = sum(len(part) for part in parts)
         try:
-            await self._rows.replace(Replace(self.topic_id, name, size, footer.regions, {self.partition: epoch}))
+            await self._rows.replace(ReplaceRequest(self.topic_id, name, size, footer.regions, {self.partition: epoch}))
         except InvalidError as stale:
             self._tries += 1
-            if self._tries >= TRIES:
+            if self._tries >= REPLACE_ATTEMPTS:
                 raise UnavailableError(
                     f"the extents of a partition keep changing: partition={self.topic_id}/{self.partition}.",
                     fix="Retry.",
@@ -211,25 +211,26 @@ class CompactionPass:
         self._tries = 0
         return True
 
-    async def _finish(self, end: int) -> None:
+    async def _store_progress(self, end: int) -> None:
         before = self._bounds.cleaned
         entries = [each for each in before.tombstones if each[0] > self._bounds.delete_below]
         if end > before.cleaned and self._tombstones:
             entries.append((end, self._g.clock.now_ms(), self._tombstones))
-        if len(entries) > TOMBSTONES_KEPT:
+        if len(entries) > TOMBSTONE_ENTRIES_MAX:
             (_, _, one), (below, at_ms, other) = entries[:2]
             entries[:2] = [(below, at_ms, one + other)]
         settled = max(before.settled, self._bounds.settled)
         row = L1CleanedRow(self.topic_id, self.partition, max(end, before.cleaned), tuple(entries), settled)
         if row != before:
-            await self._rows.set_cleaned(row, self._bounds.seqno)
+            await self._rows.set_compaction_progress(row, self._bounds.seqno)
             self.moved = True
 
 
-def _refs(extent: L1ExtentRow, index: RegionIndex, start: int, aborted: AbortedIndex) -> list[BatchRef]:
+def _batch_refs(extent: L1ExtentRow, index: RegionIndex, start: int, aborted: AbortedIndex) -> list[BatchRef]:
     """Return the batches of an extent from `start` on."""
     return [
-        aborted.told(index.ref(at, extent.object_key, extent.first_byte)) for at in range(index.find(start), len(index))
+        aborted.with_aborted(index.ref(at, extent.object_key, extent.first_byte))
+        for at in range(index.find(start), len(index))
     ]
 
 
@@ -242,20 +243,22 @@ def _slice_end(refs: Sequence[BatchRef], first: int, end: int) -> int:
     return end
 
 
-def _span(extent: L1ExtentRow, refs: Sequence[BatchRef]) -> tuple[int, int]:
+def _byte_range(extent: L1ExtentRow, refs: Sequence[BatchRef]) -> tuple[int, int]:
     """Return the byte range of the batches within the extent."""
     last = refs[-1]
     return refs[0].first_byte - extent.first_byte, last.first_byte + last.size_bytes - extent.first_byte
 
 
-def _take_keys(refs: Sequence[BatchRef], data: memoryview, key_hash: KeyHash, keys: KeyMap, captured: bool) -> None:
+def _collect_keys(refs: Sequence[BatchRef], data: memoryview, key_hash: KeyHash, keys: KeyMap, captured: bool) -> None:
     begin = refs[0].first_byte
     views = [data[ref.first_byte - begin : ref.first_byte - begin + ref.size_bytes] for ref in refs]
-    take_keys(list(zip(refs, views, strict=True)), key_hash, keys, captured=captured)
+    collect_keys(list(zip(refs, views, strict=True)), key_hash, keys, captured=captured)
 
 
-def _clean(extent: L1ExtentRow, index: RegionIndex, data: memoryview, aborted: AbortedIndex, rules: Pass) -> Cleaned:
-    refs = _refs(extent, index, 0, aborted)
+def _clean_batches(
+    extent: L1ExtentRow, index: RegionIndex, data: memoryview, aborted: AbortedIndex, rules: PassRules
+) -> CompactedBatches:
+    refs = _batch_refs(extent, index, 0, aborted)
     begin = extent.first_byte
     views = [data[ref.first_byte - begin : ref.first_byte - begin + ref.size_bytes] for ref in refs]
-    return clean(list(zip(refs, views, strict=True)), rules)
+    return compact_batches(list(zip(refs, views, strict=True)), rules)

@@ -24,35 +24,35 @@ import msgspec
 
 from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.objects.store import ObjectMeta
-from tidemill.objects.verified_read import checked
-from tidemill.topics.l0.format import PREFIX, decode_footer, writer_of
-from tidemill.topics.lifecycle.settle import settle
-from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, partition_log, place_of
+from tidemill.objects.verified_read import read_verified
+from tidemill.topics.l0.format import PREFIX, decode_footer, parse_writer
+from tidemill.topics.lifecycle.settle import settle_partition
+from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
 from tidemill.topics.partition.state import PartitionState
 
-LISTED_AT_ONCE = 20_000
+LISTING_BATCH = 20_000
 """Number of keys held at a time; the next step continues after them."""
 FOOTER_BYTES = 16 << 10
 """Bytes that are first read from the end of an object: the regions of some 250 partitions."""
-FOOTERS_AT_LEAST = 64
+FOOTERS_MIN = 64
 """Footers read in a step independent of its budget, so that each step makes progress."""
-SETTLED_AT_ONCE = 16
+SETTLED_PER_STEP = 16
 """Number of partitions that are made to decide in one step. Their leaders step down."""
-QUIET_S = 600.0
+IDLE_INTERVAL_S = 600.0
 """Time between two reads of all logs while nothing is written."""
 
-NOTHING = PartitionState()
+NEVER_WRITTEN = PartitionState()
 """State of all partitions that were never written to. Never changed."""
 
 Place = tuple[str, int]
 
 
-class _Garbage(msgspec.Struct):
+class _GarbageObject(msgspec.Struct):
     """Object that no log names. `places` are the partitions in its footer. Times are those of the monotonic clock: a
     change of the wall clock must neither shorten a wait nor make it last forever."""
 
@@ -67,7 +67,7 @@ class _Garbage(msgspec.Struct):
     horizon: list[int] = []
 
 
-class _Seen(msgspec.Struct):
+class _WriterProgress(msgspec.Struct):
     """Lower bound of the logs' positions after the newest listed object of a writer had been listed. For a writer
     that has stopped this is older than when its objects became garbage; for a running writer it advances with every
     round."""
@@ -76,7 +76,7 @@ class _Seen(msgspec.Struct):
     at: dict[Place, int]
 
 
-class Figures(msgspec.Struct):
+class L0GarbageCounters(msgspec.Struct):
     """Counters since this node began to lead the job. `waiting` is garbage that may not be deleted yet; `strange`
     counts objects that are no L0 objects."""
 
@@ -87,52 +87,52 @@ class Figures(msgspec.Struct):
     strange: int = 0
 
 
-class TopicObjects:
+class L0GarbageCollector:
     """The job `topic-objects`."""
 
-    def __init__(self, grounds: JobContext, *, quiet_s: float = QUIET_S, fault: str = "") -> None:
+    def __init__(self, grounds: JobContext, *, quiet_s: float = IDLE_INTERVAL_S, fault: str = "") -> None:
         self._g = grounds
         self._quiet_s = quiet_s
         self._fault = fault
         """Fault for tests only: `first-region` takes the first partition in an object for the only one, `undecided`
         assumes that an object without a name in any log never gets one, `one-report` assumes that an unreadable log
         names nothing."""
-        self._persisted = Persisted(grounds.metastore)
+        self._persisted = RestoreHorizon(grounds.metastore)
         self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
         self._states: dict[Place, PartitionState] = {}
         """State of every existing partition."""
-        self._garbage: dict[str, _Garbage] = {}
+        self._garbage: dict[str, _GarbageObject] = {}
         self._strange: set[str] = set()
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _WriterProgress] = {}
         self._writers: set[str] = set()
         self._after = ""
         self._listing: tuple[int, str, str] = (0, "", "")
         self._again_s = 0.0
-        self._figures = Figures()
+        self._figures = L0GarbageCounters()
 
     def facts(self) -> dict[str, object]:
         return msgspec.structs.asdict(self._figures)
 
-    async def run(self, budget: Budget) -> bool:
+    async def run(self, budget: StepBudget) -> bool:
         """Process one stretch of the listing. Return True until its end is reached."""
         found: list[ObjectMeta] = []
         async for meta in self._g.objects.list(PREFIX, self._after):
             found.append(meta)
-            if len(found) >= LISTED_AT_ONCE:
+            if len(found) >= LISTING_BATCH:
                 break
-        more = listed = len(found) >= LISTED_AT_ONCE
+        more = listed = len(found) >= LISTING_BATCH
         self._after = found[-1].key if listed else ""
-        if found and not self._worth(found):
+        if found and not self._is_round_due(found):
             return more
         if found:
-            more = await self._round(found, budget) or more
+            more = await self._run_round(found, budget) or more
         if not listed:
             self._seen = {writer: seen for writer, seen in self._seen.items() if writer in self._writers}
             self._writers = set()
         self._figures.waiting, self._figures.strange = len(self._garbage), len(self._strange)
         return more
 
-    def _worth(self, found: list[ObjectMeta]) -> bool:
+    def _is_round_due(self, found: list[ObjectMeta]) -> bool:
         """Return whether to read the logs. An idle cluster is read seldom: nothing new was written, and no garbage
         waits."""
         now_s, listing = self._g.clock.monotonic_s(), (len(found), found[0].key, found[-1].key)
@@ -141,37 +141,37 @@ class TopicObjects:
         self._listing, self._again_s = listing, now_s + self._quiet_s
         return True
 
-    async def _round(self, found: list[ObjectMeta], budget: Budget) -> bool:
+    async def _run_round(self, found: list[ObjectMeta], budget: StepBudget) -> bool:
         """Process listed objects. Return True when the budget ended before the last footer."""
         topics = {row.topic_id: row.partitions for row in await self._g.metastore.rows(TOPICS)}
-        await self._follow(topics)
-        self._see(found)
+        await self._read_changed_logs(topics)
+        self._record_writers(found)
         live = set[str]().union(*(state.live_objects() for state in self._states.values()))
-        unread = await self._look(found, live, budget)
+        unread = await self._read_footers(found, live, budget)
         rows = {(row.topic_id, row.partition): row.hot_start for row in await self._g.metastore.rows(PARTITIONS)}
         undecided: dict[Place, float] = {}
         for key, garbage in list(self._garbage.items()):
             if key in live and self._fault != "first-region":
                 # Its placeholder was not in the log yet when the object was listed.
                 del self._garbage[key]
-            elif waits := self._undecided(garbage):
+            elif waits := self._undecided_partitions(garbage):
                 for place in waits:
                     undecided[place] = min(garbage.seen_s, undecided.get(place, garbage.seen_s))
             else:
-                await self._collect(garbage, rows)
-        await self._settle(undecided)
+                await self._collect_if_safe(garbage, rows)
+        await self._settle_partitions(undecided)
         return unread
 
-    async def _follow(self, topics: Mapping[str, int]) -> None:
+    async def _read_changed_logs(self, topics: Mapping[str, int]) -> None:
         """Read every log that changed; unchanged logs have unchanged states. Raises the error of a log that cannot
         be read, which ends the round."""
         places = [(topic_id, partition) for topic_id, count in topics.items() for partition in range(count)]
-        self._states = {place: self._states.get(place, NOTHING) for place in places}
-        written = await self._logs.look(lambda name: place_of(name) in self._states)
+        self._states = {place: self._states.get(place, NEVER_WRITTEN) for place in places}
+        written = await self._logs.next_changed(lambda name: parse_log_name(name) in self._states)
         for name in sorted(written):
-            place = place_of(name)
+            place = parse_log_name(name)
             known = self._states[place]
-            state = PartitionState() if known is NOTHING else known
+            state = PartitionState() if known is NEVER_WRITTEN else known
             try:
                 found = await catch_up(self._g.consensus, self._g.objects, partition_log(*place), state)
             except TidemillError:
@@ -182,20 +182,20 @@ class TopicObjects:
                 self._states[place] = found[0]
                 self._logs.done([name])
 
-    def _see(self, found: list[ObjectMeta]) -> None:
+    def _record_writers(self, found: list[ObjectMeta]) -> None:
         newest: dict[str, int] = {}
         for meta in found:
-            writer, number = writer_of(meta.key)
+            writer, number = parse_writer(meta.key)
             newest[writer] = max(number, newest.get(writer, 0))
         at: dict[Place, int] | None = None
         for writer, number in newest.items():
             known = self._seen.get(writer)
             if known is None or known.number < number:
                 at = at if at is not None else {place: state.applied for place, state in self._states.items()}
-                self._seen[writer] = _Seen(number, at)
+                self._seen[writer] = _WriterProgress(number, at)
         self._writers |= newest.keys()
 
-    async def _look(self, found: list[ObjectMeta], live: set[str], budget: Budget) -> bool:
+    async def _read_footers(self, found: list[ObjectMeta], live: set[str], budget: StepBudget) -> bool:
         """Read the footer of each unnamed object once. Return True when some are left for the next step."""
         read = 0
         for meta in found:
@@ -203,11 +203,11 @@ class TopicObjects:
                 continue
             if meta.key in live and self._fault != "first-region":
                 continue
-            if read >= FOOTERS_AT_LEAST and not budget.left:
+            if read >= FOOTERS_MIN and not budget.has_budget:
                 return True
             read += 1
             try:
-                places = await self._places(meta)
+                places = await self._checked_places(meta)
             except MissingError:
                 continue
             except CorruptError:
@@ -219,12 +219,12 @@ class TopicObjects:
                     continue
                 places = places[:1]
             at = {place: self._states[place].applied for place in places if place in self._states}
-            self._garbage[meta.key] = _Garbage(meta, places, self._g.clock.monotonic_s(), at)
+            self._garbage[meta.key] = _GarbageObject(meta, places, self._g.clock.monotonic_s(), at)
         return False
 
-    async def _places(self, meta: ObjectMeta) -> tuple[Place, ...]:
+    async def _checked_places(self, meta: ObjectMeta) -> tuple[Place, ...]:
         """Return the partitions in an object's footer. Raises CorruptError, MissingError."""
-        return await checked(self._g.objects, meta.key, partial(self._read_places, meta))
+        return await read_verified(self._g.objects, meta.key, partial(self._read_places, meta))
 
     async def _read_places(self, meta: ObjectMeta) -> tuple[Place, ...]:
         size = FOOTER_BYTES
@@ -238,11 +238,11 @@ class TopicObjects:
                     raise
                 size *= 16
 
-    def _undecided(self, garbage: _Garbage) -> list[Place]:
+    def _undecided_partitions(self, garbage: _GarbageObject) -> list[Place]:
         """Return the partitions whose logs may still come to name the object."""
         if self._fault == "undecided":
             return []
-        writer, number = writer_of(garbage.meta.key)
+        writer, number = parse_writer(garbage.meta.key)
         seen = self._seen.get(writer)
         waits = []
         for place in garbage.places:
@@ -251,11 +251,11 @@ class TopicObjects:
                 continue  # deleted: no reader reads it, even if more is placed
             # Both positions were read after the object had been listed, so the lesser one decides.
             known = [at[place] for at in (garbage.at, seen.at if seen is not None else {}) if place in at]
-            if not known or not state.settled.covers(writer, number, min(known)):
+            if not known or not state.settled.is_settled(writer, number, min(known)):
                 waits.append(place)
         return waits
 
-    async def _collect(self, garbage: _Garbage, rows: Mapping[Place, int]) -> None:
+    async def _collect_if_safe(self, garbage: _GarbageObject, rows: Mapping[Place, int]) -> None:
         if garbage.passed is None:
             states = {place: self._states[place] for place in garbage.places if place in self._states}
             garbage.passed = {place: state.hot_start for place, state in states.items()}
@@ -267,8 +267,8 @@ class TopicObjects:
                 return
         now_s = self._g.clock.monotonic_s()
         if garbage.ready_s is None:
-            garbage.ready_s, garbage.horizon = now_s, await self._persisted.horizon()
-        if now_s - garbage.ready_s >= self._g.retention.collect_after_s and await self._persisted.covers(
+            garbage.ready_s, garbage.horizon = now_s, await self._persisted.committed_seqnos()
+        if now_s - garbage.ready_s >= self._g.retention.collect_after_s and await self._persisted.is_persisted_up_to(
             garbage.horizon
         ):
             await self._g.objects.delete(garbage.meta.key)
@@ -276,15 +276,15 @@ class TopicObjects:
             self._figures.deleted_objects += 1
             self._figures.deleted_bytes += garbage.meta.size_bytes
 
-    async def _settle(self, undecided: Mapping[Place, float]) -> None:
+    async def _settle_partitions(self, undecided: Mapping[Place, float]) -> None:
         """Make partitions decide. Leaders decide without help where something is written; the others are made to
         after a while."""
         before_s = self._g.clock.monotonic_s() - self._g.retention.collect_after_s
         due = sorted((seen_s, place) for place, seen_s in undecided.items() if seen_s <= before_s)
         error: TidemillError | None = None
-        for _, place in due[:SETTLED_AT_ONCE]:
+        for _, place in due[:SETTLED_PER_STEP]:
             try:
-                await settle(self._g.consensus, self._g.objects, self._g.clock, self._g.rand, *place)
+                await settle_partition(self._g.consensus, self._g.objects, self._g.clock, self._g.rand, *place)
                 self._figures.settled += 1
             except TidemillError as failed:
                 error = failed

@@ -13,24 +13,24 @@ import msgspec
 from tidemill.base.errors import CorruptError, InvalidError, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
 from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import L1_PARTITIONS
 from tidemill.metastore.rows.l1 import L1PartitionRow, l1_key
 from tidemill.topics.l1.builder import ObjectBuilder
-from tidemill.topics.l1.extent_merge import FANOUT, Run, add_run, run_of
+from tidemill.topics.l1.extent_merge import FANOUT, ExtentRun, find_mergeable_run, merge_run
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.format import object_id
 from tidemill.topics.l1.reader import L1Reader
-from tidemill.topics.l1.row_transitions import Replace
+from tidemill.topics.l1.row_transitions import ReplaceRequest
 
-EXTENTS_AT_ONCE = 5_000
+EXTENTS_PER_READ = 5_000
 """Number of extents of one partition that are read, oldest first. Those beyond are read when these have become few."""
 
-MERGED_AT_ONCE = 5_000
+EXTENTS_PER_COMMIT = 5_000
 """Number of extents that one commit replaces."""
 
 
-class Figures(msgspec.Struct):
+class L1MergeCounters(msgspec.Struct):
     """Counters since this node began to lead the job."""
 
     objects: int = 0
@@ -39,7 +39,7 @@ class Figures(msgspec.Struct):
     left_out: int = 0
 
 
-class TopicL1Levels:
+class L1Merger:
     """The job `topic-l1-levels`."""
 
     def __init__(self, grounds: JobContext, *, target_bytes: int = L1_OBJECT_BYTES, fanout: int = FANOUT) -> None:
@@ -50,12 +50,12 @@ class TopicL1Levels:
         self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
         self._looked: dict[tuple[str, int], int] = {}
         """Partition → its number of extents when no run was found in it."""
-        self._figures = Figures()
+        self._figures = L1MergeCounters()
 
     def facts(self) -> dict[str, object]:
         return msgspec.structs.asdict(self._figures)
 
-    async def run(self, budget: Budget) -> bool:
+    async def run(self, budget: StepBudget) -> bool:
         """Write one object of each topic. Return True while some topics may have more."""
         grown: dict[str, list[L1PartitionRow]] = {}
         rows = await self._g.metastore.rows(L1_PARTITIONS, fresh=False)
@@ -68,25 +68,25 @@ class TopicL1Levels:
         more = False
         error: TidemillError | None = None
         for topic_id, some in grown.items():
-            if not budget.left:
+            if not budget.has_budget:
                 return True
             try:
-                more = await self._topic(topic_id, some, budget) or more
+                more = await self._merge_topic(topic_id, some, budget) or more
             except TidemillError as failed:
                 error = failed
         if error is not None:
             raise error
         return more
 
-    async def _topic(self, topic_id: str, rows: list[L1PartitionRow], budget: Budget) -> bool:
+    async def _merge_topic(self, topic_id: str, rows: list[L1PartitionRow], budget: StepBudget) -> bool:
         room = self._target_bytes
-        build, epochs, runs = ObjectBuilder(topic_id), dict[int, int](), list[Run]()
+        build, epochs, runs = ObjectBuilder(topic_id), dict[int, int](), list[ExtentRun]()
         for row in rows:
-            run = await self._run(row)
+            run = await self._find_run(row)
             if not run:
                 continue
             size = sum(extent.size_bytes for extent in run)
-            if runs and (size > room or sum(map(len, runs)) + len(run) > MERGED_AT_ONCE):
+            if runs and (size > room or sum(map(len, runs)) + len(run) > EXTENTS_PER_COMMIT):
                 continue
             try:
                 held = [(await self._reader.index(extent), await self._reader.data(extent)) for extent in run]
@@ -94,7 +94,7 @@ class TopicL1Levels:
                 self._figures.left_out += 1  # the deep check reports it; its neighbours wait with it
                 self._looked[topic_id, row.partition] = row.extent_count
                 continue
-            add_run(build, run, held)
+            merge_run(build, run, held)
             runs.append(run)
             epochs[row.partition] = row.compaction_epoch
             room -= size
@@ -107,7 +107,7 @@ class TopicL1Levels:
         await self._g.objects.put(l1_key(topic_id, name), parts)
         object_bytes = sum(len(part) for part in parts)
         try:
-            stale = await self._rows.replace(Replace(topic_id, name, object_bytes, footer.regions, epochs))
+            stale = await self._rows.replace(ReplaceRequest(topic_id, name, object_bytes, footer.regions, epochs))
         except InvalidError:
             self._figures.left_out += len(runs)
             return False
@@ -117,13 +117,13 @@ class TopicL1Levels:
         self._figures.left_out += len(stale)
         return not stale  # partitions that changed concurrently are tried again after a while
 
-    async def _run(self, row: L1PartitionRow) -> Run:
+    async def _find_run(self, row: L1PartitionRow) -> ExtentRun:
         extents = []
         async for extent in self._rows.extents(row.topic_id, row.partition, fresh=False):
             extents.append(extent)
-            if len(extents) >= EXTENTS_AT_ONCE:
+            if len(extents) >= EXTENTS_PER_READ:
                 break
-        run = run_of(extents, self._target_bytes, self._fanout)
+        run = find_mergeable_run(extents, self._target_bytes, self._fanout)
         if not run:
             self._looked[row.topic_id, row.partition] = row.extent_count
         return run

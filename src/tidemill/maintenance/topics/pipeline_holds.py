@@ -17,11 +17,11 @@ from collections.abc import Mapping
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.consensus.api import Consensus
-from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.rows.pipelines import source_of
 from tidemill.shards.api import Binding
-from tidemill.shards.registry import open_remap, registered
+from tidemill.shards.registry import open_remap, read_registration
 from tidemill.shards.state.commands import Create
 from tidemill.shards.state.state_machine import shard_replica
 
@@ -30,7 +30,7 @@ class PipelineHolds:
     """Holds of pipelines; implements `topics.retention.Holds`."""
 
     def __init__(
-        self, consensus: Consensus, catalogue: Catalogue, persisted: Persisted, clock: Clock, rand: Rand
+        self, consensus: Consensus, catalogue: Catalogue, persisted: RestoreHorizon, clock: Clock, rand: Rand
     ) -> None:
         self._consensus = consensus
         self._catalogue = catalogue
@@ -41,7 +41,7 @@ class PipelineHolds:
     async def __call__(self, topic: TopicRow) -> Mapping[int, int] | None:
         """Return the first unread offset by partition; None if everything is held. Raises UnavailableError,
         CorruptError."""
-        fed_by = await self._source(topic) if topic.kind == "capture" else f"topic:{topic.name}"
+        fed_by = await self._captured_source(topic) if topic.kind == "capture" else f"topic:{topic.name}"
         if not fed_by:
             return None
         tables = {
@@ -57,22 +57,22 @@ class PipelineHolds:
             first = await remap.at(oldest_ms) if oldest_ms is not None else None
             if first is None:
                 return None
-            held = _offsets(first, topic)
+            held = _binding_offsets(first, topic)
         for shard in sorted(tables):
-            found = await registered(self._consensus, shard)
+            found = await read_registration(self._consensus, shard)
             if found is None or not isinstance(found[0], Create):
                 return None
             state = await shard_replica(self._consensus, found[0].shard_id).load()
-            restored = (await self._persisted.held(shard, found[0].shard_id)).upper
+            restored = (await self._persisted.persisted_shard(shard, found[0].shard_id)).upper
             upper = min(state.upper, restored) if state is not None else 0
             binding = await remap.at(upper - 1) if upper > 0 else None
             if binding is None:
                 return None
-            for partition, offset in _offsets(binding, topic).items():
+            for partition, offset in _binding_offsets(binding, topic).items():
                 held[partition] = min(held.get(partition, offset), offset)
         return held
 
-    async def _source(self, topic: TopicRow) -> str:
+    async def _captured_source(self, topic: TopicRow) -> str:
         """Return the pipeline source that a captured table's topic feeds; "" if no table has the topic any more."""
         for row in await self._catalogue.all_tables():
             if row.topic == topic.name:
@@ -80,6 +80,6 @@ class PipelineHolds:
         return ""
 
 
-def _offsets(binding: Binding, topic: TopicRow) -> dict[int, int]:
+def _binding_offsets(binding: Binding, topic: TopicRow) -> dict[int, int]:
     offsets = binding.offsets.get(topic.topic_id, ())
     return {p: offsets[p] if p < len(offsets) else 0 for p in range(topic.partitions)}

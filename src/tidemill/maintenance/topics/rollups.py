@@ -23,17 +23,17 @@ from collections.abc import Mapping
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
-from tidemill.topics.lifecycle.settle import end_log
+from tidemill.topics.lifecycle.settle import truncate_deleted_log
 from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
-from tidemill.topics.partition.recovery import LOG_PREFIX, partition_log, place_of
+from tidemill.topics.partition.recovery import LOG_PREFIX, parse_log_name, partition_log
 
 PREFIX = "rollup/topic/"
 
 
-class TopicRollups:
+class RollupCollector:
     """The job `topic-rollups`."""
 
     def __init__(self, grounds: JobContext, *, fault: str = "") -> None:
@@ -48,7 +48,7 @@ class TopicRollups:
     def facts(self) -> dict[str, object]:
         return {"deleted_objects": self._deleted, "ended_logs": self._ended, "truncated_logs": self._truncated}
 
-    async def run(self, budget: Budget) -> bool:
+    async def run(self, budget: StepBudget) -> bool:
         """Check all rollups and the logs of deleted topics. Return True when the budget ended before the last one."""
         by_place: dict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
         async for meta in self._g.objects.list(PREFIX):
@@ -56,68 +56,68 @@ class TopicRollups:
             position = name.partition("-")[0]
             if partition.isdigit() and position.isdigit():  # foreign objects are ignored
                 by_place[topic_id, int(partition)].append((int(position), meta.key))
-        heads = await self._logs.look(lambda _: True)
+        heads = await self._logs.next_changed(lambda _: True)
         # Read after the listings: a topic's row exists before its first log and rollup.
         topics = {row.topic_id for row in await self._g.metastore.rows(TOPICS)}
         rows = {row.topic_id for row in await self._g.metastore.rows(PARTITIONS)}
         # While a topic has rows, the checkpoint has not followed its deletion yet.
-        if await self._end_logs(heads, topics | rows, budget):
+        if await self._end_deleted_logs(heads, topics | rows, budget):
             return True
         for place, found in sorted(by_place.items()):
-            if not budget.left:
+            if not budget.has_budget:
                 return True
             if place[0] not in topics:
                 if place[0] not in rows:
-                    await self._delete([key for _, key in found])
+                    await self._delete_objects([key for _, key in found])
             elif len(found) > 1:
-                await self._of_log(partition_log(*place), sorted(found))
+                await self._collect_log_rollups(partition_log(*place), sorted(found))
         return False
 
-    async def _end_logs(self, heads: Mapping[str, LogHead], there: set[str], budget: Budget) -> bool:
+    async def _end_deleted_logs(self, heads: Mapping[str, LogHead], there: set[str], budget: StepBudget) -> bool:
         """End the logs of topics that are not `there`. Return True when the budget ended before the last of them."""
         for name, head in heads.items():
             if head.start < head.next:
-                topic_id, partition = place_of(name)
+                topic_id, partition = parse_log_name(name)
                 self._written[topic_id].add(partition)
         self._logs.done(heads)
         for topic_id in sorted(self._written.keys() - there) if self._fault != "forgotten-log" else ():
             for partition in sorted(self._written[topic_id]):
-                if not budget.left:
+                if not budget.has_budget:
                     return True
-                await end_log(self._g.consensus, topic_id, partition)
+                await truncate_deleted_log(self._g.consensus, topic_id, partition)
                 self._written[topic_id].remove(partition)
                 self._ended += 1
             del self._written[topic_id]
         return False
 
-    async def _of_log(self, log: str, found: list[tuple[int, str]]) -> None:
+    async def _collect_log_rollups(self, log: str, found: list[tuple[int, str]]) -> None:
         head = await self._g.consensus.log_head(log)
         first = (await self._g.consensus.read(log, head.start, limit_records=1)).records
-        named = _names(first[0].data) if first else ""
+        named = _rollup_key(first[0].data) if first else ""
         others = [(position, key) for position, key in found if key != named]
         if any(head.start <= position <= head.next for position, _ in others):
-            await self._truncate(log, head)
-        await self._delete([key for position, key in others if not head.start <= position <= head.next])
+            await self._truncate_to_newest_rollup(log, head)
+        await self._delete_objects([key for position, key in others if not head.start <= position <= head.next])
 
-    async def _truncate(self, log: str, head: LogHead) -> None:
+    async def _truncate_to_newest_rollup(self, log: str, head: LogHead) -> None:
         newest, at = head.start, head.start
         while at < head.next:
             records = (await self._g.consensus.read(log, at)).records
             if not records:
                 break
-            newest = max([newest, *(record.position for record in records if _names(record.data))])
+            newest = max([newest, *(record.position for record in records if _rollup_key(record.data))])
             at = records[-1].position + 1
         if newest > head.start:
             await self._g.consensus.truncate(log, newest)
             self._truncated += 1
 
-    async def _delete(self, keys: list[str]) -> None:
+    async def _delete_objects(self, keys: list[str]) -> None:
         for key in keys:
             await self._g.objects.delete(key)
             self._deleted += 1
 
 
-def _names(record: bytes) -> str:
+def _rollup_key(record: bytes) -> str:
     """Return the object that a record of a partition's log names as its rollup, or ""."""
     command = decode_command(record)
     return command.object_key if isinstance(command, Rollup) else ""

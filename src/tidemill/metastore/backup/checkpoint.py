@@ -36,7 +36,7 @@ from tidemill.metastore.domain.state import batch_bytes
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.checkpoints import CHECKPOINTS, CheckpointRow
 
-MARK = "checkpoint"
+STAGE_NAME = "checkpoint"
 COMMIT_BYTES = 1 << 20
 """Size limit of a commit of several units: a quarter of a batch, so that a checkpoint never delays other commits for
 long."""
@@ -81,12 +81,12 @@ class Stage(Protocol):
     unreadable: dict[str, TidemillError]
     """Things that the last `gather` could not read, and why. Things that cannot be written are added."""
 
-    def late(self, before: Set[str]) -> set[str]:
+    def late_things(self, before: Set[str]) -> set[str]:
         """Return the late things of this stage: unreadable ones, and those that may derive from them or from
         `before`."""
         ...
 
-    def written(self, late: Set[str]) -> None:
+    def mark_written(self, late: Set[str]) -> None:
         """Record that everything the last `gather` returned is committed, except the late things."""
         ...
 
@@ -140,14 +140,14 @@ class Checkpointer:
                 except ClosedError:
                     raise
                 except TidemillError as error:
-                    self._mark(self._clock.now_ms(), str(error))
+                    self._publish_status(self._clock.now_ms(), str(error))
                     _log.warning("checkpoint not written, retrying", cause=str(error), late=len(self._late))
                     # With late things all other rows are written and nothing is reloaded: no need for a quick retry.
                     pause_s = self._interval_s if self._late else min(self._interval_s, RETRY_PAUSE_S)
                 await asyncio.sleep(pause_s)
         finally:
             if self._tracker is not None:
-                self._tracker.remove(MARK)
+                self._tracker.remove(STAGE_NAME)
 
     async def round(self) -> int:
         """Gather and write; return the number of rows written.
@@ -157,7 +157,7 @@ class Checkpointer:
         """
         self._late = set()
         try:
-            count, unreadable = await self._one_round()
+            count, unreadable = await self._gather_and_write()
         except BaseException:
             self._owned.clear()
             raise
@@ -165,19 +165,19 @@ class Checkpointer:
             raise unreadable
         return count
 
-    async def _one_round(self) -> tuple[int, TidemillError | None]:
+    async def _gather_and_write(self) -> tuple[int, TidemillError | None]:
         if not self._owned:
-            await self._take_over()
+            await self._claim_rows()
         gathered_ms = self._clock.now_ms()
         gathered: list[tuple[Stage, dict[str, Unit]]] = []
         for stage in reversed(self._stages):
             found = await stage.gather()
-            stage.unreadable.update(too_large(found))
+            stage.unreadable.update(find_too_large(found))
             gathered.append((stage, found))
         gathered.reverse()
         late: set[str] = set()
         for stage, _ in gathered:
-            late |= stage.late(late)
+            late |= stage.late_things(late)
         self._late = late
         units = [
             (stage, [unit for thing, unit in found.items() if unit and thing not in late]) for stage, found in gathered
@@ -185,12 +185,12 @@ class Checkpointer:
         several = len(self._owned) > 1
         count = sum(len(group) for _, found in units for unit in found for group in unit)
         if count:
-            self._mark(gathered_ms, "writing")
+            self._publish_status(gathered_ms, "writing")
             if several:
                 await self._metastore.flush(FLUSH_TIMEOUT_S)  # the catalogue rows that the partitions refer to
         for stage, changed in units:
-            wrote = await self._write(changed)
-            stage.written(late)
+            wrote = await self._write_units(changed)
+            stage.mark_written(late)
             if wrote and several:
                 await self._metastore.flush(FLUSH_TIMEOUT_S)
         self._rows += count
@@ -202,10 +202,10 @@ class Checkpointer:
                 await self._commit(index, [], gathered_ms)
         self._round += 1
         self._position_ms = gathered_ms
-        self._mark(gathered_ms, "")
+        self._publish_status(gathered_ms, "")
         return count, None
 
-    async def _take_over(self) -> None:
+    async def _claim_rows(self) -> None:
         """Read the checkpoint rows, claim them for this process, then load the stages from the stored rows."""
         domains = len(await self._metastore.domains())
         owned: dict[int, tuple[int, CheckpointRow]] = {}
@@ -222,14 +222,14 @@ class Checkpointer:
         for stage in self._stages:
             await stage.load()
 
-    async def _write(self, units: Iterable[Unit]) -> bool:
+    async def _write_units(self, units: Iterable[Unit]) -> bool:
         """Write one stage's units, domain by domain; within a stage their order is free."""
         by_domain: dict[int, list[Unit]] = {}
         for unit in units:
             if unit:
                 by_domain.setdefault(domain_of(unit[0][0][0], len(self._owned)), []).append(unit)
         for index, found in by_domain.items():
-            for rows in packed(found, COMMIT_BYTES, UNIT_BYTES):
+            for rows in pack_commits(found, COMMIT_BYTES, UNIT_BYTES):
                 await self._commit(index, rows)
         return bool(by_domain)
 
@@ -248,10 +248,10 @@ class Checkpointer:
             ) from conflict
         self._owned[index] = (seqno, row)
 
-    def _mark(self, target_ms: int, reason: str) -> None:
+    def _publish_status(self, target_ms: int, reason: str) -> None:
         if self._tracker is not None:
             self._tracker.set(
-                MARK,
+                STAGE_NAME,
                 self._position_ms,
                 target_ms,
                 now_ms=self._clock.now_ms(),
@@ -262,7 +262,7 @@ class Checkpointer:
             )
 
 
-async def each_readable(gathering: Mapping[str, Awaitable[T]], unreadable: dict[str, TidemillError]) -> dict[str, T]:
+async def gather_readable(gathering: Mapping[str, Awaitable[T]], unreadable: dict[str, TidemillError]) -> dict[str, T]:
     """Return the results by thing; errors are put into `unreadable` instead. Raises ClosedError."""
     found: dict[str, T] = {}
     outcomes = await asyncio.gather(*gathering.values(), return_exceptions=True)
@@ -276,7 +276,7 @@ async def each_readable(gathering: Mapping[str, Awaitable[T]], unreadable: dict[
     return found
 
 
-def too_large(units: Mapping[str, Unit]) -> dict[str, TidemillError]:
+def find_too_large(units: Mapping[str, Unit]) -> dict[str, TidemillError]:
     """Return an error for each thing with a value or group too large for a commit. Only these things are not
     written."""
     found: dict[str, TidemillError] = {}
@@ -299,7 +299,7 @@ def slot_of(domain: int, domains: int) -> str:
     return f"keeper-{number}"
 
 
-def packed(units: Iterable[Unit], limit_bytes: int, unit_bytes: int) -> Iterator[Group]:
+def pack_commits(units: Iterable[Unit], limit_bytes: int, unit_bytes: int) -> Iterator[Group]:
     """Yield the rows of one commit after another, in order. Pure. A group larger than the limits gets its own
     commit."""
     pending: dict[bytes, bytes] = {}  # the last write of a key within a commit wins

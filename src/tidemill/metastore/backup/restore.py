@@ -9,8 +9,8 @@
 - Invariant (empty consensus): a restore writes nothing into consensus that contains anything else; `read_attempt` names
   what it found.
 - Invariant (repeatable steps): the same attempt may repeat every step, regardless of how much of it had happened. No
-  other process can open the cluster before `finish`. The attempt records its manifests, so a second run restores the
-  same rows.
+  other process can open the cluster before `finish_restore`. The attempt records its manifests, so a second run
+  restores the same rows.
 - Invariant (newest epoch): the restored manifest is uploaded again with an epoch above every epoch in the bucket.
   Anything else that the old cluster left is older from then on, for later restores too.
 """
@@ -23,18 +23,18 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore import cluster_manifest
-from tidemill.metastore.backup.restore_source import DomainSource, Source
-from tidemill.metastore.bucket_claim import claim, claimed_by
+from tidemill.metastore.backup.restore_source import DomainSource, RestoreSource
+from tidemill.metastore.bucket_claim import claim_bucket, has_claimed
 from tidemill.metastore.cluster import REGISTER, Cluster, read_cluster, write_cluster
 from tidemill.metastore.cluster_manifest import ClusterManifest
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.settings import prefix_of
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.store import ObjectStore
 
 ATTEMPT_REGISTER = "metastore/restore"
-EPOCHS_APART = 1 << 20
+EPOCH_DISTANCE = 1 << 20
 """Distance of the new epochs from the old ones. A surviving leader of the old cluster would need that many terms to
 reuse a name of the new one."""
 
@@ -51,11 +51,11 @@ class Attempt(msgspec.Struct, frozen=True):
 
 async def attempt_of(consensus: Consensus) -> str:
     """Return the nonce of the restore that created this cluster; "" if it was never restored."""
-    claimed = await _registered(consensus)
+    claimed = await _stored_attempt(consensus)
     return claimed.nonce if claimed is not None else ""
 
 
-async def _registered(consensus: Consensus) -> Attempt | None:
+async def _stored_attempt(consensus: Consensus) -> Attempt | None:
     found = await consensus.head(ATTEMPT_REGISTER)
     return msgspec.msgpack.decode(found.data, type=Attempt) if found is not None and found.data else None
 
@@ -65,7 +65,7 @@ async def read_attempt(consensus: Consensus) -> Attempt | None:
 
     Raises InvalidError, naming what was found, in any other case.
     """
-    claimed = await _registered(consensus)
+    claimed = await _stored_attempt(consensus)
     cluster = await read_cluster(consensus)
     if claimed is not None and (cluster is None or cluster[0].restoring):
         return claimed
@@ -80,7 +80,7 @@ async def read_attempt(consensus: Consensus) -> Attempt | None:
     )
 
 
-async def begin(consensus: Consensus, clock: Clock, rand: Rand, source: Source) -> Attempt:
+async def begin_attempt(consensus: Consensus, clock: Clock, rand: Rand, source: RestoreSource) -> Attempt:
     """Claim the consensus for `source`; return the stored attempt, either the new one or one begun earlier.
 
     Raises InvalidError if that attempt uses other manifests, or if consensus is not empty.
@@ -115,20 +115,20 @@ async def begin(consensus: Consensus, clock: Clock, rand: Rand, source: Source) 
     return attempt
 
 
-async def has_claim(consensus: Consensus, objects: ObjectStore) -> bool:
+async def has_claimed_bucket(consensus: Consensus, objects: ObjectStore) -> bool:
     """Return whether this consensus's attempt has already claimed the bucket. Then the old cluster has stopped or is
     about to."""
     found = await read_cluster(consensus)
-    return found is not None and await claimed_by(objects, found[0])
+    return found is not None and await has_claimed(objects, found[0])
 
 
-async def take_claim(consensus: Consensus, objects: ObjectStore, clock: Clock) -> Cluster:
+async def claim_for_restore(consensus: Consensus, objects: ObjectStore, clock: Clock) -> Cluster:
     """Claim the bucket: the remains of the old cluster stop, and every other restore of this bucket fails. Idempotent.
 
     Raises Replaced if another restore was first, Unavailable, UnknownOutcomeError.
     """
-    cluster, _ = await _claimed(consensus)
-    await claim(objects, clock, cluster)
+    cluster, _ = await _read_existing_cluster(consensus)
+    await claim_bucket(objects, clock, cluster)
     return cluster
 
 
@@ -145,16 +145,18 @@ async def reset_domain(objects: ObjectStore, rand: Rand, domain: Domain, source:
         epoch, number = manifest.epoch, manifest.number
         async for name in bucket.list():
             epoch, number = max(epoch, name.epoch), max(number, name.number)
-        async for file in Files(objects, prefix_of(source.uuid)).list():
+        async for file in SstFiles(objects, prefix_of(source.uuid)).list():
             epoch = max(epoch, file.epoch)
-        manifest = msgspec.structs.replace(manifest, epoch=epoch + EPOCHS_APART, number=number + 1)
+        manifest = msgspec.structs.replace(manifest, epoch=epoch + EPOCH_DISTANCE, number=number + 1)
         await bucket.upload(manifest)
     await domain.reset(source.uuid, manifest)
 
 
-async def take_bucket(consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, source: Source) -> Cluster:
+async def publish_manifest(
+    consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, source: RestoreSource
+) -> Cluster:
     """Write the new incarnation's cluster manifest, which stops the old cluster's leader. Idempotent."""
-    cluster, _ = await _claimed(consensus)
+    cluster, _ = await _read_existing_cluster(consensus)
     newest = await cluster_manifest.newest_manifest(objects)
     cluster_manifest.check_not_replaced(newest, cluster.uuid, cluster.incarnation)
     if newest is None or newest.manifest.cluster_uuid != cluster.uuid:
@@ -164,13 +166,13 @@ async def take_bucket(consensus: Consensus, objects: ObjectStore, clock: Clock, 
     return cluster
 
 
-async def finish(consensus: Consensus, rand: Rand) -> Cluster:
+async def finish_restore(consensus: Consensus, rand: Rand) -> Cluster:
     """Open the cluster to its nodes. This is the last step."""
-    cluster, seq = await _claimed(consensus)
+    cluster, seq = await _read_existing_cluster(consensus)
     return await write_cluster(consensus, rand, msgspec.structs.replace(cluster, restoring=""), seq)
 
 
-async def _claimed(consensus: Consensus) -> tuple[Cluster, int]:
+async def _read_existing_cluster(consensus: Consensus) -> tuple[Cluster, int]:
     found = await read_cluster(consensus)
     if found is None:
         raise CorruptError(

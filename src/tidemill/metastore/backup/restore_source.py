@@ -14,21 +14,21 @@ from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.bucket_claim import greatest_claim
 from tidemill.metastore.cluster import domain_of
-from tidemill.metastore.cluster_manifest import Alive, ClusterManifest, Found
+from tidemill.metastore.cluster_manifest import ClusterManifest, FoundManifest, SignOfLife
 from tidemill.metastore.domain.settings import prefix_of
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.merged_scan import Chunk, merged
+from tidemill.metastore.merged_scan import Chunk, merge_scans
 from tidemill.metastore.rows.key_encoding import Part, names_entity
 from tidemill.metastore.rows.row_family import Family
 from tidemill.objects.store import ObjectStore
 
 _ANY_EPOCH = 10**20 - 1
 _MANIFEST_KEY = re.compile(r"metastore/([^/]+)/manifest/[^/]+")
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Interval at which the bucket is checked for new signs of life."""
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -41,12 +41,12 @@ class DomainSource(msgspec.Struct, frozen=True):
     manifest: Manifest | None
 
 
-class Source(msgspec.Struct, frozen=True):
+class RestoreSource(msgspec.Struct, frozen=True):
     """Everything that a restore starts from."""
 
-    found: Found
+    found: FoundManifest
     domains: tuple[DomainSource, ...]
-    signs: tuple[Alive, ...]
+    signs: tuple[SignOfLife, ...]
     """Signs of life of the newest incarnation, oldest first."""
     claimed: int
     """Greatest incarnation known in the bucket: that of the manifest, or of a restore that began."""
@@ -60,7 +60,9 @@ class Source(msgspec.Struct, frozen=True):
         return tuple(domain.key for domain in self.domains)
 
 
-async def find_source(objects: ObjectStore, rand: Rand, chosen: Sequence[str] = (), cluster_key: str = "") -> Source:
+async def find_source(
+    objects: ObjectStore, rand: Rand, chosen: Sequence[str] = (), cluster_key: str = ""
+) -> RestoreSource:
     """Find the source of a restore. `chosen`: keys of manifests to use instead of the newest of their domains;
     `cluster_key`: likewise.
 
@@ -90,7 +92,7 @@ async def find_source(objects: ObjectStore, rand: Rand, chosen: Sequence[str] = 
     signs = [sign async for sign, _ in cluster_manifest.signs_of_life(objects)]
     newest = max((sign.incarnation for sign in signs), default=0)
     claimed = max(found.manifest.incarnation, await greatest_claim(objects))
-    return Source(found, tuple(domains), tuple(sign for sign in signs if sign.incarnation == newest), claimed)
+    return RestoreSource(found, tuple(domains), tuple(sign for sign in signs if sign.incarnation == newest), claimed)
 
 
 async def _domain_source(objects: ObjectStore, rand: Rand, uuid: str, chosen: str | None) -> DomainSource:
@@ -113,7 +115,10 @@ async def _domain_source(objects: ObjectStore, rand: Rand, uuid: str, chosen: st
 
 
 async def check_not_alive(
-    objects: ObjectStore, source: Source, clock: Clock, progress: Callable[[str, int, int], None] = lambda *_: None
+    objects: ObjectStore,
+    source: RestoreSource,
+    clock: Clock,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> None:
     """Raise InvalidError while the cluster may be alive: two clusters on one bucket would destroy each other's data.
 
@@ -129,7 +134,7 @@ async def check_not_alive(
     began_s = clock.monotonic_s()
     while (passed_s := clock.monotonic_s() - began_s) < watch_s:
         progress("signs of life", int(passed_s), max(1, int(watch_s)))
-        await asyncio.sleep(min(LOOK_S, watch_s / 10))
+        await asyncio.sleep(min(POLL_INTERVAL_S, watch_s / 10))
         if new := [key async for key in _signs_of(objects, sign.incarnation) if key not in before]:
             raise InvalidError(
                 "the bucket's cluster is alive, it wrote a sign of life while this command watched:"
@@ -153,12 +158,12 @@ class BucketRows:
         self._databases = list(databases)
 
     @classmethod
-    async def open(cls, objects: ObjectStore, source: Source, clock: Clock, rand: Rand) -> BucketRows:
+    async def open(cls, objects: ObjectStore, source: RestoreSource, clock: Clock, rand: Rand) -> BucketRows:
         databases = []
         for domain in source.domains:
             database = await Database.open(
-                Files(objects, prefix_of(domain.uuid)),
-                _Fixed(domain.manifest),
+                SstFiles(objects, prefix_of(domain.uuid)),
+                _FixedManifest(domain.manifest),
                 domain_uuid=domain.uuid,
                 epoch=_ANY_EPOCH,
                 options=Options(),
@@ -174,24 +179,24 @@ class BucketRows:
         databases = self._databases
         if names_entity(prefix):
             databases = [databases[domain_of(prefix, len(databases))]]
-        async for chunk in merged([database.prefix(prefix) for database in databases]):
+        async for chunk in merge_scans([database.prefix(prefix) for database in databases]):
             yield chunk
 
-    async def each(self, family: Family[R], *leading: Part) -> AsyncIterator[R]:
+    async def iterate(self, family: Family[R], *leading: Part) -> AsyncIterator[R]:
         """Yield the rows of a family that begin with these columns, in key order."""
         async for keys, values in self.prefix(family.prefix(*leading)):
             for key, value in zip(keys, values, strict=True):
                 yield family.decode(key, value)
 
     async def rows(self, family: Family[R], *leading: Part) -> list[R]:
-        return [row async for row in self.each(family, *leading)]
+        return [row async for row in self.iterate(family, *leading)]
 
     async def aclose(self) -> None:
         for database in self._databases:
             await database.aclose()
 
 
-class _Fixed:
+class _FixedManifest:
     """Read-only manifest store with one fixed manifest."""
 
     def __init__(self, manifest: Manifest | None) -> None:

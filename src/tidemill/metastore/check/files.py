@@ -14,10 +14,10 @@ from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.domain.settings import prefix_of
 from tidemill.metastore.lsm.block_cache import BlockCache
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
-from tidemill.metastore.lsm.table_cache import Tables
+from tidemill.metastore.lsm.table_cache import TableCache
 from tidemill.objects.store import ObjectStore
 
 CACHE_BYTES = 16 << 20
@@ -33,14 +33,14 @@ async def check_domain_files(
 
     Filters and indexes are read and verified; with `deep` every block as well.
     """
-    bucket, files = BucketManifests(objects, prefix_of(uuid), rand), Files(objects, prefix_of(uuid))
-    manifests = await _manifests(bucket, uuid, findings)
+    bucket, files = BucketManifests(objects, prefix_of(uuid), rand), SstFiles(objects, prefix_of(uuid))
+    manifests = await _load_manifests(bucket, uuid, findings)
     present = {(name.epoch, name.number, name.nonce): name.size_bytes async for name in files.list()}
     named: dict[FileMeta, str] = {}
     for key, manifest in manifests.items():
         for level in manifest.levels:
             named.update({file: key for file in level})
-    tables = Tables(files, BlockCache(CACHE_BYTES))
+    tables = TableCache(files, BlockCache(CACHE_BYTES))
     broken: list[tuple[FileMeta, str]] = []
     for number, (file, _) in enumerate(named.items()):
         findings.progress(f"files of domain {uuid[:8]}", number, len(named))
@@ -62,7 +62,7 @@ async def check_domain_files(
     return max(manifests.values(), key=lambda m: (m.epoch, m.number), default=None)
 
 
-async def _manifests(bucket: BucketManifests, uuid: str, findings: Findings) -> dict[str, Manifest]:
+async def _load_manifests(bucket: BucketManifests, uuid: str, findings: Findings) -> dict[str, Manifest]:
     found: dict[str, Manifest] = {}
     names = [name async for name in bucket.list()]
     for name in names:
@@ -82,7 +82,7 @@ async def _manifests(bucket: BucketManifests, uuid: str, findings: Findings) -> 
     return found
 
 
-async def _check_file(tables: Tables, file: FileMeta, size_bytes: int | None, deep: bool) -> str:
+async def _check_file(tables: TableCache, file: FileMeta, size_bytes: int | None, deep: bool) -> str:
     """Return the problem of a file, or ""."""
     if size_bytes is None:
         return "the object is missing"
@@ -94,7 +94,7 @@ async def _check_file(tables: Tables, file: FileMeta, size_bytes: int | None, de
             count = len(meta.last_keys)
             for first in range(0, count, BLOCKS_AT_ONCE):
                 blocks = await tables.blocks(file, first, min(BLOCKS_AT_ONCE, count - first), fill_cache=False)
-                problem = _order(file, [key for block in blocks for key in block.keys])
+                problem = _key_order_problem(file, [key for block in blocks for key in block.keys])
                 if problem:
                     return problem
     except MissingError:
@@ -102,11 +102,11 @@ async def _check_file(tables: Tables, file: FileMeta, size_bytes: int | None, de
     except (CorruptError, InvalidError) as error:
         return error.message.rstrip(".")
     finally:
-        tables.forget(file)
+        tables.drop_file(file)
     return ""
 
 
-def _order(file: FileMeta, keys: Sequence[bytes]) -> str:
+def _key_order_problem(file: FileMeta, keys: Sequence[bytes]) -> str:
     if any(a >= b for a, b in pairwise(keys)):
         return "its keys are out of order"
     if keys and not file.smallest <= keys[0] <= keys[-1] <= file.largest:

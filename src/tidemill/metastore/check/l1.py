@@ -25,7 +25,7 @@ Place = tuple[str, int]
 FIX = "Restore from an older manifest, or report it with the row's key."
 
 
-class Each(Protocol):
+class L1RowReader(Protocol):
     def __call__(self, family: Family[R]) -> AsyncIterator[R]:
         """Yield the decodable rows of a family; others become findings."""
         ...
@@ -35,7 +35,7 @@ class L1Check:
     """L1 check. `partitions`: the rows that copy partition logs, of existing topics."""
 
     def __init__(
-        self, each: Each, findings: Findings, references: References, partitions: Mapping[Place, PartitionRow]
+        self, each: L1RowReader, findings: Findings, references: References, partitions: Mapping[Place, PartitionRow]
     ) -> None:
         self._each = each
         self._findings = findings
@@ -51,23 +51,25 @@ class L1Check:
             else:
                 self._findings.orphans["L1 rows of deleted topics"] += 1
         for place, copy in self._partitions.items():
-            self._meet(place, copy)
-        await self._extents()
-        await self._objects()
+            self._check_partition(place, copy)
+        await self._check_extents()
+        await self._check_objects()
 
-    def _meet(self, place: Place, copy: PartitionRow) -> None:
+    def _check_partition(self, place: Place, copy: PartitionRow) -> None:
         row = self._rows.get(place)
         if row is None:
             if copy.reconciled > copy.log_start:
-                self._add(place, f"its offsets {copy.log_start} to {copy.reconciled} are missing: L1 has no row")
+                self._add_finding(
+                    place, f"its offsets {copy.log_start} to {copy.reconciled} are missing: L1 has no row"
+                )
             return
         if not copy.reconciled <= row.next <= copy.next_offset:
             problem = f"L1 ends at {row.next}, not between {copy.reconciled} and {copy.next_offset}"
-            self._add(place, problem)
+            self._add_finding(place, problem)
         if row.start > copy.log_start and copy.reconciled > copy.log_start:
-            self._add(place, f"L1 begins at {row.start}, after its log start {copy.log_start}")
+            self._add_finding(place, f"L1 begins at {row.start}, after its log start {copy.log_start}")
 
-    async def _extents(self) -> None:
+    async def _check_extents(self) -> None:
         """Check the extents in key order, in which all extents of a partition follow each other."""
         at: dict[Place, int] = {}
         counts: Counter[Place] = Counter()
@@ -81,15 +83,15 @@ class L1Check:
             self._live[extent.topic_id, extent.object_id] += extent.weight_bytes
             expected = at.get(place, min(extent.base_offset, row.start))
             if extent.base_offset != expected:
-                self._add(place, f"offsets {expected} to {extent.base_offset} of L1 are in no extent")
+                self._add_finding(place, f"offsets {expected} to {extent.base_offset} of L1 are in no extent")
             at[place] = extent.last_offset + 1
-            self._references.add(_name(extent), extent.object_key, extent.index_byte + extent.index_bytes)
+            self._references.add(_extent_name(extent), extent.object_key, extent.index_byte + extent.index_bytes)
         for place, row in self._rows.items():
             if at.get(place, row.start) != row.next or counts[place] != row.extent_count:
                 problem = f"L1 has {counts[place]} extents to {at.get(place, row.start)}, its row says"
-                self._add(place, f"{problem} {row.extent_count} to {row.next}")
+                self._add_finding(place, f"{problem} {row.extent_count} to {row.next}")
 
-    async def _objects(self) -> None:
+    async def _check_objects(self) -> None:
         topics = {topic_id for topic_id, _ in self._partitions}
         async for row in self._each(L1_OBJECTS):
             if row.topic_id not in topics or not row.registered:
@@ -101,9 +103,9 @@ class L1Check:
         for topic_id, object_id in self._live:
             self._findings.add(f"L1 object {topic_id}/{object_id}", "", "extents refer to it but it has no row", FIX)
 
-    def _add(self, place: Place, problem: str) -> None:
+    def _add_finding(self, place: Place, problem: str) -> None:
         self._findings.add(f"partition {place[0]}/{place[1]}", "", problem, FIX)
 
 
-def _name(extent: L1ExtentRow) -> str:
+def _extent_name(extent: L1ExtentRow) -> str:
     return f"L1 extent {extent.topic_id}/{extent.partition}@{extent.base_offset}"

@@ -51,15 +51,15 @@ class References:
                         findings.orphan_bytes += found.size_bytes
                     continue
                 if found.size_bytes < needed:
-                    self._short(findings, found.key, found.size_bytes, needed)
+                    self._add_too_short(findings, found.key, found.size_bytes, needed)
         for key, needed in left.items():
             meta = await objects.head(key)
             if meta is None:
                 findings.add(self._subject(key), key, "the object is missing", FIX)
             elif meta.size_bytes < needed:
-                self._short(findings, key, meta.size_bytes, needed)
+                self._add_too_short(findings, key, meta.size_bytes, needed)
 
-    def _short(self, findings: Findings, key: str, size_bytes: int, needed: int) -> None:
+    def _add_too_short(self, findings: Findings, key: str, size_bytes: int, needed: int) -> None:
         findings.add(self._subject(key), key, f"the object has {size_bytes} bytes, {needed} are referred to", FIX)
 
     def _subject(self, key: str) -> str:

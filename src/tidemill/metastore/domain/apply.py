@@ -42,7 +42,7 @@ def apply(state: DomainState, data: bytes, position: int, term: int, faults: fro
     except CorruptError as error:
         raise UnreadableRecordError(error.message) from error
     if isinstance(command, PersistManifest) and "lower-manifest" in faults:
-        _persist(state, command)
+        _persist_manifest(state, command)
         return state
     command.check(state)
     match command:
@@ -64,7 +64,7 @@ def apply(state: DomainState, data: bytes, position: int, term: int, faults: fro
                     current=state.manifest,
                     fix="Step down and reopen.",
                 )
-            _persist(state, command)
+            _persist_manifest(state, command)
         case SetDomainUuid(domain_uuid=domain_uuid):
             state.domain_uuid = domain_uuid
         case ResetManifest(domain_uuid=domain_uuid, manifest=restored):
@@ -78,6 +78,6 @@ def apply(state: DomainState, data: bytes, position: int, term: int, faults: fro
     return state
 
 
-def _persist(state: DomainState, command: PersistManifest) -> None:
+def _persist_manifest(state: DomainState, command: PersistManifest) -> None:
     state.trim(command.manifest.last_seqno)
     state.manifest = command.manifest

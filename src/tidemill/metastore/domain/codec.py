@@ -70,7 +70,7 @@ def encode_state(state: DomainState) -> bytes:
     return _encode(_rollup(state, list(state.volatile)))
 
 
-async def encode_state_slowly(state: DomainState) -> bytes:
+async def encode_state_yielding(state: DomainState) -> bytes:
     """Encode the state as of the call, with the same bytes as `encode_state`, but yield to the event loop in
     between."""
     volatile = list(state.volatile)
@@ -99,7 +99,7 @@ def decode_state(data: bytes) -> DomainState:
     return state
 
 
-async def decode_state_slowly(data: bytes) -> DomainState:
+async def decode_state_yielding(data: bytes) -> DomainState:
     """Decode a rollup, as `decode_state`, but yield to the event loop in between."""
     state, batches = _decode_steps(data)
     for _ in batches:
@@ -114,9 +114,9 @@ def _decode_steps(data: bytes) -> tuple[DomainState, Iterator[None]]:
         rollup = _decode_rollup(data)
     except msgspec.MsgspecError as error:
         _check_format(data)
-        raise _unreadable(data, error) from error
+        raise _undecodable_error(data, error) from error
     if rollup.format != ROLLUP_FORMAT:
-        raise _unknown_format(rollup.format)
+        raise _unknown_format_error(rollup.format)
     state.domain_uuid = rollup.domain_uuid
     state.seqno_delta, state.epoch_delta = rollup.seqno_delta, rollup.epoch_delta
     state.manifest = rollup.manifest
@@ -133,7 +133,7 @@ def _decode_steps(data: bytes) -> tuple[DomainState, Iterator[None]]:
                     rows = 0
                     yield
         except msgspec.MsgspecError as error:
-            raise _unreadable(data, error) from error
+            raise _undecodable_error(data, error) from error
 
     return state, batches()
 
@@ -145,19 +145,19 @@ def _check_format(data: bytes) -> None:
         head = _decode_head(data)
         written = msgspec.msgpack.decode(head[0], type=int) if head else 0
     except msgspec.MsgspecError as error:
-        raise _unreadable(data, error) from error
+        raise _undecodable_error(data, error) from error
     if written != ROLLUP_FORMAT:
-        raise _unknown_format(written)
+        raise _unknown_format_error(written)
 
 
-def _unknown_format(written: int) -> CorruptError:
+def _unknown_format_error(written: int) -> CorruptError:
     return CorruptError(
         f"a domain's rollup has an unknown format: format={written} known={ROLLUP_FORMAT}.",
         fix="Upgrade tidemill: a newer version wrote it.",
     )
 
 
-def _unreadable(data: bytes, error: msgspec.MsgspecError) -> CorruptError:
+def _undecodable_error(data: bytes, error: msgspec.MsgspecError) -> CorruptError:
     return CorruptError(f"a domain's rollup cannot be read: size_bytes={len(data)} reason={str(error)!r}.")
 
 

@@ -53,8 +53,8 @@ class PersistManifest(msgspec.Struct, frozen=True, array_like=True, tag=3):
     def check(self, state: DomainState) -> None:
         check_uuid(state, self.domain_uuid)
         check_counts(self.manifest)
-        check_issued(state, self.manifest)
-        check_not_lower(state, self.manifest)
+        check_seqno_issued(state, self.manifest)
+        check_manifest_advances(state, self.manifest)
 
 
 class ResetManifest(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -96,7 +96,7 @@ def check_uuid(state: DomainState, domain_uuid: str) -> None:
         )
 
 
-def check_issued(state: DomainState, manifest: PersistedManifest) -> None:
+def check_seqno_issued(state: DomainState, manifest: PersistedManifest) -> None:
     """Raise InvalidError if the manifest claims a seqno that was never issued: rows written later would count as
     persisted."""
     if manifest.last_seqno > state.newest_seqno:
@@ -107,7 +107,7 @@ def check_issued(state: DomainState, manifest: PersistedManifest) -> None:
         )
 
 
-def check_not_lower(state: DomainState, manifest: PersistedManifest) -> None:
+def check_manifest_advances(state: DomainState, manifest: PersistedManifest) -> None:
     stored = state.manifest
     if stored is None:
         return

@@ -33,20 +33,20 @@ from tidemill.base.errors import (
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease
-from tidemill.consensus.leader_election import lead
+from tidemill.consensus.leader_election import run_while_leading
 from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.apply import NO_FAULTS, apply
-from tidemill.metastore.domain.codec import decode_state_slowly, encode_state_slowly
+from tidemill.metastore.domain.codec import decode_state_yielding, encode_state_yielding
 from tidemill.metastore.domain.follower import Follower
-from tidemill.metastore.domain.forwarding_client import Requester
+from tidemill.metastore.domain.forwarding_client import ForwardingClient
 from tidemill.metastore.domain.forwarding_server import ForwardingServer
 from tidemill.metastore.domain.leader import Leader
 from tidemill.metastore.domain.read_barrier import Barrier
-from tidemill.metastore.domain.read_path import Reading
+from tidemill.metastore.domain.read_path import DomainReads
 from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
-from tidemill.metastore.domain.write_path import NOTHING, measured
-from tidemill.metastore.lsm.compaction.executor import Merger
+from tidemill.metastore.domain.write_path import NO_EXPECTATIONS, checked_size
+from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.lsm.manifest import Manifest, encode_manifest
 from tidemill.objects.store import ObjectStore
 
@@ -54,14 +54,14 @@ _log = structlog.get_logger()
 
 FOLLOW_WAIT_S = 1.0
 RETRY_FIRST_S = 0.1
-RETRY_MOST_S = 5.0
+RETRY_MAX_S = 5.0
 RELEASE_TIMEOUT_S = 2.0
-TROUBLE_S = 10.0
+FAILURE_VALID_S = 10.0
 """Time after which a failure is out of date. It exceeds the longest pause between two attempts."""
-CONFIRM_S = 2.0
+FAILURE_CONFIRMED_AFTER_S = 2.0
 
 
-class Domain(Reading):
+class Domain(DomainReads):
     """One domain. Created by `factory`. Every method may raise UnavailableError, ClosedError, Corrupt."""
 
     def __init__(self, grounds: DomainContext, own_earlier_life: Callable[[str], bool]) -> None:
@@ -74,15 +74,15 @@ class Domain(Reading):
             grounds.log,
             initial=DomainState,
             apply=partial(apply, faults=grounds.faults) if grounds.faults else apply,
-            encode=encode_state_slowly,
-            decode=decode_state_slowly,
+            encode=encode_state_yielding,
+            decode=decode_state_yielding,
             rand=grounds.rand,
         )
         super().__init__(grounds.name, Follower(grounds, self._log))
-        self._requester = Requester(
+        self._requester = ForwardingClient(
             grounds.consensus, grounds.clock, grounds.rand, grounds.name, grounds.settings.request_timeout_s
         )
-        self._barrier = Barrier(self._pass, f"sync {grounds.log}", self._task_failed)
+        self._barrier = Barrier(self._run_barrier_round, f"sync {grounds.log}", self._task_failed)
         self._competing = False
         self._busy = False
         self._closing = False
@@ -107,12 +107,12 @@ class Domain(Reading):
         rand: Rand,
         settings: DomainSettings | None = None,
         tracker: StatusTracker | None = None,
-        merger: Merger | None = None,
+        merger: CompactionExecutor | None = None,
         own_earlier_life: Callable[[str], bool] = lambda _: False,
         faults: frozenset[str] = NO_FAULTS,
     ) -> Domain:
-        """Open a handle that has followed the log up to now. Leadership comes later (`settings.lead`); `until_leading`
-        waits for it.
+        """Open a handle that has followed the log up to now. Leadership comes later (`settings.lead`);
+        `wait_until_leading` waits for it.
 
         `holder` names this process in the lease; a nonce makes it unique. `own_earlier_life(holder)`: see
         `consensus.leading.lead`. The caller keeps ownership of consensus, objects and merger.
@@ -131,21 +131,21 @@ class Domain(Reading):
         )
         domain = cls(grounds, own_earlier_life)
         await domain._log.catch_up()
-        domain._tasks.spawn(domain._follow(), name=f"follow {grounds.log}")
+        domain._tasks.spawn(domain._follow_log(), name=f"follow {grounds.log}")
         if domain._settings.lead:
-            domain._compete_soon()
+            domain._start_competing()
         return domain
 
     # state --------------------------------------------------------------------------------------
 
     @property
     def leading(self) -> bool:
-        return self._leader is not None and not self._leader.ended
+        return self._leader is not None and not self._leader.has_ended
 
     @property
     def term(self) -> int:
         """Term in which this process leads; 0 if it does not."""
-        return self._leader.term if self._leader is not None and not self._leader.ended else 0
+        return self._leader.term if self._leader is not None and not self._leader.has_ended else 0
 
     @property
     def domain_uuid(self) -> str:
@@ -157,12 +157,12 @@ class Domain(Reading):
         """Replicated state as of the newest record seen. Read-only."""
         return self._log.state
 
-    async def until_leading(self, timeout_s: float) -> None:
+    async def wait_until_leading(self, timeout_s: float) -> None:
         """Wait until this process leads. Raises UnavailableError after the timeout, with the reason as far as known."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.leading:
-                    self._check()
+                    self._check_open()
                     self._turned.clear()
                     await self._turned.wait()
         except TimeoutError as error:
@@ -171,20 +171,22 @@ class Domain(Reading):
                 f"this process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
             ) from error
 
-    async def until_following(self) -> None:
+    async def wait_until_following(self) -> None:
         """Wait until this process does not lead; return immediately if it does not now."""
-        while self._leader is not None and not self._leader.ended:
-            await self._leader.over()
+        while self._leader is not None and not self._leader.has_ended:
+            await self._leader.wait_until_ended()
 
     async def sync(self) -> None:
         """Wait for a linearizable barrier. Concurrent callers share one read of consensus, begun after all of them
         called."""
-        self._check()
-        await self._barrier.passed()
+        self._check_open()
+        await self._barrier.wait()
 
     # writes -------------------------------------------------------------------------------------
 
-    async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = NOTHING) -> int:
+    async def commit(
+        self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = NO_EXPECTATIONS
+    ) -> int:
         """Write all rows (an empty value deletes) if every expected key has the given seqno (0 = no live row).
 
         Returns the batch's seqno. Concurrent commits of different keys may share one seqno; of a key that occurs twice
@@ -193,15 +195,15 @@ class Domain(Reading):
         have happened); Unavailable; Invalid.
         """
         leader = self._leader
-        if leader is not None and not leader.ended:
+        if leader is not None and not leader.has_ended:
             self._busy = True
             if not expects:
-                on_its_way = leader.writing.take(rows)
+                on_its_way = leader.writing.try_join_open_group(rows)
                 if on_its_way is not None:
                     return await on_its_way
             return await leader.writing.commit(rows, expects)
-        measured(rows)  # also rejects a commit without rows: the request log would take it for a flush request
-        return await self._ask(lambda: self._requester.commit(rows, expects))
+        checked_size(rows)  # also rejects a commit without rows: the request log would take it for a flush request
+        return await self._forward_and_sync(lambda: self._requester.commit(rows, expects))
 
     async def flush(self, timeout_s: float | None = None) -> int:
         """Flush everything committed so far to the bucket, wherever the leader is; return the highest seqno stored
@@ -210,9 +212,9 @@ class Domain(Reading):
         Raises the same errors as `commit`."""
         await self.sync()  # an unknowingly superseded leader does not have what the new leader committed
         leader = self._leader
-        if leader is not None and not leader.ended:
+        if leader is not None and not leader.has_ended:
             return await leader.flush(timeout_s)
-        return await self._ask(lambda: self._requester.flush(timeout_s))
+        return await self._forward_and_sync(lambda: self._requester.flush(timeout_s))
 
     async def reset(self, domain_uuid: str, manifest: Manifest | None, *, timeout_s: float = 30.0) -> None:
         """Let this empty domain continue from a manifest of its bucket, or start without rows; return when it is
@@ -231,12 +233,12 @@ class Domain(Reading):
             persisted = PersistedManifest(
                 encode_manifest(manifest), manifest.last_seqno, manifest.epoch, manifest.number
             )
-        await self.until_leading(timeout_s)
+        await self.wait_until_leading(timeout_s)
         leader = self._leader
         assert leader is not None
         await leader.reset(domain_uuid, persisted)
         try:
-            await self.until_leading(timeout_s)
+            await self.wait_until_leading(timeout_s)
         except UnavailableError as error:
             # The reset is done, so Unavailable would be wrong. If another process opened the domain, all is well.
             if self.failed is not None:
@@ -246,11 +248,11 @@ class Domain(Reading):
                     fix="Fix the cause; the domain then opens automatically.",
                 ) from error
 
-    async def _ask(self, ask: Callable[[], Awaitable[int]]) -> int:
-        self._check()
+    async def _forward_and_sync(self, ask: Callable[[], Awaitable[int]]) -> int:
+        self._check_open()
         if self._settings.may_lead:
-            # The task starts only when this call waits. The request is waiting at that time (see `_wanted`).
-            self._compete_soon()
+            # The task starts only when this call waits. The request is waiting at that time (see `_wants_lease`).
+            self._start_competing()
         seqno = await ask()
         try:
             await self.sync()
@@ -261,38 +263,38 @@ class Domain(Reading):
 
     # following ----------------------------------------------------------------------------------
 
-    async def _pass(self) -> None:
+    async def _run_barrier_round(self) -> None:
         """Run one round of the barrier."""
         leader = self._leader
-        if leader is not None and not leader.ended:
+        if leader is not None and not leader.has_ended:
             with contextlib.suppress(FencedError):
-                await leader.stands()
+                await leader.check_still_leading()
                 return
         await self._log.catch_up()
         if self.leading:
             assert self._leader is not None
-            self._leader.feed()
+            self._leader.apply_log()
         else:
             await self._follower.advance()
 
-    async def _follow(self) -> None:
+    async def _follow_log(self) -> None:
         """Keep the follower near the end of the log while another process leads."""
         pause_s = RETRY_FIRST_S
         while True:
             if self.leading:
                 await asyncio.sleep(FOLLOW_WAIT_S)
                 continue
-            if self._log.broken is not None:
+            if self._log.failure is not None:
                 # The state that this handle replayed can no longer be trusted. It ends; a new handle replays the log.
-                raise self._log.broken
+                raise self._log.failure
             try:
                 await self._log.wait(FOLLOW_WAIT_S)
                 if not self.leading:
                     await self._follower.advance()
             except (UnavailableError, UnknownOutcomeError, MissingError, FencedError) as error:
-                self._note(error, following=True)
+                self._record_failure(error, following=True)
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, RETRY_MOST_S)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
                 continue
             if self._cannot_follow:
                 self.failed, self._cannot_follow = None, False
@@ -301,28 +303,28 @@ class Domain(Reading):
 
     # leading ------------------------------------------------------------------------------------
 
-    def _compete_soon(self) -> None:
+    def _start_competing(self) -> None:
         if not self._competing:
             self._competing = True
-            self._tasks.spawn(self._compete(), name=f"lead {self._grounds.log}")
+            self._tasks.spawn(self._compete_for_lease(), name=f"lead {self._grounds.log}")
 
-    def _wanted(self) -> bool:
-        return self._settings.lead or self._requester.waiting
+    def _wants_lease(self) -> bool:
+        return self._settings.lead or self._requester.has_waiting_callers
 
-    async def _compete(self) -> None:
-        """Try for the lease repeatedly; each time it is acquired, `_lead` runs once."""
+    async def _compete_for_lease(self) -> None:
+        """Try for the lease repeatedly; each time it is acquired, `_lead_term` runs once."""
         grounds, pause_s = self._grounds, RETRY_FIRST_S
         try:
-            while self._wanted():
+            while self._wants_lease():
                 try:
-                    await lead(
+                    await run_while_leading(
                         grounds.consensus,
                         grounds.log,
                         grounds.holder,
                         b"",
-                        self._lead,
+                        self._lead_term,
                         own_earlier_life=self._own_earlier_life,
-                        wanted=self._wanted,
+                        wanted=self._wants_lease,
                         ttl_ms=self._settings.lease_ttl_ms,
                     )
                     if self.failed is None:
@@ -330,41 +332,41 @@ class Domain(Reading):
                 except TidemillError as error:
                     if ends_process(error):
                         raise
-                    self._note(error)
+                    self._record_failure(error)
                     _log.warning("could not lead", domain=self.name, cause=error.message)
                 await asyncio.sleep(grounds.rand.uniform(pause_s / 2, pause_s))
-                pause_s = min(2 * pause_s, RETRY_MOST_S)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
         finally:
             self._competing = False
 
-    async def _lead(self, lease: Lease) -> None:
+    async def _lead_term(self, lease: Lease) -> None:
         """Run one term, from opening the database to stepping down, while the lease is held."""
         grounds = self._grounds
         leader = await Leader.open(grounds, self._log, lease.term)
         try:
             serving = ForwardingServer(grounds.consensus, grounds.clock, grounds.rand, self.name, self._log, leader)
-            leader.serve(serving.run(), name=f"serve {grounds.log}")
+            leader.run_task(serving.run(), name=f"serve {grounds.log}")
             if not self._settings.lead:
-                leader.serve(self._linger(leader, serving), name=f"linger {grounds.log}")
+                leader.run_task(self._step_down_when_idle(leader, serving), name=f"linger {grounds.log}")
             self._leader, self.failed = leader, None
             self._turned.set()
             await self._follower.release()
             cause = await leader.run()
             if not isinstance(cause, ClosedError | FencedError):
-                self._note(cause)
+                self._record_failure(cause)
         finally:
             self._leader = None
             self._turned.set()
             await leader.aclose()
 
-    async def _linger(self, leader: Leader, serving: ForwardingServer) -> None:
+    async def _step_down_when_idle(self, leader: Leader, serving: ForwardingServer) -> None:
         """Step down a temporary leader once no work is left: neither its own requests nor those of others.
 
         A request that it executed but did not answer would otherwise wait for the next leader."""
         while True:
             self._busy = False
             await asyncio.sleep(self._settings.linger_s)
-            if not self._requester.waiting and not self._busy and not serving.busy:
+            if not self._requester.has_waiting_callers and not self._busy and not serving.is_busy:
                 leader.step_down(ClosedError(f"no work is left for a temporary leader: domain={self.name}."))
                 return
 
@@ -377,18 +379,18 @@ class Domain(Reading):
         without another failure a different process leads."""
         if self._closed is not None:
             return self._closed.message
-        if self.failed is None or self._grounds.clock.monotonic_s() - self._failed_s > TROUBLE_S:
+        if self.failed is None or self._grounds.clock.monotonic_s() - self._failed_s > FAILURE_VALID_S:
             return ""
-        if self._failed_s - self._failing_s < CONFIRM_S:
+        if self._failed_s - self._failing_s < FAILURE_CONFIRMED_AFTER_S:
             return ""
         return f"The domain cannot be led or followed: domain={self.name} cause={self.failed.message!r}."
 
-    async def until_ended(self) -> None:
+    async def wait_until_ended(self) -> None:
         await self._ended.wait()
 
-    def _note(self, error: TidemillError, *, following: bool = False) -> None:
+    def _record_failure(self, error: TidemillError, *, following: bool = False) -> None:
         now_s = self._grounds.clock.monotonic_s()
-        if self.failed is None or now_s - self._failed_s > TROUBLE_S:
+        if self.failed is None or now_s - self._failed_s > FAILURE_VALID_S:
             self._failing_s = now_s
         self.failed, self._failed_s, self._cannot_follow = error, now_s, following
 
@@ -407,11 +409,11 @@ class Domain(Reading):
         await self._log.aclose()
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await self._release()
+                await self._release_lease()
         except (TidemillError, TimeoutError) as error:
             _log.info("lease not released; it will expire", domain=self.name, cause=str(error))
 
-    async def _release(self) -> None:
+    async def _release_lease(self) -> None:
         """Release this process's lease, including one whose acquisition was interrupted."""
         grounds = self._grounds
         for lease in await grounds.consensus.leases(grounds.log):
@@ -425,7 +427,7 @@ class Domain(Reading):
             if isinstance(error, TidemillError)
             else ClosedError(f"a task failed: task={name!r} reason={error!r}.")
         )
-        self._note(broken)
+        self._record_failure(broken)
         self._closed = self._closed or broken
         self._turned.set()
         self._ended.set()

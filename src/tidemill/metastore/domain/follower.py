@@ -18,7 +18,7 @@ from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
 from tidemill.metastore.lsm.database import Database
 
-FEED_ROWS = 2_000
+APPLY_ROWS = 2_000
 """Rows applied in one step: a few milliseconds. A domain may have a hundred thousand rows that no manifest holds."""
 
 
@@ -46,10 +46,10 @@ class Follower:
             if not state.domain_uuid or (self.database is None and not reopen):
                 return None
             database = self.database or await self._open(state.domain_uuid)
-            fed = self._feed(database)
+            fed = self._apply_batches(database)
             while not fed:
                 await asyncio.sleep(0)
-                fed = self._feed(database)
+                fed = self._apply_batches(database)
             self.database = database
             return database
 
@@ -83,7 +83,7 @@ class Follower:
         self._domain_uuid, self._manifest = domain_uuid, None
         return database
 
-    def _feed(self, database: Database) -> bool:
+    def _apply_batches(self, database: Database) -> bool:
         """Apply the next batches; return True if none is left. Synchronous: the log may advance during an await."""
         state = self._log.state
         if state.domain_uuid != self._domain_uuid:
@@ -93,7 +93,7 @@ class Follower:
             if manifest is not None:
                 database.refresh_to(manifest)
             self._manifest = state.manifest
-        batches, rest = state.next_batches(database.max_applied_seqno, FEED_ROWS)
+        batches, rest = state.next_batches(database.max_applied_seqno, APPLY_ROWS)
         for batch in batches:
             database.apply(batch.seqno, batch.keys, batch.values)
         return not rest

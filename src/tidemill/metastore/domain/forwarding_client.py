@@ -47,7 +47,7 @@ from tidemill.base.limits import MIB
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogHead, resolve_append
 from tidemill.metastore.domain.state import DomainState
-from tidemill.metastore.domain.write_path import measured
+from tidemill.metastore.domain.write_path import checked_size
 from tidemill.metastore.lsm.read_view import Row
 
 POSITION_KEY = b"\x00requests\x00\x01"
@@ -86,7 +86,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """False for a process of an older version, which would misread the Unknown reply as a rejection. It gets no reply
     and times out."""
 
-    def expired(self, now_ms: int) -> bool:
+    def has_expired(self, now_ms: int) -> bool:
         return 0 < self.expires_ms < now_ms
 
 
@@ -100,7 +100,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class RequestPosition(msgspec.Struct, frozen=True, array_like=True):
     """Value of the row at POSITION_KEY."""
 
     position: int
@@ -110,12 +110,12 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 _log = structlog.get_logger()
 
-Unsent = tuple[bytes, asyncio.Future[int]]
+UnsentRequest = tuple[bytes, asyncio.Future[int]]
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(Request).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
-_decode_place = msgspec.msgpack.Decoder(Place).decode
+_decode_position = msgspec.msgpack.Decoder(RequestPosition).decode
 
 
 def requests_log(domain: str) -> str:
@@ -126,16 +126,16 @@ def replies_log(domain: str) -> str:
     return f"metastore/{domain}/replies"
 
 
-def encode_place(state: DomainState, position: int) -> bytes:
-    return _encode(Place(position, state.seqno_delta, state.epoch_delta))
+def encode_position(state: DomainState, position: int) -> bytes:
+    return _encode(RequestPosition(position, state.seqno_delta, state.epoch_delta))
 
 
-def decode_place(state: DomainState, value: bytes | None) -> int:
+def decode_position(state: DomainState, value: bytes | None) -> int:
     """Return the position of the next request to execute; 0 if none was ever executed from this log."""
     if value is None:
         return 0
     try:
-        place: Place = _decode_place(value)
+        place: RequestPosition = _decode_position(value)
     except msgspec.MsgspecError as error:
         raise CorruptError(f"the position of requests cannot be read: value={value.hex()}.") from error
     same_log = (place.seqno_delta, place.epoch_delta) == (state.seqno_delta, state.epoch_delta)
@@ -151,7 +151,7 @@ def decode_request(data: bytes) -> Request | None:
         return None
 
 
-def refusal(nonce: str, error: TidemillError) -> Reply:
+def rejection_reply(nonce: str, error: TidemillError) -> Reply:
     """Return the reply for a commit that certainly did not happen."""
     if isinstance(error, ConflictError) and isinstance(error.current, Mapping):
         rows = [
@@ -164,7 +164,7 @@ def refusal(nonce: str, error: TidemillError) -> Reply:
     return Reply(nonce, INVALID if isinstance(error, InvalidError) else UNAVAILABLE, 0, [], error.message)
 
 
-def outcome(reply: Reply) -> int | TidemillError:
+def outcome_of_reply(reply: Reply) -> int | TidemillError:
     if reply.kind == DONE:
         return reply.seqno
     if reply.kind == CONFLICT:
@@ -175,7 +175,7 @@ def outcome(reply: Reply) -> int | TidemillError:
     return InvalidError(reply.text) if reply.kind == INVALID else UnavailableError(reply.text, fix="Retry.")
 
 
-async def append_as_equal(consensus: Consensus, rand: Rand, log: str, records: Sequence[bytes], at: int) -> LogHead:
+async def append_at_end(consensus: Consensus, rand: Rand, log: str, records: Sequence[bytes], at: int) -> LogHead:
     """Append at the log's end, `at` being a guess of it; return the head, whose `next` is where the records end.
 
     Raises UnavailableError (it did not happen), UnknownOutcomeError.
@@ -196,7 +196,7 @@ async def append_as_equal(consensus: Consensus, rand: Rand, log: str, records: S
                 return LogHead(0, at, at + len(records))
 
 
-class Requester:
+class ForwardingClient:
     """Requests of one process to one domain. Callers wait in `commit`."""
 
     def __init__(self, consensus: Consensus, clock: Clock, rand: Rand, domain: str, timeout_s: float) -> None:
@@ -206,7 +206,7 @@ class Requester:
         self._requests = requests_log(domain)
         self._replies = replies_log(domain)
         self._timeout_s = timeout_s
-        self._unsent: list[Unsent] = []
+        self._unsent: list[UnsentRequest] = []
         self._waiting: dict[str, asyncio.Future[int]] = {}
         self._sending = False
         self._listening = False
@@ -217,19 +217,19 @@ class Requester:
         self._tasks = Tasks(self._task_failed)
 
     @property
-    def waiting(self) -> bool:
+    def has_waiting_callers(self) -> bool:
         """True if a caller waits for a reply."""
         return bool(self._waiting)
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int]) -> int:
         """Commit as `Domain.commit`. Raises Unknown if no reply came in time: it may still be executed."""
-        measured(rows)
-        return await self._ask(list(rows), dict(expects), self._timeout_s)
+        checked_size(rows)
+        return await self._send_and_wait(list(rows), dict(expects), self._timeout_s)
 
     async def flush(self, timeout_s: float | None) -> int:
-        return await self._ask([], {}, self._timeout_s if timeout_s is None else timeout_s)
+        return await self._send_and_wait([], {}, self._timeout_s if timeout_s is None else timeout_s)
 
-    async def _ask(self, rows: list[tuple[bytes, bytes]], expects: dict[bytes, int], timeout_s: float) -> int:
+    async def _send_and_wait(self, rows: list[tuple[bytes, bytes]], expects: dict[bytes, int], timeout_s: float) -> int:
         if self._closed is not None:
             raise self._closed
         if len(self._unsent) >= UNSENT_MAX:
@@ -243,12 +243,12 @@ class Requester:
         self._unsent.append((_encode(request), future))
         if not self._sending:
             self._sending = True
-            self._tasks.spawn(self._send(), name=f"requests {self._requests}")
+            self._tasks.spawn(self._send_unsent(), name=f"requests {self._requests}")
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
-            if not _withdrawn(self._unsent, future):
+            if not _withdraw(self._unsent, future):
                 raise UnknownOutcomeError(
                     f"no leader answered in time: log={self._requests!r} timeout_s={timeout_s}.",
                     fix="Read the rows to see whether it was done; it may still be executed.",
@@ -262,20 +262,20 @@ class Requester:
 
     # sending ------------------------------------------------------------------------------------
 
-    async def _send(self) -> None:
+    async def _send_unsent(self) -> None:
         """Send everything unsent, in order, with all waiting requests that fit in one append."""
         try:
             while self._unsent:
-                if not self._listening and not await self._begin_to_listen():
+                if not self._listening and not await self._start_listening():
                     continue
-                if self._backlog > BACKLOG_MAX and not await self._worked_off():
+                if self._backlog > BACKLOG_MAX and not await self._check_backlog():
                     continue
-                await self._send_batch(self._take_batch())
+                await self._send_batch(self._next_batch())
         finally:
             self._sending = False
 
-    def _take_batch(self) -> list[Unsent]:
-        batch: list[Unsent] = []
+    def _next_batch(self) -> list[UnsentRequest]:
+        batch: list[UnsentRequest] = []
         size_bytes = 0
         while self._unsent and len(batch) < APPEND_REQUESTS and size_bytes < APPEND_BYTES:
             record, future = self._unsent.pop(0)
@@ -284,11 +284,11 @@ class Requester:
                 size_bytes += len(record)
         return batch
 
-    async def _send_batch(self, batch: list[Unsent]) -> None:
+    async def _send_batch(self, batch: list[UnsentRequest]) -> None:
         if not batch:
             return
         try:
-            head = await append_as_equal(
+            head = await append_at_end(
                 self._consensus, self._rand, self._requests, [record for record, _ in batch], self._guess
             )
         except TidemillError as error:
@@ -298,20 +298,20 @@ class Requester:
             return
         self._guess, self._backlog = head.next, head.next - head.start
 
-    async def _begin_to_listen(self) -> bool:
+    async def _start_listening(self) -> bool:
         """Find the end of the replies before the first request is sent. Return False if consensus is unavailable."""
         try:
             self._heard = (await self._consensus.log_head(self._replies)).next
         except TidemillError as error:
             self._fail_unsent(error)
             return False
-        if not await self._worked_off():
+        if not await self._check_backlog():
             return False
         self._listening = True
-        self._tasks.spawn(self._listen(), name=f"replies {self._replies}")
+        self._tasks.spawn(self._read_replies(), name=f"replies {self._replies}")
         return True
 
-    async def _worked_off(self) -> bool:
+    async def _check_backlog(self) -> bool:
         """Return whether the backlog is within its limit; otherwise fail all unsent requests."""
         try:
             requests = await self._consensus.log_head(self._requests)
@@ -336,14 +336,14 @@ class Requester:
 
     # listening ----------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
+    async def _read_replies(self) -> None:
         """Read replies until no caller waits any more."""
         try:
             while self._waiting:
                 try:
                     try:
                         if await self._consensus.wait(self._replies, self._heard, WAIT_S):
-                            await self._hear()
+                            await self._deliver_replies()
                     except MissingError:
                         # Truncated before this process read it: the request that it answered will time out.
                         self._heard = (await self._consensus.log_head(self._replies)).start
@@ -352,7 +352,7 @@ class Requester:
         finally:
             self._listening = False
 
-    async def _hear(self) -> None:
+    async def _deliver_replies(self) -> None:
         found = await self._consensus.read(self._replies, self._heard)
         for record in found.records:
             self._heard = record.position + 1
@@ -363,7 +363,7 @@ class Requester:
             future = self._waiting.get(reply.nonce)
             if future is None or future.done():
                 continue
-            result = outcome(reply)
+            result = outcome_of_reply(reply)
             if isinstance(result, TidemillError):
                 future.set_exception(result)
             else:
@@ -391,7 +391,7 @@ class Requester:
                 )
 
 
-def _withdrawn(unsent: list[Unsent], future: asyncio.Future[int]) -> bool:
+def _withdraw(unsent: list[UnsentRequest], future: asyncio.Future[int]) -> bool:
     """Withdraw a request that was never passed to an append; return whether that was possible."""
     for index, (_, other) in enumerate(unsent):
         if other is future:

@@ -23,11 +23,11 @@ from tidemill.metastore.domain.forwarding_client import (
     UNKNOWN,
     Reply,
     Request,
-    append_as_equal,
-    decode_place,
+    append_at_end,
+    decode_position,
     decode_request,
-    encode_place,
-    refusal,
+    encode_position,
+    rejection_reply,
     replies_log,
     requests_log,
 )
@@ -41,9 +41,9 @@ WAIT_S = 30.0
 TRUNCATE_AFTER = 64
 """Number of executed requests after which they are truncated. The rest is truncated when no request waits."""
 
-BEGIN_PAUSE_S = 1.0
+LOAD_RETRY_S = 1.0
 FLUSH_TIMEOUT_S = 60.0
-ANSWER_ATTEMPTS = 5
+REPLY_ATTEMPTS = 5
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -68,20 +68,20 @@ class ForwardingServer:
         self._executing = False
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True if a request has been read but not answered."""
         return self._executing or len(self._flushes) > 0
 
     async def run(self) -> None:
         """Execute requests indefinitely. Raises FencedError when the term ends."""
         async with self._flushes:
-            await self._begin()
+            await self._load_position()
             while True:
                 try:
                     patience_s = RETRY_PAUSE_S if self._truncated < self._position else WAIT_S
                     if await self._consensus.wait(self._requests, self._position, patience_s):
                         self._executing = True
-                        await self._execute()
+                        await self._execute_requests()
                     elif self._truncated < self._position:
                         await self._truncate()
                 except (UnavailableError, UnknownOutcomeError) as error:
@@ -90,7 +90,7 @@ class ForwardingServer:
                 finally:
                     self._executing = False
 
-    async def _begin(self) -> None:
+    async def _load_position(self) -> None:
         while True:
             try:
                 # An unavailable bucket does not end the term: most work of a leader needs no file.
@@ -98,16 +98,16 @@ class ForwardingServer:
                 head = await self._consensus.log_head(self._requests)
                 replies = await self._consensus.log_head(self._replies)
                 self._replies_from, self._replies_at = replies.start, replies.next
-                position = decode_place(self._log.state, row.value if row is not None else None)
-                await self._answer_for_the_last(head.start, position)
+                position = decode_position(self._log.state, row.value if row is not None else None)
+                await self._reply_for_previous_leader(head.start, position)
                 break
             except (UnavailableError, UnknownOutcomeError) as error:
                 _log.warning("requests wait", log=self._requests, cause=error.message)
-                await asyncio.sleep(BEGIN_PAUSE_S)
+                await asyncio.sleep(LOAD_RETRY_S)
         self._position = max(position, head.start)
         self._truncated = head.start
 
-    async def _answer_for_the_last(self, start: int, position: int) -> None:
+    async def _reply_for_previous_leader(self, start: int, position: int) -> None:
         """Reply Unknown to the requests from `start` up to `position`: the previous leader may have ended before
         replying."""
         while start < position:
@@ -122,21 +122,21 @@ class ForwardingServer:
             requests = [request for record in found.records if (request := decode_request(record.data)) is not None]
             text = "the leader that executed this request ended; its reply may be lost."
             replies = [_encode(Reply(r.nonce, UNKNOWN, 0, [], text)) for r in requests if r.hears_unknown]
-            if replies and not await self._answer(replies):
+            if replies and not await self._append_replies(replies):
                 raise UnavailableError("the previous leader's requests cannot be answered yet.")
             start += len(found.records)
 
-    async def _execute(self) -> None:
+    async def _execute_requests(self) -> None:
         """Execute the requests of one read: admit all in order, then await them, then reply in one append."""
         try:
             found = await self._consensus.read(self._requests, self._position, READ_REQUESTS)
         except MissingError:
             # Another leader executed and truncated them. `stands` raises if it has superseded this one.
-            await self._leader.stands()
+            await self._leader.check_still_leading()
             raise
         started: list[tuple[Request | None, Reply | None, asyncio.Future[int]]] = []
         for record in found.records:
-            started.append(await self._admit(record))
+            started.append(await self._admit_request(record))
             self._position = record.position + 1
         replies, settled = [], True
         for request, refused, executed in started:
@@ -145,7 +145,7 @@ class ForwardingServer:
                 seqno = await executed
             except UnavailableError as error:
                 settled = False
-                reply = refusal(request.nonce, error) if request is not None else None
+                reply = rejection_reply(request.nonce, error) if request is not None else None
             else:
                 if reply is None and request is not None and request.rows:
                     reply = Reply(request.nonce, DONE, seqno)
@@ -154,18 +154,18 @@ class ForwardingServer:
         if not settled:
             # Unavailable means "did not happen", so the next leader must not execute the request either: the position
             # moves past it before the reply is written.
-            await self._pass_over()
-        for batch in _batches(replies):
-            await self._answer(batch)
+            await self._persist_position()
+        for batch in _split_replies(replies):
+            await self._append_replies(batch)
         if self._position - self._truncated >= TRUNCATE_AFTER:
             await self._truncate()
 
-    async def _admit(self, record: LogRecord) -> tuple[Request | None, Reply | None, asyncio.Future[int]]:
+    async def _admit_request(self, record: LogRecord) -> tuple[Request | None, Reply | None, asyncio.Future[int]]:
         """Return (request, its rejection, future of the batch that moves the position past it)."""
-        beside = self._beside(record.position + 1)
+        beside = self._position_row(record.position + 1)
         request = decode_request(record.data)
         writing = self._leader.writing
-        late = request is not None and request.expired(self._clock.now_ms())
+        late = request is not None and request.has_expired(self._clock.now_ms())
         if request is not None and late:
             _log.warning("rejecting an expired request", log=self._requests, position=record.position)
         if request is not None and not request.rows and not late:
@@ -176,48 +176,52 @@ class ForwardingServer:
                 if request is None or not request.rows:
                     return request, None, await writing.admit((), {}, beside)
                 if late:
-                    return request, refusal(request.nonce, _too_late(request)), await writing.admit((), {}, beside)
+                    return (
+                        request,
+                        rejection_reply(request.nonce, _expired_error(request)),
+                        await writing.admit((), {}, beside),
+                    )
                 try:
                     return request, None, await writing.admit(request.rows, request.expects, beside)
                 except (FencedError, UnavailableError, UnknownOutcomeError):
                     raise
                 except TidemillError as error:
-                    return request, refusal(request.nonce, error), await writing.admit((), {}, beside)
+                    return request, rejection_reply(request.nonce, error), await writing.admit((), {}, beside)
             except UnavailableError as error:
                 # There is no room. The request was not executed, so it is retried rather than rejected.
                 _log.warning("requests wait", log=self._requests, cause=error.message)
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _pass_over(self) -> None:
+    async def _persist_position(self) -> None:
         """Make the position durable, regardless of the outcome of the requests below it."""
         while True:
             try:
-                await (await self._leader.writing.admit((), {}, self._beside(self._position)))
+                await (await self._leader.writing.admit((), {}, self._position_row(self._position)))
                 return
             except UnavailableError:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    def _beside(self, position: int) -> list[tuple[bytes, bytes]]:
-        return [(POSITION_KEY, encode_place(self._log.state, position))]
+    def _position_row(self, position: int) -> list[tuple[bytes, bytes]]:
+        return [(POSITION_KEY, encode_position(self._log.state, position))]
 
     async def _flush(self, request: Request) -> None:
         try:
             # A superseded leader reads requests too, but does not have the new leader's commits.
-            await self._leader.stands()
+            await self._leader.check_still_leading()
             reply = Reply(request.nonce, DONE, await self._leader.flush(FLUSH_TIMEOUT_S))
         except TidemillError as error:
-            reply = refusal(request.nonce, error)
+            reply = rejection_reply(request.nonce, error)
         try:
-            await self._answer([_encode(reply)])
+            await self._append_replies([_encode(reply)])
         except TidemillError as error:
             _log.warning("cannot reply to a flush request", log=self._replies, cause=error.message)
 
-    async def _answer(self, replies: list[bytes]) -> bool:
+    async def _append_replies(self, replies: list[bytes]) -> bool:
         """Append replies, in term 0: a durable outcome stays true after this leader's term. Return False if that failed
         repeatedly."""
-        for attempt in range(ANSWER_ATTEMPTS):
+        for attempt in range(REPLY_ATTEMPTS):
             try:
-                head = await append_as_equal(self._consensus, self._rand, self._replies, replies, self._replies_at)
+                head = await append_at_end(self._consensus, self._rand, self._replies, replies, self._replies_at)
                 break
             except (UnavailableError, UnknownOutcomeError) as error:
                 # A duplicate reply is harmless. Without any reply the requester ends with Unknown.
@@ -240,14 +244,14 @@ class ForwardingServer:
         self._truncated = self._position
 
 
-def _too_late(request: Request) -> UnavailableError:
+def _expired_error(request: Request) -> UnavailableError:
     return UnavailableError(
         f"the request expired and will not be executed: expires_ms={request.expires_ms}.",
         fix="Retry; if that fails in the same way, compare the clocks of the machines.",
     )
 
 
-def _batches(replies: list[bytes]) -> Iterator[list[bytes]]:
+def _split_replies(replies: list[bytes]) -> Iterator[list[bytes]]:
     """Split replies in order into batches, each as large as one append may be."""
     batch: list[bytes] = []
     size_bytes = 0

@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Set
 
 from tidemill.base.errors import TidemillError
 
-Writing = Callable[[Set[bytes]], bool]
+IsBeingWritten = Callable[[Set[bytes]], bool]
 """Return whether a pending group writes any of these keys."""
 
 
-class Claim:
+class KeyClaim:
     """Keys that a queued commit expects and writes."""
 
     __slots__ = ("expects", "turn", "writes")
@@ -35,31 +35,31 @@ class Claim:
 
 
 class ClaimQueue:
-    """Queue of claims. All calls are synchronous; callers wait for `Claim.turn`."""
+    """Queue of claims. All calls are synchronous; callers wait for `KeyClaim.turn`."""
 
     def __init__(self) -> None:
-        self._claims: dict[Claim, None] = {}
+        self._claims: dict[KeyClaim, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._claims)
 
-    def holds(self, keys: Collection[bytes]) -> bool:
+    def must_queue(self, keys: Collection[bytes]) -> bool:
         """Return whether a commit that writes `keys` and expects nothing must enter the queue."""
         return any(not claim.expects.isdisjoint(keys) for claim in self._claims)
 
-    def enter(self, claim: Claim, writing: Writing) -> bool:
+    def enqueue(self, claim: KeyClaim, writing: IsBeingWritten) -> bool:
         """Append a claim. Return True if it may read immediately; otherwise wait for `claim.turn`."""
-        free = self._free(claim, self._claims, writing)
+        free = self._is_free(claim, self._claims, writing)
         self._claims[claim] = None
         if not free:
             claim.turn = asyncio.get_running_loop().create_future()
         return free
 
-    def leave(self, claim: Claim, writing: Writing) -> None:
+    def remove(self, claim: KeyClaim, writing: IsBeingWritten) -> None:
         self._claims.pop(claim, None)
-        self.advance(writing)
+        self.wake_ready(writing)
 
-    def advance(self, writing: Writing) -> None:
+    def wake_ready(self, writing: IsBeingWritten) -> None:
         """Wake the claims that may read now, in queue order, after a group ended or a claim left."""
         if not self._claims:
             return
@@ -84,7 +84,7 @@ class ClaimQueue:
                 claim.turn.set_exception(error)
 
     @staticmethod
-    def _free(claim: Claim, before: Iterable[Claim], writing: Writing) -> bool:
+    def _is_free(claim: KeyClaim, before: Iterable[KeyClaim], writing: IsBeingWritten) -> bool:
         for other in before:
             if not other.writes.isdisjoint(claim.expects) or not other.expects.isdisjoint(claim.writes):
                 return False

@@ -36,14 +36,14 @@ from tidemill.metastore.domain.commands import ResetManifest, SetDomainUuid
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH, ReplicatedManifests
 from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch
-from tidemill.metastore.domain.write_path import Writing
+from tidemill.metastore.domain.write_path import WritePath
 from tidemill.metastore.lsm.database import Database
 
 _log = structlog.get_logger()
 
 RETRY_FIRST_S = 0.2
-RETRY_MOST_S = 15.0
-MARK_INTERVAL_S = 1.0
+RETRY_MAX_S = 15.0
+STATUS_INTERVAL_S = 1.0
 OVERDUE_S = 5.0
 """Time after a flush became due until the bucket counts as behind."""
 TIMER_STEP_S = 0.001
@@ -53,7 +53,7 @@ loop."""
 REPLAY_ROWS = 2_000
 """Rows replayed in one step of opening: a few milliseconds."""
 
-AGES_KEPT = 16
+AGE_RESOLUTION = 16
 """Precision at which the age of the oldest unpersisted row is known: one part in AGES_KEPT of the persist interval."""
 
 
@@ -74,7 +74,7 @@ class Leader:
         self._closed = False
         self._tasks = Tasks(self.task_failed)
         self.database: Database
-        self.writing: Writing
+        self.writing: WritePath
         self._fed_seqno = 0
 
     @classmethod
@@ -83,7 +83,7 @@ class Leader:
         UnavailableError, UnknownOutcomeError, Corrupt, InvalidError (a newer format)."""
         state = await log.lead(term)
         if not state.domain_uuid:
-            await _name(grounds, log)
+            await _assign_uuid(grounds, log)
         leader = cls(grounds, log, term)
         await leader._open()
         return leader
@@ -114,19 +114,19 @@ class Leader:
         self._fed_seqno = self.database.max_persisted_seqno
         if self._log.state.volatile and "replay-at-persisted" in grounds.faults:
             self._fed_seqno = self._log.state.volatile[0].seqno
-        self.writing = Writing(
+        self.writing = WritePath(
             self._log,
             self.database,
             term=self.term,
-            feed=self.feed,
-            stands=self.stands,
+            feed=self.apply_log,
+            stands=self.check_still_leading,
             failed=self.step_down,
             crowded=self._flush_now.set,
             volatile_bytes=self._settings.volatile_bytes,
         )
         try:
             await self._replay()
-            self._check()
+            self._check_leading()
         except BaseException:
             await self.aclose()
             raise
@@ -145,20 +145,20 @@ class Leader:
     # the database -------------------------------------------------------------------------------
 
     async def _replay(self) -> None:
-        """Apply the batches that a term begins with, as `feed` does, but yield to the event loop in between."""
+        """Apply the batches that a term begins with, as `apply_log` does, but yield to the event loop in between."""
         rest = True
-        while rest and self._goes_on():
+        while rest and self._check_contiguous():
             batches, rest = self._log.state.next_batches(self._fed_seqno, REPLAY_ROWS)
             self._apply(batches)
             if rest:
                 await asyncio.sleep(0)
 
-    def feed(self) -> None:
+    def apply_log(self) -> None:
         """Apply the batches that the log has applied to the database, in seqno order. Synchronous and idempotent."""
-        if self._goes_on():
+        if self._check_contiguous():
             self._apply(self._log.state.batches_after(self._fed_seqno))
 
-    def _goes_on(self) -> bool:
+    def _check_contiguous(self) -> bool:
         """Return whether the replica's next batch follows the database's last one. If not, the term has ended; step
         down."""
         state = self._log.state
@@ -180,35 +180,35 @@ class Leader:
             # Batches in the log are durable. Another opening of the database will apply them.
             self.step_down(error)
             return
-        self._note_age(batches[0].seqno)
+        self._record_age(batches[0].seqno)
 
-    async def stands(self) -> None:
+    async def check_still_leading(self) -> None:
         """Check with consensus that this term is still the newest. Raises FencedError unless it was so after the call.
         Then the database holds everything that was durable at the call."""
-        self._check()
+        self._check_leading()
         head = await self._grounds.consensus.log_head(self._log.log)
         if head.term != self.term:
             self.step_down(FencedError(f"a newer term exists: term={self.term} newer={head.term}.", current=head))
         elif head.next > self._log.position:
             await self._log.catch_up()
-        self.feed()
-        self._check()
+        self.apply_log()
+        self._check_leading()
 
     async def flush(self, timeout_s: float | None = None) -> int:
         """Flush everything applied so far; return the highest seqno in the bucket. Raises FencedError when the term
         ends."""
-        self._check()
-        flushing = self._tasks.spawn(_quiet(self.database.flush(timeout_s)), name="metastore flush")
+        self._check_leading()
+        flushing = self._tasks.spawn(_error_as_value(self.database.flush(timeout_s)), name="metastore flush")
         await asyncio.wait([flushing, self._ended], return_when=asyncio.FIRST_COMPLETED)
         if not flushing.done():
             flushing.cancel()
-            self._check()
+            self._check_leading()
         if flushing.cancelled():
-            self._check()  # closing this leader cancelled the flush; the caller was not cancelled
+            self._check_leading()  # closing this leader cancelled the flush; the caller was not cancelled
         outcome: int | TidemillError = flushing.result()
         if isinstance(outcome, TidemillError):
             if isinstance(outcome, ClosedError):
-                self._check()
+                self._check_leading()
             raise outcome
         return outcome
 
@@ -217,34 +217,34 @@ class Leader:
         not empty."""
         command = ResetManifest(domain_uuid, manifest)
 
-        def made(state: DomainState) -> bytes:
-            self._check()
+        def encode_reset(state: DomainState) -> bytes:
+            self._check_leading()
             if self._log.term != self.term:
                 raise FencedError(f"the term has ended: term={self.term} current={self._log.term}.")
             command.check(state)
             return encode_command(command)
 
-        await self._log.propose_late_nowait(made)
+        await self._log.propose_deferred(encode_reset)
         self.step_down(FencedError(f"the domain was reset: uuid={domain_uuid} before={self._domain_uuid}."))
 
     # the term ------------------------------------------------------------------------------------
 
     async def run(self) -> TidemillError:
         """Lead until the term has ended; return the reason."""
-        self._tasks.spawn(self._persist(), name=f"persist {self._grounds.log}")
-        self._tasks.spawn(self._tidy(), name=f"tidy {self._grounds.log}")
-        self._tasks.spawn(self._mark(), name=f"mark {self._grounds.log}")
-        return await self.over()
+        self._tasks.spawn(self._persist_loop(), name=f"persist {self._grounds.log}")
+        self._tasks.spawn(self._rollup_loop(), name=f"tidy {self._grounds.log}")
+        self._tasks.spawn(self._status_loop(), name=f"mark {self._grounds.log}")
+        return await self.wait_until_ended()
 
-    async def over(self) -> TidemillError:
+    async def wait_until_ended(self) -> TidemillError:
         """Wait until the term has ended; return the reason."""
         return await asyncio.shield(self._ended)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._ended.done()
 
-    def serve(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def run_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` while this term lasts; an error of it ends the term."""
         self._tasks.spawn(work, name=name)
 
@@ -255,21 +255,21 @@ class Leader:
         tell = _log.info if isinstance(error, ClosedError) else _log.warning
         tell("stepping down", domain=self._grounds.name, term=self.term, cause=error.message)
         self._ended.set_result(error)
-        self.writing.stop(self._over())
+        self.writing.stop(self._ended_error())
 
     async def aclose(self) -> None:
         """Stop everything without a flush. Pending groups still get their outcome."""
         self.step_down(ClosedError(f"the leader is closed: domain={self._grounds.name} term={self.term}."))
         self._closed = True
-        self._grounds.tracker.remove(self._mark_name)
+        self._grounds.tracker.remove(self._stage_name)
         await self._tasks.aclose()
         await self.database.aclose()
 
-    def _check(self) -> None:
+    def _check_leading(self) -> None:
         if self._ended.done():
-            raise self._over()
+            raise self._ended_error()
 
-    def _over(self) -> FencedError:
+    def _ended_error(self) -> FencedError:
         cause = self._ended.result()
         return FencedError(
             f"this process no longer leads the domain: domain={self._grounds.name} term={self.term} "
@@ -288,11 +288,11 @@ class Leader:
 
     # persisting ----------------------------------------------------------------------------------
 
-    async def _persist(self) -> None:
+    async def _persist_loop(self) -> None:
         """Flush when the oldest unpersisted row is a persist interval old, or when the volatile buffer is full."""
         pause_s = RETRY_FIRST_S
         while True:
-            await self._due()
+            await self._wait_until_flush_due()
             self._flush_now.clear()
             try:
                 await self.database.flush(self._settings.flush_timeout_s)
@@ -300,7 +300,7 @@ class Leader:
                 self._trouble = error.message
                 _log.warning("persisting failed", domain=self._grounds.name, cause=error.message)
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, RETRY_MOST_S)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
                 self._flush_now.set()
                 continue
             except TidemillError as error:
@@ -308,9 +308,9 @@ class Leader:
                 return
             pause_s, self._trouble = RETRY_FIRST_S, ""
 
-    async def _due(self) -> None:
+    async def _wait_until_flush_due(self) -> None:
         while True:
-            self._forget_ages()
+            self._drop_persisted_ages()
             left_s = self._settings.persist_interval_s
             if self._ages:
                 left_s += self._ages[0][0] - self._grounds.clock.monotonic_s()
@@ -323,30 +323,30 @@ class Leader:
             except TimeoutError:
                 continue
 
-    def _note_age(self, first_seqno: int) -> None:
+    def _record_age(self, first_seqno: int) -> None:
         """Record that rows from `first_seqno` on were applied now, to know the age of the oldest unpersisted row."""
         now_s = self._grounds.clock.monotonic_s()
-        if not self._ages or now_s - self._ages[-1][0] > self._settings.persist_interval_s / AGES_KEPT:
+        if not self._ages or now_s - self._ages[-1][0] > self._settings.persist_interval_s / AGE_RESOLUTION:
             self._ages.append((now_s, first_seqno))
 
-    def _forget_ages(self) -> None:
+    def _drop_persisted_ages(self) -> None:
         persisted = self.database.max_persisted_seqno
         ages = self._ages
         while ages and (ages[1][1] if len(ages) > 1 else self._fed_seqno + 1) <= persisted + 1:
             ages.popleft()
 
-    def _overdue(self) -> bool:
+    def _is_overdue(self) -> bool:
         """Return whether the oldest unpersisted row should have been persisted by now."""
-        self._forget_ages()
+        self._drop_persisted_ages()
         if not self._ages:
             return False
         return self._grounds.clock.monotonic_s() - self._ages[0][0] > self._settings.persist_interval_s + OVERDUE_S
 
     def _on_persisted(self) -> None:
         self._persisted.set()
-        self.writing.trimmed()
+        self.writing.wake_waiting_for_room()
 
-    async def _tidy(self) -> None:
+    async def _rollup_loop(self) -> None:
         """Roll the log up after a manifest trimmed the buffer: the state is small then, and the log can be
         truncated."""
         while True:
@@ -366,18 +366,18 @@ class Leader:
     # stage status --------------------------------------------------------------------------------
 
     @property
-    def _mark_name(self) -> str:
+    def _stage_name(self) -> str:
         return f"metastore:{self._grounds.name}"
 
-    async def _mark(self) -> None:
+    async def _status_loop(self) -> None:
         while True:
             self.mark()
             if self.database.failure is not None:
                 # Only reopening restarts that work. Writers must have stopped before the failure is reported elsewhere.
                 self.task_failed("metastore database", self.database.failure)
-            if self._log.broken is not None:
-                self.step_down(self._log.broken)
-            await asyncio.sleep(MARK_INTERVAL_S)
+            if self._log.failure is not None:
+                self.step_down(self._log.failure)
+            await asyncio.sleep(STATUS_INTERVAL_S)
 
     def mark(self) -> None:
         """Publish the stage status. position = seqno in the bucket, target = the seqno that should be there by now.
@@ -386,14 +386,14 @@ class Leader:
         is.
         """
         persisted, applied = self.database.max_persisted_seqno, self.database.max_applied_seqno
-        late = bool(self._trouble) or self._overdue()
+        late = bool(self._trouble) or self._is_overdue()
         reason = ""
         if self._trouble:
             reason = f"the bucket accepts no files: {self._trouble}"
         elif persisted < applied:
             reason = f"rows to seqno {applied} are persisted within {self._settings.persist_interval_s:g} s"
         self._grounds.tracker.set(
-            self._mark_name,
+            self._stage_name,
             persisted,
             applied if late else persisted,
             now_ms=self._grounds.clock.now_ms(),
@@ -404,7 +404,7 @@ class Leader:
         )
 
 
-async def _name(grounds: DomainContext, log: StateLog[DomainState]) -> None:
+async def _assign_uuid(grounds: DomainContext, log: StateLog[DomainState]) -> None:
     """Give the domain a uuid, unless another process did."""
     command = SetDomainUuid(grounds.rand.uuid())
     try:
@@ -414,7 +414,7 @@ async def _name(grounds: DomainContext, log: StateLog[DomainState]) -> None:
             raise
 
 
-async def _quiet(flushing: Coroutine[Any, Any, int]) -> int | TidemillError:
+async def _error_as_value(flushing: Coroutine[Any, Any, int]) -> int | TidemillError:
     """Return the error instead of raising it: there may be no task left that awaits the exception."""
     try:
         return await flushing

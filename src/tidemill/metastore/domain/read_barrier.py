@@ -23,7 +23,7 @@ class Barrier:
         self._closed: TidemillError | None = None
         self._tasks = Tasks(on_failure)
 
-    async def passed(self) -> None:
+    async def wait(self) -> None:
         """Wait for a round. Raises what the round raised, to each of its callers; Closed."""
         if self._closed is not None:
             raise self._closed
@@ -31,28 +31,28 @@ class Barrier:
             self._joinable = asyncio.get_running_loop().create_future()
             if not self._busy:
                 self._busy = True
-                self._tasks.spawn(self._rounds(), name=self._name)
+                self._tasks.spawn(self._run_rounds(), name=self._name)
         await asyncio.shield(self._joinable)
 
-    async def _rounds(self) -> None:
+    async def _run_rounds(self) -> None:
         try:
             while self._joinable is not None:
                 joined, self._joinable = self._joinable, None
-                await self._round(joined)
+                await self._run_round(joined)
         finally:
             self._busy = False
             if self._joinable is not None:
                 # A round failed unexpectedly: callers that had joined the next one must not wait forever.
                 joined, self._joinable = self._joinable, None
-                _fail(joined, self._closed or ClosedError(f"the barrier failed: barrier={self._name}."))
+                _set_exception(joined, self._closed or ClosedError(f"the barrier failed: barrier={self._name}."))
 
-    async def _round(self, joined: asyncio.Future[None]) -> None:
+    async def _run_round(self, joined: asyncio.Future[None]) -> None:
         try:
             await self._pass_through()
         except TidemillError as error:
-            _fail(joined, error)
+            _set_exception(joined, error)
         except BaseException as error:
-            _fail(joined, ClosedError(f"the barrier failed: barrier={self._name} reason={error!r}."))
+            _set_exception(joined, ClosedError(f"the barrier failed: barrier={self._name} reason={error!r}."))
             raise
         else:
             joined.set_result(None)
@@ -62,9 +62,9 @@ class Barrier:
         joinable, self._joinable = self._joinable, None
         await self._tasks.aclose()
         if joinable is not None:
-            _fail(joinable, self._closed)
+            _set_exception(joinable, self._closed)
 
 
-def _fail(joined: asyncio.Future[None], error: TidemillError) -> None:
+def _set_exception(joined: asyncio.Future[None], error: TidemillError) -> None:
     joined.set_exception(error)
     joined.exception()  # marks it as retrieved, in case no caller is left; waiting callers still get it

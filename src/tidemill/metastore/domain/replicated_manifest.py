@@ -91,7 +91,7 @@ class ReplicatedManifests:
         try:
             self._check(command)
             await self._upload(manifest)
-            await self._log.propose_late_nowait(lambda state: self._made(command))
+            await self._log.propose_deferred(lambda state: self._encode_checked(command))
         except UnavailableError:
             raise
         except (ConflictError, InvalidError) as error:
@@ -111,7 +111,7 @@ class ReplicatedManifests:
             # Uploaded or not: the log does not have it, so it does not count.
             raise UnavailableError(f"the manifest's upload has no known outcome: reason={error.message!r}.") from error
 
-    def _made(self, command: PersistManifest) -> bytes:
+    def _encode_checked(self, command: PersistManifest) -> bytes:
         self._check(command)
         return encode_command(command)
 

@@ -11,8 +11,8 @@ from tidemill.base.limits import LEASE_TTL_MS
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.domain.write_path import VOLATILE_BYTES
-from tidemill.metastore.lsm.compaction.executor import Merger
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.store import ObjectStore
@@ -68,7 +68,7 @@ class DomainContext(NamedTuple):
     rand: Rand
     settings: DomainSettings
     tracker: StatusTracker
-    merger: Merger | None
+    merger: CompactionExecutor | None
     faults: frozenset[str]
 
     @property
@@ -76,8 +76,8 @@ class DomainContext(NamedTuple):
         """Name of the domain's log and of its lease."""
         return f"metastore/{self.name}"
 
-    def files(self, domain_uuid: str) -> Files:
-        return Files(self.objects, prefix_of(domain_uuid))
+    def files(self, domain_uuid: str) -> SstFiles:
+        return SstFiles(self.objects, prefix_of(domain_uuid))
 
     def bucket(self, domain_uuid: str) -> BucketManifests:
         return BucketManifests(self.objects, prefix_of(domain_uuid), self.rand)

@@ -129,7 +129,7 @@ def sum_bytes(batches: Collection[VolatileBatch]) -> int:
     return sum(map(len, keys)) + sum(map(len, values)) + ROW_OVERHEAD_BYTES * len(keys)
 
 
-def check_state(state: DomainState) -> None:
+def assert_invariants(state: DomainState) -> None:
     """Assert the invariants of `volatile` and `volatile_bytes`; for tests and the simulation."""
     at = state.persisted_seqno
     for batch in state.volatile:

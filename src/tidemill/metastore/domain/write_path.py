@@ -24,7 +24,7 @@ from tidemill.base.limits import METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES, MIB
 from tidemill.consensus.state_log.state_log import Applied, StateLog
 from tidemill.metastore.domain.codec import encode_command
 from tidemill.metastore.domain.commands import WriteBatch
-from tidemill.metastore.domain.key_claims import Claim, ClaimQueue
+from tidemill.metastore.domain.key_claims import ClaimQueue, KeyClaim
 from tidemill.metastore.domain.state import ROW_OVERHEAD_BYTES, DomainState
 from tidemill.metastore.lsm.batch_validation import batch_bytes
 
@@ -37,7 +37,7 @@ VOLATILE_BYTES = 32 * MIB
 ROOM_WAIT_S = 30.0
 """Time after which a commit that waits for room ends with Unavailable."""
 
-NOTHING: Mapping[bytes, int] = {}
+NO_EXPECTATIONS: Mapping[bytes, int] = {}
 
 
 class ReadRow(Protocol):
@@ -49,11 +49,11 @@ class ReadRow(Protocol):
     def value(self) -> bytes: ...
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """Interface of the database that the write path uses."""
 
     async def get_row(self, key: bytes) -> ReadRow | None: ...
-    async def room(self) -> None: ...
+    async def wait_for_room(self) -> None: ...
 
 
 class _Group:
@@ -66,7 +66,7 @@ class _Group:
         self.waiters: list[asyncio.Future[int]] = []
 
 
-class Writing:
+class WritePath:
     """Commits of one leader in one term. `stop` ends it permanently.
 
     feed      synchronous: applies batches that the log has applied to the database, in seqno order
@@ -78,7 +78,7 @@ class Writing:
     def __init__(
         self,
         log: StateLog[DomainState],
-        database: Rows,
+        database: RowReader,
         *,
         term: int,
         feed: Callable[[], None],
@@ -107,7 +107,7 @@ class Writing:
 
     # commits --------------------------------------------------------------------------------------
 
-    def take(self, rows: Sequence[tuple[bytes, bytes]]) -> asyncio.Future[int] | None:
+    def try_join_open_group(self, rows: Sequence[tuple[bytes, bytes]]) -> asyncio.Future[int] | None:
         """Add rows to the open group without waiting, as most commits can; return None if `commit` is needed.
 
         The commit that opened the group has waited for room; the group's size limit keeps it within that room.
@@ -130,13 +130,13 @@ class Writing:
         group.waiters.append(waiter)
         return waiter
 
-    async def commit(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int] = NOTHING) -> int:
+    async def commit(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int] = NO_EXPECTATIONS) -> int:
         """Commit at the leader, as `Domain.commit`."""
-        size_bytes = measured(rows)
-        await self._make_room()
-        if expects or (self._line and self._line.holds([key for key, _ in rows])):
-            return await (await self._in_line(rows, size_bytes, expects, NO_ROWS))
-        return await self._join(rows, size_bytes, NO_ROWS)
+        size_bytes = checked_size(rows)
+        await self._wait_for_room()
+        if expects or (self._line and self._line.must_queue([key for key, _ in rows])):
+            return await (await self._commit_in_queue(rows, size_bytes, expects, NO_ROWS))
+        return await self._join_group(rows, size_bytes, NO_ROWS)
 
     async def admit(
         self,
@@ -149,29 +149,29 @@ class Writing:
         `beside` are rows of the domain itself that no commit expects. If commits of one group have the same, the last
         wins.
         """
-        size_bytes = measured([*rows, *beside])
-        await self._make_room()
-        if expects or (self._line and self._line.holds([key for key, _ in rows])):
-            return await self._in_line(rows, size_bytes, expects, beside)
-        return self._join(rows, size_bytes, beside)
+        size_bytes = checked_size([*rows, *beside])
+        await self._wait_for_room()
+        if expects or (self._line and self._line.must_queue([key for key, _ in rows])):
+            return await self._commit_in_queue(rows, size_bytes, expects, beside)
+        return self._join_group(rows, size_bytes, beside)
 
-    async def _in_line(
+    async def _commit_in_queue(
         self,
         rows: Sequence[tuple[bytes, bytes]],
         size_bytes: int,
         expects: Mapping[bytes, int],
         beside: Sequence[tuple[bytes, bytes]],
     ) -> asyncio.Future[int]:
-        claim = Claim(expects.keys(), {key for key, _ in rows})
+        claim = KeyClaim(expects.keys(), {key for key, _ in rows})
         try:
-            if not self._line.enter(claim, self._writes):
+            if not self._line.enqueue(claim, self._is_being_written):
                 assert claim.turn is not None
                 await claim.turn
-            found = await self._rows(expects)
-            if all(as_expected(found[key], seqno) for key, seqno in expects.items()):
-                return self._join(rows, size_bytes, beside)
+            found = await self._read_rows(expects)
+            if all(has_expected_seqno(found[key], seqno) for key, seqno in expects.items()):
+                return self._join_group(rows, size_bytes, beside)
         finally:
-            self._line.leave(claim, self._writes)
+            self._line.remove(claim, self._is_being_written)
         # A leader that was superseded in the meantime may have read old rows: then its conflict is not authoritative.
         await self._stands()
         raise ConflictError(
@@ -180,7 +180,7 @@ class Writing:
             fix="Read again and retry.",
         )
 
-    async def _rows(self, keys: Iterable[bytes]) -> dict[bytes, ReadRow | None]:
+    async def _read_rows(self, keys: Iterable[bytes]) -> dict[bytes, ReadRow | None]:
         try:
             return {key: await self._database.get_row(key) for key in keys}
         except MissingError:
@@ -190,7 +190,7 @@ class Writing:
 
     # groups ---------------------------------------------------------------------------------------
 
-    def _join(
+    def _join_group(
         self,
         rows: Sequence[tuple[bytes, bytes]],
         size_bytes: int,
@@ -200,7 +200,7 @@ class Writing:
         if self._stopped is not None:
             raise self._stopped
         group = self._open
-        if group is None or group.size_bytes + size_bytes > group.limit_bytes or _touches(group, rows):
+        if group is None or group.size_bytes + size_bytes > group.limit_bytes or _shares_key(group, rows):
             group = self._open_group()
         group.rows.update(rows)
         if beside:
@@ -214,13 +214,13 @@ class Writing:
     def _open_group(self) -> _Group:
         left_bytes = self._volatile_bytes - self._log.state.volatile_bytes - self._group_bytes
         group = _Group(min(GROUP_BYTES, left_bytes))
-        future = self._log.propose_late_nowait(lambda state: self._made(group, state))
+        future = self._log.propose_deferred(lambda state: self._encode_group(group, state))
         self._open = group
         self._groups.append(group)
-        future.add_done_callback(lambda done: self._settled(group, done))
+        future.add_done_callback(lambda done: self._group_ended(group, done))
         return group
 
-    def _made(self, group: _Group, state: DomainState) -> bytes:
+    def _encode_group(self, group: _Group, state: DomainState) -> bytes:
         """Encode a group when its append is assembled: close it, and check the term a last time."""
         if self._open is group:
             self._open = None
@@ -232,7 +232,7 @@ class Writing:
         command.check(state)
         return encode_command(command)
 
-    def _settled(self, group: _Group, done: asyncio.Future[Applied[DomainState]]) -> None:
+    def _group_ended(self, group: _Group, done: asyncio.Future[Applied[DomainState]]) -> None:
         if self._open is group:
             self._open = None
         error = _error_of(done)
@@ -245,9 +245,9 @@ class Writing:
                 error = FencedError(f"the log rejected the batch: reason={error.message!r}.", fix="Commit again.")
         self._groups.remove(group)
         self._group_bytes -= group.size_bytes
-        self._line.advance(self._writes)
+        self._line.wake_ready(self._is_being_written)
         if self._waiting_for_room:
-            self.trimmed()
+            self.wake_waiting_for_room()
         if error is None:
             seqno = done.result().position + self._seqno_delta
             for waiter in group.waiters:
@@ -258,36 +258,36 @@ class Writing:
                 if not waiter.done():
                     waiter.set_exception(error)
 
-    def _writes(self, keys: Set[bytes]) -> bool:
+    def _is_being_written(self, keys: Set[bytes]) -> bool:
         return any(not group.rows.keys().isdisjoint(keys) for group in self._groups)
 
     # room -----------------------------------------------------------------------------------------
 
-    def _full(self) -> bool:
+    def _is_full(self) -> bool:
         return self._log.state.volatile_bytes + self._group_bytes > self._volatile_bytes
 
-    async def _make_room(self) -> None:
+    async def _wait_for_room(self) -> None:
         """Wait for room. Raises UnavailableError if none becomes free, FencedError if the term has ended. Then nothing
         of the commit has happened."""
         if self._stopped is not None:
             raise self._stopped
-        if self._full():
-            await self._room()
+        if self._is_full():
+            await self._wait_for_flush()
         try:
-            await self._database.room()
+            await self._database.wait_for_room()
         except TidemillError:
             if self._stopped is not None:
                 raise self._stopped from None
             raise
 
-    async def _room(self) -> None:
+    async def _wait_for_flush(self) -> None:
         """Wait until the volatile buffer is below its limit. A waiting commit holds no resource.
 
         A persisted manifest wakes it, and so does the end of a group: only then is there something new to persist.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + ROOM_WAIT_S
-        while self._full():
+        while self._is_full():
             if self._stopped is not None:
                 raise self._stopped
             self._crowded()
@@ -303,7 +303,7 @@ class Writing:
                     fix="Find out why the bucket accepts no files: tidemill why metastore.",
                 ) from error
 
-    def trimmed(self) -> None:
+    def wake_waiting_for_room(self) -> None:
         """Wake the commits that wait for room; they check again."""
         waiting, self._waiting_for_room = self._waiting_for_room, []
         for future in waiting:
@@ -317,13 +317,13 @@ class Writing:
         if self._stopped is None:
             self._stopped = error
         self._line.fail(error)
-        self.trimmed()
+        self.wake_waiting_for_room()
 
 
 NO_ROWS: Sequence[tuple[bytes, bytes]] = ()
 
 
-def measured(rows: Sequence[tuple[bytes, bytes]]) -> int:
+def checked_size(rows: Sequence[tuple[bytes, bytes]]) -> int:
     """Return the size of the rows as limits count it. Raises InvalidError for rows that the database would reject, so
     that no log record contains them."""
     if len(rows) == 1:
@@ -334,14 +334,14 @@ def measured(rows: Sequence[tuple[bytes, bytes]]) -> int:
     return batch_bytes([key for key, _ in rows], [value for _, value in rows]) + ROW_OVERHEAD_BYTES * len(rows)
 
 
-def as_expected(row: ReadRow | None, seqno: int) -> bool:
+def has_expected_seqno(row: ReadRow | None, seqno: int) -> bool:
     """Return whether a row has the expected seqno. 0 expects no live row: never written, or deleted."""
     if seqno == 0:
         return row is None or not row.value
     return row is not None and row.seqno == seqno
 
 
-def _touches(group: _Group, rows: Sequence[tuple[bytes, bytes]]) -> bool:
+def _shares_key(group: _Group, rows: Sequence[tuple[bytes, bytes]]) -> bool:
     written = group.rows
     for key, _ in rows:  # noqa: SIM110  # a generator costs as much as ten look-ups
         if key in written:

@@ -112,7 +112,7 @@ def decode_block(data: bytes, file: str, offset: int, rows: int) -> Block:
     try:
         prefix, suffixes, values, base, width, deltas = _decode(payload)
     except msgspec.MsgspecError as error:
-        raise corrupt(file, "block", offset, f"its body does not decode, {error}") from error
+        raise corrupt_error(file, "block", offset, f"its body does not decode, {error}") from error
     if isinstance(suffixes, bytes):
         separator = suffixes[:1]
         keys = suffixes.replace(separator, separator + prefix).split(separator or b"?")
@@ -120,7 +120,7 @@ def decode_block(data: bytes, file: str, offset: int, rows: int) -> Block:
     else:
         keys = [prefix + suffix for suffix in suffixes]
     if not rows == len(keys) == len(values) or len(deltas) != rows * width:
-        raise corrupt(file, "block", offset, f"it holds {len(keys)} keys, {len(values)} values, not {rows} rows")
+        raise corrupt_error(file, "block", offset, f"it holds {len(keys)} keys, {len(values)} values, not {rows} rows")
     cost_bytes = len(payload) + rows * (len(prefix) + _ROW_COST_BYTES) + _BLOCK_COST_BYTES
     cost_bytes += _DICT_SLOT_COST_BYTES << (3 * rows // 2).bit_length()
     return Block(keys, values, base, width, deltas, cost_bytes)
@@ -138,24 +138,24 @@ def seal(payload: bytes, *, compress: bool = True) -> bytes:
 def unseal(data: bytes, file: str, section: str, offset: int) -> bytes:
     """Return the payload of a section that begins at `offset` of `file`. Raises CorruptError."""
     if len(data) < SEAL_BYTES:
-        raise corrupt(file, section, offset, f"it ends after {len(data)} bytes")
+        raise corrupt_error(file, section, offset, f"it ends after {len(data)} bytes")
     view = memoryview(data)
     stored = int.from_bytes(data[-_CRC_BYTES:], "little")
     computed = _crc32c(view[:-_CRC_BYTES])
     if stored != computed:
-        raise corrupt(file, section, offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
+        raise corrupt_error(file, section, offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
     codec = data[0]
     if codec == 1:
         try:
             return bytes(_decompress(view[1:-_CRC_BYTES]))
         except lz4.block.LZ4BlockError as error:
-            raise corrupt(file, section, offset, f"it does not decompress, {error}") from error
+            raise corrupt_error(file, section, offset, f"it does not decompress, {error}") from error
     if codec == 0:
         return data[1:-_CRC_BYTES]
-    raise corrupt(file, section, offset, f"its codec {codec} is unknown")
+    raise corrupt_error(file, section, offset, f"its codec {codec} is unknown")
 
 
-def corrupt(file: str, section: str, offset: int, reason: str) -> CorruptError:
+def corrupt_error(file: str, section: str, offset: int, reason: str) -> CorruptError:
     return CorruptError(
         f"a {section} of a file is damaged, {reason}: file={file} section={section} offset={offset}.",
         fix="Restore the object from a copy of the bucket, or restore the domain from an older manifest.",

@@ -63,7 +63,7 @@ def build_filter(hashes: array[int], bits_per_key: int) -> bytes:
     return words.tobytes()
 
 
-def words_of(data: bytes) -> array[int]:
+def decode_filter(data: bytes) -> array[int]:
     """Decode the words of a filter. A missing filter becomes one word with every bit set, which matches every key."""
     words = array("Q", data or b"\xff" * 8)
     if sys.byteorder == "big":
@@ -71,8 +71,8 @@ def words_of(data: bytes) -> array[int]:
     return words
 
 
-def may_hold(words: array[int], key: bytes) -> bool:
-    """Return False only if the key is certainly not in the set. `TableMeta.may_hold` is an inlined copy."""
+def may_contain(words: array[int], key: bytes) -> bool:
+    """Return False only if the key is certainly not in the set. `TableMeta.may_contain` is an inlined copy."""
     h = crc32(key)
     mask = MASKS[h & 16383]
     return words[(h * len(words)) >> 32] & mask == mask

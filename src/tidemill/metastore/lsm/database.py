@@ -25,11 +25,11 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.metastore.lsm.batch_validation import batch_bytes
 from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.compaction.compactor import Compactor
-from tidemill.metastore.lsm.compaction.executor import Merger
-from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
-from tidemill.metastore.lsm.file_store import FileName, Files
+from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
+from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
+from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.flush import Flusher
-from tidemill.metastore.lsm.gc import Collected, Collector, Roots
+from tidemill.metastore.lsm.gc import CollectionResult, GarbageCollector, Roots
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests, Manifests
 from tidemill.metastore.lsm.memtable import Memtable
@@ -40,9 +40,9 @@ from tidemill.metastore.lsm.read_view import PENDING, ClosedView, Pending, Row, 
 from tidemill.metastore.lsm.scan import Scan
 from tidemill.metastore.lsm.snapshot import Snapshot
 from tidemill.metastore.lsm.stats import LevelStats, Stats
-from tidemill.metastore.lsm.table_cache import Tables
+from tidemill.metastore.lsm.table_cache import TableCache
 from tidemill.metastore.lsm.version import Edit, Version, prefix_end
-from tidemill.metastore.lsm.version_set import Versions
+from tidemill.metastore.lsm.version_set import VersionSet
 from tidemill.metastore.lsm.write_stall import WriteStall
 
 PRE_OPEN_AT_ONCE = 8
@@ -57,7 +57,7 @@ class Database:
 
     def __init__(
         self,
-        files: Files,
+        files: SstFiles,
         manifests: Manifests,
         manifest: Manifest | None,
         *,
@@ -66,7 +66,7 @@ class Database:
         options: Options,
         clock: Clock,
         rand: Rand,
-        merger: Merger | None,
+        merger: CompactionExecutor | None,
         read_only: bool,
         follower: bool,
         faults: frozenset[str],
@@ -84,9 +84,9 @@ class Database:
         self._full_bytes = options.write_buffer_bytes
         self.wake = Notifier()
         """Rings when a version was installed, a flush is requested, a background task failed, or the database ended."""
-        self.tables = Tables(files, BlockCache(options.cache_bytes))
+        self.tables = TableCache(files, BlockCache(options.cache_bytes))
         self.memtable = Memtable()
-        self.versions = Versions(
+        self.versions = VersionSet(
             manifests, self.tables, manifest, domain_uuid=domain_uuid, epoch=epoch, clock=clock, rand=rand
         )
         self.max_applied_seqno = self.versions.current.last_seqno
@@ -98,7 +98,7 @@ class Database:
         self._tasks = Tasks(self._task_failed)
         self._refreshing = asyncio.Lock()
         self._owns_merger = merger is None
-        self._merger = merger or InlineMerger(files.objects, options, clock)
+        self._merger = merger or InlineExecutor(files.objects, options, clock)
         self.flusher = Flusher(self)
         self.compactor = Compactor(
             self.versions,
@@ -112,7 +112,7 @@ class Database:
         self.compacts = False
         """True if the compaction loop was started."""
         self.room_keeper = WriteStall(self)
-        self.collector = Collector(
+        self.collector = GarbageCollector(
             files, BucketManifests(files.objects, files.prefix, rand), options, clock, faults=faults
         )
         self.failure: BaseException | None = None
@@ -121,7 +121,7 @@ class Database:
     @classmethod
     async def open(
         cls,
-        files: Files,
+        files: SstFiles,
         manifests: Manifests,
         *,
         domain_uuid: str,
@@ -129,7 +129,7 @@ class Database:
         options: Options,
         clock: Clock,
         rand: Rand,
-        merger: Merger | None = None,
+        merger: CompactionExecutor | None = None,
         read_only: bool = False,
         follower: bool = False,
         background: bool = True,
@@ -165,7 +165,7 @@ class Database:
         if not database.read_only:
             database._start(background)
         if options.pre_open:
-            database._tasks.spawn(database._pre_open(), name="metastore pre-open")
+            database._tasks.spawn(database._read_metas_in_advance(), name="metastore pre-open")
         return database
 
     def _start(self, background: bool) -> None:
@@ -173,9 +173,9 @@ class Database:
         if background:
             self.compacts = True
             self._tasks.spawn(self.compactor.run(), name="metastore compaction")
-            self._tasks.spawn(self.collector.run(self._roots, self._goes_on), name="metastore collection")
+            self._tasks.spawn(self.collector.run(self._roots, self._is_open), name="metastore collection")
 
-    async def _pre_open(self) -> None:
+    async def _read_metas_in_advance(self) -> None:
         """Read filters and indexes in advance. Failures are ignored here: the first read of the file raises them
         again."""
         files = [file for level in self.version.levels for file in level][: self.options.pre_open]
@@ -198,7 +198,7 @@ class Database:
         Raises InvalidError, having changed nothing: for a seqno not above the last one, for a batch that `batch_bytes`
         rejects, and if the database is read-only. A follower skips batches that its manifest already contains.
         """
-        if (seqno <= self.max_applied_seqno or not self._takes_batches) and self._skips(seqno):
+        if (seqno <= self.max_applied_seqno or not self._takes_batches) and self._is_already_persisted(seqno):
             return
         size_bytes = batch_bytes(keys, values)
         memtable = self.memtable
@@ -210,10 +210,10 @@ class Database:
         if not was_full and memtable.live_bytes >= self._full_bytes and not self.read_only:
             self.wake.ring()
 
-    def _skips(self, seqno: int) -> bool:
+    def _is_already_persisted(self, seqno: int) -> bool:
         """Return True for a batch that a follower has in its files. Raises for every other batch that may not be
         applied."""
-        self.check()
+        self.check_open()
         if not self._takes_batches:
             raise InvalidError(f"the database is read-only: domain_uuid={self.domain_uuid}.")
         if self.follower and seqno <= self.max_persisted_seqno:
@@ -224,7 +224,7 @@ class Database:
         )
 
     @property
-    def struggle(self) -> object:
+    def background_error(self) -> object:
         """Error of the last flush or compaction; falsy if neither failed."""
         return self.flusher.error or self.compactor.stats.failure
 
@@ -232,14 +232,14 @@ class Database:
     def buffer_is_full(self) -> bool:
         return self.memtable.live_bytes >= self._full_bytes and not self.read_only
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until writing may continue. Call it before each batch, outside of any lock that reads need.
 
         Returns immediately while level 0 and the memtable are small, with growing delay as level 0 grows, and only
         after a flush or a compaction once they are too large. May be cancelled. Raises the error that keeps the
         background work from making room.
         """
-        self.check()
+        self.check_open()
         await self.room_keeper.wait()
 
     async def flush(self, timeout_s: float | None = None) -> int:
@@ -255,7 +255,7 @@ class Database:
     async def compact(self) -> None:
         """Flush, then compact everything into the deepest level, without tombstones."""
         await self.flush()
-        await self.compactor.settle()
+        await self.compactor.compact_fully()
 
     # reading -----------------------------------------------------------------------------------------
 
@@ -281,17 +281,17 @@ class Database:
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return one value, or None, for each key, in order, all from one snapshot. Adjacent keys of a file share
         reads."""
-        self.check()
+        self.check_open()
         return await self._view.get_many(keys)
 
-    def stamp(self, first: bytes) -> tuple[object, int]:
+    def change_stamp(self, first: bytes) -> tuple[object, int]:
         """Return a change stamp. It differs once a row whose key begins with this byte was written, perhaps without
         that too."""
         return self._life, max(self._stamps.get(first, 0), self._unseen_seqno)
 
     def scan(self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False) -> Scan:
         """Iterate over chunks of the live rows in [lower, upper), as of this call."""
-        self.check()
+        self.check_open()
         return Scan(self._pin(), lower, upper, reverse)
 
     def prefix(self, prefix: bytes, *, reverse: bool = False) -> Scan:
@@ -300,11 +300,11 @@ class Database:
 
     def snapshot(self) -> Snapshot:
         """Return a snapshot of the present state, valid until it is closed."""
-        self.check()
+        self.check_open()
         return Snapshot(self._pin(), self.max_applied_seqno)
 
     def _pin(self) -> Pin:
-        return Pin(self._view, self.versions, self.options, self.check)
+        return Pin(self._view, self.versions, self.options, self.check_open)
 
     # following ---------------------------------------------------------------------------------------
 
@@ -313,10 +313,10 @@ class Database:
 
         Raises InvalidError if the database is writable or the manifest is older.
         """
-        self._check_following()
+        self._check_read_only()
         async with self._refreshing:
             manifest = await self.manifests.read(self.epoch)
-            self._check_following()
+            self._check_read_only()
             if manifest is None and self.versions.manifest is None:
                 return False
             if manifest is None:
@@ -325,8 +325,8 @@ class Database:
 
     def refresh_to(self, manifest: Manifest) -> bool:
         """Switch as `refresh` does, to a manifest from another source, such as the replicated state."""
-        self._check_following()
-        if not self.versions.adopt(manifest):
+        self._check_read_only()
+        if not self.versions.switch_to(manifest):
             return False
         self.memtable.drop_through(manifest.last_seqno)
         if manifest.last_seqno > self.max_applied_seqno:
@@ -355,18 +355,18 @@ class Database:
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if self._ended is not None and committing.cancelled() and not (me is not None and me.cancelling()):
-                raise again(self._ended) from None  # the database was closed; the caller was not cancelled
+                raise copy_of_error(self._ended) from None  # the database was closed; the caller was not cancelled
             raise
 
     async def _commit(self, edit: Edit, installed: Callable[[], None] | None) -> None:
-        def then() -> None:
+        def install() -> None:
             if installed is not None:
                 installed()
             self._renew_view()
             self.wake.ring()
 
         try:
-            await self.versions.commit(edit, then)
+            await self.versions.commit(edit, install)
         finally:
             if self.versions.halted is not None:
                 self._end(self.versions.halted)
@@ -380,13 +380,13 @@ class Database:
     def pinned_files(self) -> set[FileMeta]:
         return self.versions.pinned_files()
 
-    async def collect_garbage(self) -> Collected:
-        """Run one round of garbage collection. Raises InvalidError if read-only, and what `Collector.collect`
+    async def collect_garbage(self) -> CollectionResult:
+        """Run one round of garbage collection. Raises InvalidError if read-only, and what `GarbageCollector.collect`
         raises."""
         self._check_writable()
-        return await self.collector.collect(self._roots, self._goes_on)
+        return await self.collector.collect(self._roots, self._is_open)
 
-    def _goes_on(self) -> bool:
+    def _is_open(self) -> bool:
         return self._ended is None
 
     def _roots(self) -> Roots:
@@ -402,22 +402,22 @@ class Database:
     # closing -------------------------------------------------------------------------------------------
 
     @property
-    def ended(self) -> TidemillError | None:
+    def end_reason(self) -> TidemillError | None:
         """Reason why every call raises: Closed, Unknown or Fenced; None while the database is open."""
         return self._ended
 
-    def check(self) -> None:
+    def check_open(self) -> None:
         """Raise if the database has ended."""
         if self._ended is not None:
-            raise again(self._ended)
+            raise copy_of_error(self._ended)
 
     def _check_writable(self) -> None:
-        self.check()
+        self.check_open()
         if self.read_only:
             raise InvalidError(f"the database is read-only: domain_uuid={self.domain_uuid}.")
 
-    def _check_following(self) -> None:
-        self.check()
+    def _check_read_only(self) -> None:
+        self.check_open()
         if not self.read_only:
             raise InvalidError(
                 f"a writable database cannot switch to another manifest: domain_uuid={self.domain_uuid}."
@@ -427,7 +427,7 @@ class Database:
         if self._ended is None:
             self._ended = error
             self._takes_batches = False
-            self._view = ClosedView(self._view, self.check)
+            self._view = ClosedView(self._view, self.check_open)
             self.wake.ring()
 
     def _renew_view(self) -> None:
@@ -480,7 +480,7 @@ class Database:
             await self._merger.aclose()
 
 
-def again(error: TidemillError) -> TidemillError:
+def copy_of_error(error: TidemillError) -> TidemillError:
     """Return a copy: raising one instance repeatedly would accumulate tracebacks."""
     copy = type(error)(error.message, fix=error.fix)
     copy.__cause__ = error.__cause__

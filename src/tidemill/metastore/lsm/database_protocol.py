@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
-from tidemill.metastore.lsm.file_store import FileName, Files
+from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.memtable import Memtable
 from tidemill.metastore.lsm.notifier import Notifier
 from tidemill.metastore.lsm.options import Options
@@ -21,7 +21,7 @@ class DatabaseProtocol(Protocol):
     options: Options
     clock: Clock
     rand: Rand
-    files: Files
+    files: SstFiles
     memtable: Memtable
     wake: Notifier
     read_only: bool
@@ -36,13 +36,13 @@ class DatabaseProtocol(Protocol):
     @property
     def version(self) -> Version: ...
     @property
-    def ended(self) -> TidemillError | None: ...
+    def end_reason(self) -> TidemillError | None: ...
     @property
-    def struggle(self) -> object:
+    def background_error(self) -> object:
         """Error of the last flush or compaction; falsy if neither failed."""
         ...
 
-    def check(self) -> None: ...
+    def check_open(self) -> None: ...
     async def commit_edit(self, edit: Edit, installed: Callable[[], None] | None = None) -> None: ...
     def next_file_name(self) -> FileName: ...
     def release_file_names(self, names: Iterable[FileName]) -> None: ...

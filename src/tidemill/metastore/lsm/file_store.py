@@ -17,7 +17,7 @@ from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.objects.store import Buffer, ObjectStore
 
-KEPT_KEYS = 1024
+CACHED_KEYS = 1024
 
 _NAME = re.compile(r"(\d{20})-(\d{12})-([0-9a-zA-Z]+)\.sst")
 
@@ -32,7 +32,7 @@ class FileName(msgspec.Struct, frozen=True):
     modified_ms: int = 0
 
 
-class Files:
+class SstFiles:
     """Files of one domain. Translates the store's errors for missing and truncated files."""
 
     def __init__(self, objects: ObjectStore, prefix: str) -> None:
@@ -41,7 +41,7 @@ class Files:
         self.objects = objects
         self.prefix = prefix
         self._sst = f"{prefix}sst/"
-        self.key: Callable[[FileMeta | FileName], str] = lru_cache(KEPT_KEYS)(self._key)
+        self.key: Callable[[FileMeta | FileName], str] = lru_cache(CACHED_KEYS)(self._key)
         """Return the object key of a file. Cached, since every read needs it."""
 
     def _key(self, file: FileMeta | FileName) -> str:
@@ -57,11 +57,11 @@ class Files:
         try:
             data = await self.objects.get(self.key(file), start, end)
         except MissingError as error:
-            raise self._missing(file) from error
+            raise self._missing_error(file) from error
         except InvalidError as error:
-            raise self._truncated(file, start, end) from error
+            raise self._truncated_error(file, start, end) from error
         if len(data) != end - start:
-            raise self._truncated(file, start, end)
+            raise self._truncated_error(file, start, end)
         return data
 
     async def read_ranges(self, file: FileMeta, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -69,12 +69,12 @@ class Files:
         try:
             pieces = await self.objects.get_ranges(self.key(file), ranges)
         except MissingError as error:
-            raise self._missing(file) from error
+            raise self._missing_error(file) from error
         except InvalidError as error:
-            raise self._truncated(file, min(ranges)[0], max(end for _, end in ranges)) from error
+            raise self._truncated_error(file, min(ranges)[0], max(end for _, end in ranges)) from error
         for (start, end), piece in zip(ranges, pieces, strict=True):
             if len(piece) != end - start:
-                raise self._truncated(file, start, end)
+                raise self._truncated_error(file, start, end)
         return pieces
 
     async def list(self) -> AsyncIterator[FileName]:
@@ -89,13 +89,13 @@ class Files:
         """Delete a file. An absent file is not an error."""
         await self.objects.delete(self.key(name))
 
-    def _missing(self, file: FileMeta) -> MissingError:
+    def _missing_error(self, file: FileMeta) -> MissingError:
         return MissingError(
             f"a file that the manifest names is not in the bucket: file={self.key(file)}.",
             fix="Restore the object from a copy of the bucket, or restore the domain from an older manifest.",
         )
 
-    def _truncated(self, file: FileMeta, start: int, end: int) -> CorruptError:
+    def _truncated_error(self, file: FileMeta, start: int, end: int) -> CorruptError:
         return CorruptError(
             "the file is shorter than its manifest says: "
             f"file={self.key(file)} start={start} end={end} size_bytes={file.size_bytes}.",

@@ -19,7 +19,7 @@ from tidemill.base.errors import ClosedError, ConflictError, UnavailableError, U
 from tidemill.metastore.lsm.database_protocol import DatabaseProtocol
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
-from tidemill.metastore.lsm.merge_iterator import sort
+from tidemill.metastore.lsm.merge_iterator import sort_layer
 from tidemill.metastore.lsm.sst import SstWriter
 from tidemill.metastore.lsm.version import Edit
 
@@ -69,7 +69,7 @@ class Flusher:
                 self._waiters.remove(waiter)
 
     @property
-    def wanted(self) -> bool:
+    def is_flush_requested(self) -> bool:
         return bool(self._waiters) or self._database.buffer_is_full
 
     # the task --------------------------------------------------------------------------------------
@@ -79,13 +79,13 @@ class Flusher:
         database = self._database
         retry_s = 0.0
         try:
-            while database.ended is None:
+            while database.end_reason is None:
                 rings = database.wake.rings
-                if not self.wanted:
-                    await database.wake.after(rings)
+                if not self.is_flush_requested:
+                    await database.wake.wait_after(rings)
                     continue
                 if retry_s and not self._waiters:
-                    await self._pause(retry_s)
+                    await self._back_off(retry_s)
                 asked = list(self._waiters)
                 try:
                     await self._flush_once()
@@ -93,32 +93,32 @@ class Flusher:
                     # Unexpected errors too: a bug in a flush must not leave its callers waiting.
                     self.error = error
                     retry_s = min(RETRY_MAX_S, max(RETRY_FIRST_S, 2 * retry_s))
-                    self._settle(asked, error)
+                    self._resolve_waiters(asked, error)
                     database.wake.ring()
                 else:
                     self.error = None
                     retry_s = 0.0
                     persisted = database.max_persisted_seqno
-                    self._settle([waiter for waiter in self._waiters if waiter[0] <= persisted], None)
+                    self._resolve_waiters([waiter for waiter in self._waiters if waiter[0] <= persisted], None)
                     # There is no batch without rows, so this flush covers everything applied before it.
                     assert not set(asked) & set(self._waiters)
         finally:
-            self._settle(
-                self._waiters, database.ended or ClosedError("the flush was interrupted: the database is closing.")
+            self._resolve_waiters(
+                self._waiters, database.end_reason or ClosedError("the flush was interrupted: the database is closing.")
             )
 
-    async def _pause(self, retry_s: float) -> None:
+    async def _back_off(self, retry_s: float) -> None:
         """Back off, unless a caller arrives in the meantime."""
         wake = self._database.wake
         try:
             async with asyncio.timeout(retry_s * self._database.rand.uniform(0.5, 1.0)):
                 rings = wake.rings
-                while not self._waiters and self._database.ended is None:
-                    rings = await wake.after(rings)
+                while not self._waiters and self._database.end_reason is None:
+                    rings = await wake.wait_after(rings)
         except TimeoutError:
             return
 
-    def _settle(self, waiters: list[tuple[int, asyncio.Future[None]]], error: Exception | None) -> None:
+    def _resolve_waiters(self, waiters: list[tuple[int, asyncio.Future[None]]], error: Exception | None) -> None:
         for waiter in list(waiters):
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -139,11 +139,11 @@ class Flusher:
         try:
             writer = SstWriter(database.options)
             for layer in frozen:
-                await sort(layer)
-                dated = layer.date_step()
+                await sort_layer(layer)
+                dated = layer.index_seqnos_step()
                 while not dated:
                     await asyncio.sleep(0)
-                    dated = layer.date_step()
+                    dated = layer.index_seqnos_step()
             for keys, values, seqnos in frozen_rows(frozen, database.options.slice_rows):
                 self.longest_slice_rows = max(self.longest_slice_rows, len(keys))
                 writer.add(keys, values, seqnos)

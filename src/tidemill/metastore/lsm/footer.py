@@ -15,7 +15,7 @@ from typing import NamedTuple
 import crc32c
 
 from tidemill.base.errors import InvalidError
-from tidemill.metastore.lsm.block import corrupt
+from tidemill.metastore.lsm.block import corrupt_error
 
 MAGIC = b"TIDEMSST"
 FORMAT = 1
@@ -43,20 +43,20 @@ def encode_footer(footer: Footer) -> bytes:
 def decode_footer(data: bytes, end: int, name: str) -> Footer:
     """Decode the footer from the last bytes of a file of size `end`. Raises Corrupt; Invalid for a newer format."""
     if len(data) < _TAIL.size:
-        raise corrupt(name, "footer", end - len(data), f"it ends after {len(data)} bytes")
+        raise corrupt_error(name, "footer", end - len(data), f"it ends after {len(data)} bytes")
     size, found, magic, stored = _TAIL.unpack_from(data, len(data) - _TAIL.size)
     offset = end - min(size, len(data))
     if magic != MAGIC or not _TAIL.size <= size <= len(data):
-        raise corrupt(name, "footer", offset, "the file does not end with an SST footer")
+        raise corrupt_error(name, "footer", offset, "the file does not end with an SST footer")
     # The checksum is checked before the format: a flipped bit must not look like a newer format.
     computed = int(crc32c.crc32c(memoryview(data)[-size:-_CRC_BYTES]))
     if stored != computed:
-        raise corrupt(name, "footer", offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
+        raise corrupt_error(name, "footer", offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
     if found > FORMAT:
         raise InvalidError(
             f"the file was written by a newer version of tidemill: file={name} format={found} supported={FORMAT}.",
             fix="Use the version of tidemill that wrote it, or a newer one.",
         )
     if size != FOOTER_BYTES:
-        raise corrupt(name, "footer", offset, f"its length is {size} bytes, not {FOOTER_BYTES}")
+        raise corrupt_error(name, "footer", offset, f"its length is {size} bytes, not {FOOTER_BYTES}")
     return Footer._make(_FIELDS.unpack_from(data, len(data) - size))

@@ -32,7 +32,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError, MissingError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.metastore.lsm.file_store import FileName, Files
+from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.manifest_store import BucketManifests, ManifestName
 from tidemill.metastore.lsm.options import Options
@@ -64,7 +64,7 @@ class Roots(msgspec.Struct, frozen=True):
     manifest: tuple[int, int] | None
 
 
-class Collected(msgspec.Struct, frozen=True):
+class CollectionResult(msgspec.Struct, frozen=True):
     """Result of one round, with the reasons why files were not deleted.
 
     waiting    dead, but not for long enough, or until this epoch has a manifest in the bucket
@@ -82,12 +82,12 @@ class Collected(msgspec.Struct, frozen=True):
     missing: tuple[str, ...] = ()
 
 
-class Collector:
+class GarbageCollector:
     """Collector of one writable database, one round at a time. It remembers since when each file is dead."""
 
     def __init__(
         self,
-        files: Files,
+        files: SstFiles,
         manifests: BucketManifests,
         options: Options,
         clock: Clock,
@@ -102,7 +102,7 @@ class Collector:
         self._dead_since_s: dict[Identity, float] = {}
         self._named: dict[str, frozenset[FileMeta]] = {}
         self._lock = asyncio.Lock()
-        self.last: Collected | None = None
+        self.last: CollectionResult | None = None
         """Result of the last completed round."""
         self.error: TidemillError | None = None
         """Error of the last round of `run`; None if it succeeded."""
@@ -120,28 +120,30 @@ class Collector:
             else:
                 self.error = None
 
-    async def collect(self, roots: Callable[[], Roots], may_go_on: Callable[[], bool] = lambda: True) -> Collected:
+    async def collect(
+        self, roots: Callable[[], Roots], may_go_on: Callable[[], bool] = lambda: True
+    ) -> CollectionResult:
         """Run one round. `may_go_on` is checked before every delete: a broken database deletes nothing more.
 
         Raises Corrupt or Invalid if a retained manifest cannot be read: then the needed files are unknown and nothing
         is deleted. Unavailable if the bucket cannot be listed; Closed if `may_go_on` ended it.
         """
         async with self._lock:
-            done = await self._round(roots(), may_go_on)
+            done = await self._run_round(roots(), may_go_on)
             if done.missing and (self.last is None or self.last.missing != done.missing):
                 _log.error("files that a manifest names are not in the bucket", files=done.missing)
             self.last = done
             return done
 
-    async def _round(self, roots: Roots, may_go_on: Callable[[], bool]) -> Collected:
+    async def _run_round(self, roots: Roots, may_go_on: Callable[[], bool]) -> CollectionResult:
         names = [name async for name in self._manifests.list()]
         retained = retained_manifests(names, roots.manifest, self._options.manifests_kept, roots.epoch)
         self._named = {key: files for key, files in self._named.items() if key in {name.key for name in names}}
-        named = await self._named_by(retained)
+        named = await self._files_named_by(retained)
         old = [name for name in names if name not in retained and name.epoch <= roots.epoch]
         deleted_manifests, lasting = await self._delete(old, lambda name: self._manifests.delete(name.key), may_go_on)
         # A manifest that could not be deleted can still be chosen for a restore, so its files stay too.
-        named |= await self._named_by(lasting)
+        named |= await self._files_named_by(lasting)
 
         # Files are listed after the manifests were read: every file they name was durable before, so it is listed.
         listed = [name async for name in self._files.list()]
@@ -158,12 +160,12 @@ class Collector:
                 skipped_in_flight += 1
             else:
                 dead.append(name)
-        due = self._due(dead, roots.epoch, own_manifest)
+        due = self._dead_for_long_enough(dead, roots.epoch, own_manifest)
         deleted, failed = await self._delete(due, self._files.delete, may_go_on)
         for name in due:
             if name not in failed:
                 del self._dead_since_s[_identity(name)]
-        return Collected(
+        return CollectionResult(
             deleted_files=deleted,
             deleted_manifests=deleted_manifests,
             kept=kept,
@@ -171,10 +173,10 @@ class Collector:
             skipped_in_flight=skipped_in_flight,
             waiting=len(dead) - len(due),
             failed=len(failed) + len(lasting),
-            missing=self._missing(roots.files | named, listed),
+            missing=self._missing_files(roots.files | named, listed),
         )
 
-    def _due(self, dead: list[FileName], epoch: int, own_manifest: bool) -> list[FileName]:
+    def _dead_for_long_enough(self, dead: list[FileName], epoch: int, own_manifest: bool) -> list[FileName]:
         """Return the files dead for long enough, both since first seen dead and by the object's age in the store."""
         now_s, delay_s = self._clock.monotonic_s(), self._options.gc_delay_ms / 1000
         written_before_ms = self._clock.now_ms() - self._options.gc_delay_ms
@@ -188,7 +190,7 @@ class Collector:
             and (name.epoch == epoch or own_manifest)
         ]
 
-    async def _named_by(self, names: Iterable[ManifestName]) -> frozenset[FileMeta]:
+    async def _files_named_by(self, names: Iterable[ManifestName]) -> frozenset[FileMeta]:
         """Return the files that these manifests name. Each manifest is read once: it never changes."""
         named: set[FileMeta] = set()
         for name in names:
@@ -213,7 +215,7 @@ class Collector:
         retried."""
         failed: list[_Name] = []
 
-        async def one(name: _Name) -> None:
+        async def delete_one(name: _Name) -> None:
             if not may_go_on():
                 raise ClosedError("garbage collection has ended: the database was closed or is broken.")
             try:
@@ -223,13 +225,15 @@ class Collector:
 
         for first in range(0, len(names), DELETES_AT_ONCE):
             # All deletes of the group end before an error is raised: none is running after the round.
-            ended = await asyncio.gather(*map(one, names[first : first + DELETES_AT_ONCE]), return_exceptions=True)
+            ended = await asyncio.gather(
+                *map(delete_one, names[first : first + DELETES_AT_ONCE]), return_exceptions=True
+            )
             for error in ended:
                 if error is not None:
                     raise error
         return len(names) - len(failed), failed
 
-    def _missing(self, needed: Iterable[FileMeta], listed: Iterable[FileName]) -> tuple[str, ...]:
+    def _missing_files(self, needed: Iterable[FileMeta], listed: Iterable[FileName]) -> tuple[str, ...]:
         there = {_identity(name) for name in listed}
         return tuple(sorted(self._files.key(file) for file in needed if _identity(file) not in there))
 

@@ -19,11 +19,11 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, CorruptError, FencedError, InvalidError, MissingError
 from tidemill.metastore.lsm.manifest import Manifest, decode_manifest, encode_manifest
 from tidemill.objects.store import ObjectStore
-from tidemill.objects.verified_read import checked
+from tidemill.objects.verified_read import read_verified
 
 _NAME = re.compile(r"(\d{20})-(\d{20})-([0-9a-zA-Z]+)")
 
-_ALONE = "alone"
+_SINGLE_WRITER_NONCE = "alone"
 """Nonce of manifests that `write` stores: one name per (epoch, number), so that one of two writers gets Conflict."""
 
 
@@ -94,7 +94,7 @@ class BucketManifests:
             return decode_manifest(await self._objects.get(key), key)
 
         try:
-            manifest = await checked(self._objects, key, read)
+            manifest = await read_verified(self._objects, key, read)
         except MissingError as error:
             raise MissingError(f"the manifest is not in the bucket: manifest={key}.") from error
         if not key.startswith(f"{self._folder}{manifest.epoch:020d}-{manifest.number:020d}-"):
@@ -121,7 +121,7 @@ class BucketManifests:
         if current is not None:
             self._check_follows(manifest, current)
         try:
-            await self._put(manifest, _ALONE)
+            await self._put(manifest, _SINGLE_WRITER_NONCE)
         except ConflictError as error:
             raise ConflictError(
                 f"another writer has written this manifest: epoch={manifest.epoch} number={manifest.number}.",

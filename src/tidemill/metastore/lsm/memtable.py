@@ -76,11 +76,11 @@ class Layer:
     @property
     def seqnos(self) -> dict[bytes, int]:
         """Map from key to the seqno of its row."""
-        while not self.date_step():
+        while not self.index_seqnos_step():
             pass
         return self._seqnos
 
-    def date_step(self) -> bool:
+    def index_seqnos_step(self) -> bool:
         """Add some thousand keys to `seqnos`; return True when all are added."""
         rows = 0
         for done, (seqno, keys) in enumerate(self._undated, start=1):
@@ -154,7 +154,7 @@ class Memtable:
         if layer is None or new:
             live = self.layers[: len(self.layers) - len(self.frozen)]
             self._open = layer = Layer()
-            self.layers = (layer, *_folded(live), *self.frozen)
+            self.layers = (layer, *_fold_layers(live), *self.frozen)
         size_bytes = data_bytes + ROW_OVERHEAD_BYTES * len(keys)
         layer.put(seqno, keys, values, size_bytes)
         self.size_bytes += size_bytes
@@ -193,7 +193,7 @@ class Memtable:
         self._open = None
 
 
-def _folded(newest_first: Sequence[Layer]) -> list[Layer]:
+def _fold_layers(newest_first: Sequence[Layer]) -> list[Layer]:
     """Return the same rows in layers that satisfy the depth invariant."""
     layers: list[Layer] = []  # oldest first
     for layer in reversed(newest_first):

@@ -18,7 +18,7 @@ from tidemill.metastore.lsm.block import Block
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
 from tidemill.metastore.lsm.sst import TableMeta
-from tidemill.metastore.lsm.table_cache import Tables
+from tidemill.metastore.lsm.table_cache import TableCache
 
 Rows = tuple[list[bytes], list[bytes]]
 
@@ -43,7 +43,7 @@ FREE_SHARE = 0.75
 """Share of the cache below which scans put everything they read into it."""
 
 
-class Run:
+class SortedRun:
     """One sorted run within [lower, upper). The window is `keys[start:end]`, ascending, with the same slice of
     `values`."""
 
@@ -65,7 +65,7 @@ class Run:
         raise NotImplementedError
 
 
-class LayerRun(Run):
+class LayerRun(SortedRun):
     """Run over a pinned layer, which does not change. Its keys may have to be sorted first, in steps."""
 
     __slots__ = ("_at", "_layer", "_lower", "_reverse", "_sorted", "_stop", "_upper")
@@ -105,10 +105,10 @@ class LayerRun(Run):
         return True
 
     async def read(self) -> None:
-        await sort(self._layer)
+        await sort_layer(self._layer)
 
 
-async def sort(layer: Layer) -> None:
+async def sort_layer(layer: Layer) -> None:
     """Sort the keys of an unchanging layer, step by step."""
     sorted_now = layer.sort_step()
     while not sorted_now:
@@ -116,7 +116,7 @@ async def sort(layer: Layer) -> None:
         sorted_now = layer.sort_step()
 
 
-class FilesRun(Run):
+class FilesRun(SortedRun):
     """Run over disjoint files in key order, each opened when the scan reaches it. Adjacent blocks are read together."""
 
     __slots__ = (
@@ -137,7 +137,7 @@ class FilesRun(Run):
 
     def __init__(
         self,
-        tables: Tables,
+        tables: TableCache,
         files: tuple[FileMeta, ...],
         lower: bytes,
         upper: bytes | None,
@@ -163,25 +163,25 @@ class FilesRun(Run):
             meta = self._tables.cached_meta(self._todo[-1])
             if meta is None:
                 return False
-            self._enter(meta)
-        blocks = self._got or self._cached()
+            self._open_next_file(meta)
+        blocks = self._got or self._cached_blocks()
         if not blocks:
             return False
         # More blocks may have been read than fit in a window; the rest stays for the next one.
         if self._reverse:
             self._got = blocks[:-WINDOW_BLOCKS]
-            self._show(blocks[-WINDOW_BLOCKS:])
+            self._set_window(blocks[-WINDOW_BLOCKS:])
         else:
             self._got = blocks[WINDOW_BLOCKS:]
-            self._show(blocks[:WINDOW_BLOCKS])
+            self._set_window(blocks[:WINDOW_BLOCKS])
         return True
 
     async def read(self) -> None:
         file = self._todo[-1]
         if self._meta is None:
             # Retained here too: with a cache that has no room, refill and read would loop forever.
-            self._enter(await self._tables.meta(file))
-            self._got = self._cached()
+            self._open_next_file(await self._tables.meta(file))
+            self._got = self._cached_blocks()
             if self._got:
                 return
         first, count = self._next_read()
@@ -194,7 +194,7 @@ class FilesRun(Run):
             self._got = await self._tables.blocks(file, first, count, fill_cache=fill)
         self._fill_blocks -= count
 
-    def _enter(self, meta: TableMeta) -> None:
+    def _open_next_file(self, meta: TableMeta) -> None:
         """Open the next file and determine which of its blocks may hold keys of the range."""
         last_keys, lower, upper = meta.last_keys, self._lower, self._upper
         self._meta = meta
@@ -203,14 +203,14 @@ class FilesRun(Run):
         self._right = count if upper is None else min(bisect_left(last_keys, upper, self._left) + 1, count)
         self._last = self._right - 1
 
-    def _count(self) -> int:
+    def _next_block_count(self) -> int:
         count = self._right - self._left
         return count if count <= FEW_BLOCKS else min(self._ahead, count)
 
     def _next_read(self) -> tuple[int, int]:
         """Return the first block and the number of blocks to read next: up to READ_BYTES, but at least one block."""
         assert self._meta is not None
-        starts, count = self._meta.starts, self._count()
+        starts, count = self._meta.starts, self._next_block_count()
         if self._reverse:
             end = self._right
             first = max(end - count, bisect_left(starts, starts[end] - READ_BYTES))
@@ -220,25 +220,25 @@ class FilesRun(Run):
         end = min(first + count, bisect_right(starts, starts[first] + READ_BYTES) - 1)
         return first, max(end, first + 1) - first
 
-    def _cached(self) -> list[Block]:
+    def _cached_blocks(self) -> list[Block]:
         """Return the next blocks, in key order, up to the first one that is not cached."""
         find, file, blocks = self._tables.cached_block, self._todo[-1], []
         if self._reverse:
-            for index in range(self._right - 1, self._right - 1 - min(self._count(), WINDOW_BLOCKS), -1):
+            for index in range(self._right - 1, self._right - 1 - min(self._next_block_count(), WINDOW_BLOCKS), -1):
                 block = find(file, index)
                 if block is None:
                     break
                 blocks.append(block)
             blocks.reverse()
         else:
-            for index in range(self._left, self._left + min(self._count(), WINDOW_BLOCKS)):
+            for index in range(self._left, self._left + min(self._next_block_count(), WINDOW_BLOCKS)):
                 block = find(file, index)
                 if block is None:
                     break
                 blocks.append(block)
         return blocks
 
-    def _show(self, blocks: list[Block]) -> None:
+    def _set_window(self, blocks: list[Block]) -> None:
         """Make these blocks, cut to the range, the window, and advance past them."""
         if len(blocks) == 1:
             keys, values = blocks[0].keys, blocks[0].values  # the cache's lists: rows are passed on as slices of them
@@ -266,13 +266,13 @@ class FilesRun(Run):
             self.done = not self._todo
 
 
-def take(runs: list[Run], reverse: bool) -> Rows:
+def merge_next_rows(runs: list[SortedRun], reverse: bool) -> Rows:
     """Return the next rows of all runs without tombstones, ascending, or descending if `reverse`. May be empty.
 
     `runs` are oldest first, and each has a window or is done. The returned lists belong to the caller.
     """
     if reverse:
-        return _take_backward(runs)
+        return _merge_backward(runs)
     bound = None
     live = []
     for run in runs:
@@ -289,10 +289,10 @@ def take(runs: list[Run], reverse: bool) -> Rows:
         if start < end:
             run.start = end
             parts.append((run.keys[start:end], run.values[start:end]))
-    return _merged(parts, reverse=False)
+    return _merge_parts(parts, reverse=False)
 
 
-def _take_backward(runs: list[Run]) -> Rows:
+def _merge_backward(runs: list[SortedRun]) -> Rows:
     bound = None
     live = []
     for run in runs:
@@ -309,10 +309,10 @@ def _take_backward(runs: list[Run]) -> Rows:
         if start < end:
             run.end = start
             parts.append((run.keys[start:end], run.values[start:end]))
-    return _merged(parts, reverse=True)
+    return _merge_parts(parts, reverse=True)
 
 
-def _merged(parts: list[Rows], *, reverse: bool) -> Rows:
+def _merge_parts(parts: list[Rows], *, reverse: bool) -> Rows:
     """Merge parts, oldest first: the last part's row of each key wins. Drops tombstones."""
     if not parts:
         return [], []

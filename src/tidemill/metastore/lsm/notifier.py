@@ -17,7 +17,7 @@ class Notifier:
         event, self._event = self._event, asyncio.Event()
         event.set()
 
-    async def after(self, seen: int) -> int:
+    async def wait_after(self, seen: int) -> int:
         """Wait until `rings` is above `seen` and return it; return immediately if it already is."""
         while self.rings <= seen:
             await self._event.wait()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.read_view import View
-from tidemill.metastore.lsm.version_set import Versions
+from tidemill.metastore.lsm.version_set import VersionSet
 
 
 class Pin:
@@ -16,7 +16,7 @@ class Pin:
 
     __slots__ = ("_released", "_versions", "check", "options", "view")
 
-    def __init__(self, view: View, versions: Versions, options: Options, check: Callable[[], None]) -> None:
+    def __init__(self, view: View, versions: VersionSet, options: Options, check: Callable[[], None]) -> None:
         self.view = view
         self.options = options
         self.check = check
@@ -26,7 +26,7 @@ class Pin:
             view.layers[0].pins += 1
         versions.pin(view.version)
 
-    def again(self) -> Pin:
+    def duplicate(self) -> Pin:
         """Return another pin of the same view."""
         return Pin(self.view, self._versions, self.options, self.check)
 

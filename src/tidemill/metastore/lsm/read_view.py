@@ -18,8 +18,8 @@ from tidemill.metastore.lsm.block import Block
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
 from tidemill.metastore.lsm.sst import TableMeta
-from tidemill.metastore.lsm.table_cache import Tables
-from tidemill.metastore.lsm.version_set import Versions
+from tidemill.metastore.lsm.table_cache import TableCache
+from tidemill.metastore.lsm.version_set import VersionSet
 
 
 class Pending(Enum):
@@ -46,7 +46,7 @@ class View:
 
     __slots__ = ("_deep", "_dicts", "_entries", "_level0", "_versions", "layers", "tables", "version")
 
-    def __init__(self, layers: tuple[Layer, ...], versions: Versions, tables: Tables) -> None:
+    def __init__(self, layers: tuple[Layer, ...], versions: VersionSet, tables: TableCache) -> None:
         self.layers = layers
         self.version = versions.current
         self.tables = tables
@@ -86,7 +86,7 @@ class View:
         meta.hot = True
         block: Block | None = entries.get((file, bisect_left(meta.last_keys, key)))
         if block is None:
-            return PENDING if meta.may_hold(key) else None
+            return PENDING if meta.may_contain(key) else None
         # The only block that can hold the key is cached: it gives a certain answer, faster than the filter.
         block.hot = True
         return (block.by_key or block.index()).get(key)
@@ -107,7 +107,7 @@ class View:
             meta = tables.cached_meta(file)
             if meta is None:
                 return PENDING
-            if meta.may_hold(key):
+            if meta.may_contain(key):
                 block = tables.cached_block(file, bisect_left(meta.last_keys, key))
                 if block is None:
                     return PENDING
@@ -144,7 +144,7 @@ class View:
         try:
             for file in self.version.candidates(key):
                 meta = tables.cached_meta(file) or await tables.meta(file)
-                if not meta.may_hold(key):
+                if not meta.may_contain(key):
                     continue
                 block = await tables.block(file, bisect_left(meta.last_keys, key))
                 at = block.find(key)
@@ -163,7 +163,7 @@ class View:
         self._versions.pin(self.version)
         try:
             for files in self.version.runs(keys[0], keys[-1] + b"\0"):
-                for file, wanted in _by_file(files, keys):
+                for file, wanted in _split_keys_by_file(files, keys):
                     await self._find_in_file(file, wanted, found)
                 keys = [key for key in keys if key not in found]
             return found
@@ -174,7 +174,7 @@ class View:
         tables = self.tables
         meta = tables.cached_meta(file) or await tables.meta(file)
         wanted: dict[int, list[bytes]] = {}
-        for key in filter(meta.may_hold, keys):
+        for key in filter(meta.may_contain, keys):
             wanted.setdefault(bisect_left(meta.last_keys, key), []).append(key)
         blocks: dict[int, Block] = {}
         lacking = []
@@ -185,7 +185,7 @@ class View:
             else:
                 blocks[index] = block
         if lacking:
-            spans = list(_spans(lacking))
+            spans = list(_consecutive_runs(lacking))
             for (first, _), read in zip(
                 spans, await asyncio.gather(*(tables.blocks(file, *span) for span in spans)), strict=True
             ):
@@ -216,7 +216,7 @@ class ClosedView(View):
         raise AssertionError("an ended database passed its own check")
 
 
-def _by_file(files: tuple[FileMeta, ...], keys: list[bytes]) -> Iterator[tuple[FileMeta, list[bytes]]]:
+def _split_keys_by_file(files: tuple[FileMeta, ...], keys: list[bytes]) -> Iterator[tuple[FileMeta, list[bytes]]]:
     """Yield each of the disjoint files, in key order, with the ascending keys within its range."""
     for file in files:
         start = bisect_left(keys, file.smallest)
@@ -225,7 +225,7 @@ def _by_file(files: tuple[FileMeta, ...], keys: list[bytes]) -> Iterator[tuple[F
             yield file, keys[start:end]
 
 
-def _spans(indexes: list[int]) -> Iterator[tuple[int, int]]:
+def _consecutive_runs(indexes: list[int]) -> Iterator[tuple[int, int]]:
     """Yield (first, count) of each run of consecutive indexes; `indexes` ascend."""
     first = count = 0
     for index in indexes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-from tidemill.metastore.lsm.merge_iterator import FilesRun, LayerRun, Rows, Run, take
+from tidemill.metastore.lsm.merge_iterator import FilesRun, LayerRun, Rows, SortedRun, merge_next_rows
 from tidemill.metastore.lsm.pin import Pin
 
 FILL_SHARE = 8
@@ -33,7 +33,7 @@ class Scan:
         view, options = pin.view, pin.options
         self._yield_rows = YIELD_SLICES * options.slice_rows
         fill_blocks = options.cache_bytes // (FILL_SHARE * BLOCK_COST_FACTOR * options.block_bytes)
-        runs: list[Run] = []
+        runs: list[SortedRun] = []
         if upper is None or lower < upper:
             for files in view.version.runs(lower, upper):
                 runs.append(FilesRun(view.tables, files, lower, upper, reverse, fill_blocks))
@@ -63,9 +63,9 @@ class Scan:
                             lacking.append(run)
                             break
                 if lacking:
-                    await _read(lacking)
+                    await _read_runs(lacking)
                     continue
-                keys, values = take(runs, self._reverse)
+                keys, values = merge_next_rows(runs, self._reverse)
                 for run in runs:
                     if run.done and run.start >= run.end:
                         # A new list: the loop above must not iterate over a list that changes.
@@ -80,15 +80,15 @@ class Scan:
                 if keys:
                     return keys, values
         except BaseException:
-            self._close()
+            self._release()
             raise
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """End the scan early. Idempotent."""
-        self._close()
+        self._release()
 
-    def _close(self) -> None:
+    def _release(self) -> None:
         self._runs = []
         self._pin.release()
 
@@ -98,7 +98,7 @@ class Scan:
             pin.release()
 
 
-async def _read(runs: list[Run]) -> None:
+async def _read_runs(runs: list[SortedRun]) -> None:
     if len(runs) == 1:
         await runs[0].read()
     else:

@@ -27,7 +27,7 @@ class Snapshot:
 
     def peek(self, key: bytes) -> bytes | Pending | None:
         """Return the value synchronously; PENDING if something must be read to know."""
-        self._check()
+        self._check_open()
         return self._pin.view.peek(key)
 
     async def get(self, key: bytes) -> bytes | None:
@@ -36,20 +36,20 @@ class Snapshot:
 
     async def get_row(self, key: bytes) -> Row | None:
         """Return the live row with its seqno; None if it is absent or deleted."""
-        self._check()
+        self._check_open()
         row = self._pin.view.peek_row(key)
         return await self._pin.view.get_row(key) if row is PENDING else row
 
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return one value, or None, for each key, in order."""
-        self._check()
+        self._check_open()
         return await self._pin.view.get_many(keys)
 
     def scan(self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False) -> Scan:
         """Iterate over chunks of the live rows in [lower, upper). The scan has its own pin and outlives the
         snapshot."""
-        self._check()
-        return Scan(self._pin.again(), lower, upper, reverse)
+        self._check_open()
+        return Scan(self._pin.duplicate(), lower, upper, reverse)
 
     def prefix(self, prefix: bytes, *, reverse: bool = False) -> Scan:
         return self.scan(prefix, prefix_end(prefix), reverse=reverse)
@@ -64,7 +64,7 @@ class Snapshot:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._pin.released:
             raise ClosedError(f"the snapshot is closed: seqno={self.seqno}.")
         self._pin.check()

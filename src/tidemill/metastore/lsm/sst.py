@@ -22,8 +22,8 @@ import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import MIB
-from tidemill.metastore.lsm.block import corrupt, encode_block, seal, shared_bytes, unseal
-from tidemill.metastore.lsm.bloom import MASKS, build_filter, hashes_of, words_of
+from tidemill.metastore.lsm.block import corrupt_error, encode_block, seal, shared_bytes, unseal
+from tidemill.metastore.lsm.bloom import MASKS, build_filter, decode_filter, hashes_of
 from tidemill.metastore.lsm.footer import FOOTER_BYTES, Footer, decode_footer, encode_footer
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
@@ -37,7 +37,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_index = msgspec.msgpack.Decoder(tuple[list[bytes], list[int], list[int]]).decode
 
 
-class Summary(msgspec.Struct, frozen=True):
+class SstSummary(msgspec.Struct, frozen=True):
     """Description of a file in a manifest, before the file has a name."""
 
     size_bytes: int
@@ -125,14 +125,14 @@ class SstWriter:
         self._seqnos += seqnos
         self._cut_full_blocks()
 
-    def finish(self) -> tuple[list[bytes], Summary]:
+    def finish(self) -> tuple[list[bytes], SstSummary]:
         """Return the buffers of the file, in order, and its description. Raises InvalidError without rows."""
         if self._smallest is None:
             raise InvalidError("a file needs at least one row: rows=0.")
         if self._keys:
-            self._cut(self._keys, self._values, self._seqnos)
+            self._cut_block(self._keys, self._values, self._seqnos)
             self._keys, self._values, self._seqnos = [], [], []
-        self._join()
+        self._join_blocks()
         filter_start = self._starts[-1]
         filter_section = seal(build_filter(self._hashes, self._bits_per_key), compress=False)
         index_section = seal(_encode((self._last_keys, self._starts, self._rows)))
@@ -149,7 +149,7 @@ class SstWriter:
                 self._max_seqno,
             )
         )
-        summary = Summary(
+        summary = SstSummary(
             size_bytes=footer_start + len(footer),
             rows=self.rows,
             smallest=self._smallest,
@@ -166,12 +166,12 @@ class SstWriter:
         at, count = 0, len(keys)
         while count - at >= self._guess_rows:
             end = at + self._guess_rows
-            self._cut(keys[at:end], values[at:end], seqnos[at:end])
+            self._cut_block(keys[at:end], values[at:end], seqnos[at:end])
             at = end
         if at:
             del keys[:at], values[:at], seqnos[:at]
 
-    def _cut(self, keys: list[bytes], values: list[bytes], seqnos: list[int]) -> None:
+    def _cut_block(self, keys: list[bytes], values: list[bytes], seqnos: list[int]) -> None:
         """Cut one block of these rows, or several if they are too many, and adapt the next guess to its size."""
         payload, low, high = encode_block(keys, values, seqnos)
         rows, target = len(keys), self._target_bytes
@@ -179,8 +179,8 @@ class SstWriter:
         self._guess_rows = max(1, min(2 * rows, rows * target // len(payload)))
         if rows > 1 and len(payload) > 2 * target:
             half = rows // 2
-            self._cut(keys[:half], values[:half], seqnos[:half])
-            self._cut(keys[half:], values[half:], seqnos[half:])
+            self._cut_block(keys[:half], values[:half], seqnos[:half])
+            self._cut_block(keys[half:], values[half:], seqnos[half:])
             return
         self._min_seqno = min(self._min_seqno, low)
         self._max_seqno = max(self._max_seqno, high)
@@ -194,9 +194,9 @@ class SstWriter:
         self._unjoined_bytes += len(block)
         self._starts.append(self._written_bytes)
         if self._unjoined_bytes >= _JOIN_BYTES:
-            self._join()
+            self._join_blocks()
 
-    def _join(self) -> None:
+    def _join_blocks(self) -> None:
         if self._blocks:
             self._joined.append(b"".join(self._blocks))
             self._blocks = []
@@ -231,8 +231,9 @@ class TableMeta:
         # Per block: a bytes object with its list slot, rounded up by the allocator, a start and a count.
         self.cost_bytes = 1000 + 8 * len(words) + sum(map(len, last_keys)) + len(rows) * (33 + 8 + 8 + 8 + 4)
 
-    def may_hold(self, key: bytes) -> bool:
-        """Return False only if the file has no row for `key`. An inlined copy of `bloom.may_hold`, to save a call."""
+    def may_contain(self, key: bytes) -> bool:
+        """Return False only if the file has no row for `key`. An inlined copy of `bloom.may_contain`, to save a
+        call."""
         h = crc32(key)
         mask = MASKS[h & 16383]
         return self._words[h * self._word_count >> 32] & mask == mask
@@ -257,21 +258,21 @@ def decode_meta(data: bytes, file: FileMeta, name: str) -> TableMeta:
         file.min_seqno,
         file.max_seqno,
     ):
-        raise corrupt(name, "footer", file.meta_start + at, "it is intact but does not match the manifest")
+        raise corrupt_error(name, "footer", file.meta_start + at, "it is intact but does not match the manifest")
     words = unseal(data[: index_start - filter_start], name, "filter", filter_start)
     if len(words) % 8:
-        raise corrupt(name, "filter", filter_start, f"its {len(words)} bytes are not words")
+        raise corrupt_error(name, "filter", filter_start, f"its {len(words)} bytes are not words")
     index = unseal(data[index_start - filter_start : at], name, "index", index_start)
     try:
         last_keys, starts, counts = _decode_index(index)
     except msgspec.MsgspecError as error:
-        raise corrupt(name, "index", index_start, f"its body does not decode, {error}") from error
+        raise corrupt_error(name, "index", index_start, f"its body does not decode, {error}") from error
     if not blocks == len(last_keys) == len(counts) == len(starts) - 1 or (starts[-1], last_keys[-1]) != (
         filter_start,
         file.largest,
     ):
-        raise corrupt(name, "index", index_start, f"it does not describe the {blocks} blocks of the footer")
-    return TableMeta(name, words_of(words), last_keys, starts, counts)
+        raise corrupt_error(name, "index", index_start, f"it does not describe the {blocks} blocks of the footer")
+    return TableMeta(name, decode_filter(words), last_keys, starts, counts)
 
 
 def separator(last: bytes, following: bytes) -> bytes:

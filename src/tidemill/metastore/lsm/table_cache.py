@@ -14,29 +14,29 @@ from typing import Any, cast
 from tidemill.base.errors import CorruptError
 from tidemill.metastore.lsm.block import Block, decode_block
 from tidemill.metastore.lsm.block_cache import BlockCache
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.sst import TableMeta, decode_meta
-from tidemill.objects.verified_read import checked, read_again
+from tidemill.objects.verified_read import read_again, read_verified
 
 DECODE_SLICE = 64
 """Number of blocks decoded between two yields to the event loop: about a millisecond."""
 
-_Flight = asyncio.Future["Block | TableMeta | Exception | None"]
+_RunningRead = asyncio.Future["Block | TableMeta | Exception | None"]
 """Running read. Its result is the item read, the failure, or None if its reader was cancelled."""
 
 
-class Tables:
+class TableCache:
     """Open files. The `cached_` methods are synchronous and fast; the others read from the bucket if they must."""
 
-    def __init__(self, files: Files, cache: BlockCache) -> None:
+    def __init__(self, files: SstFiles, cache: BlockCache) -> None:
         self.files = files
         self.cache = cache
         self.reads = 0
         self.read_bytes = 0
         # One dictionary with entries of two types: metas by file, blocks by (file, index).
         self._entries = cast("dict[Any, Any]", cache.entries)
-        self._flights: dict[Hashable, _Flight | None] = {}  # running reads; a future once another caller waits
+        self._flights: dict[Hashable, _RunningRead | None] = {}  # running reads; a future once another caller waits
         self._block_counts: dict[FileMeta, int] = {}
 
     def cached_meta(self, file: FileMeta) -> TableMeta | None:
@@ -60,7 +60,7 @@ class Tables:
                 return found
             if file not in self._flights:
                 return await self._read_meta(file)
-            landed = await self._landing(file)
+            landed = await self._await_read(file)
             if landed is not None:
                 return cast(TableMeta, landed)
 
@@ -85,10 +85,10 @@ class Tables:
                 decoded = partial(self._read_and_decode, file, meta, [index])
                 [block] = await read_again(self.files.objects, self.files.key(file), error, decoded)
         except BaseException as error:
-            self._land(key, error)
+            self._finish_read(key, error)
             raise
         self.cache.put(key, block)
-        self._land(key, block)
+        self._finish_read(key, block)
         return block
 
     async def blocks(self, file: FileMeta, first: int, count: int, *, fill_cache: bool = True) -> list[Block]:
@@ -117,12 +117,12 @@ class Tables:
             if mine:
                 found.update(zip(mine, await self._read_blocks(file, meta, mine, fill_cache), strict=True))
             for index in others:
-                landed = await self._landing((file, index))
+                landed = await self._await_read((file, index))
                 if landed is not None:
                     found[index] = cast(Block, landed)
         return [found[index] for index in wanted]
 
-    def forget(self, file: FileMeta) -> None:
+    def drop_file(self, file: FileMeta) -> None:
         """Drop the cached items of a file that no version needs any more. A running read may still add some again."""
         self.cache.remove(file)
         for index in range(self._block_counts.pop(file, 0)):
@@ -132,13 +132,13 @@ class Tables:
         self._flights[file] = None
         try:
             key = self.files.key(file)
-            meta = await checked(self.files.objects, key, partial(self._read_and_decode_meta, file, key))
+            meta = await read_verified(self.files.objects, key, partial(self._read_and_decode_meta, file, key))
         except BaseException as error:
-            self._land(file, error)
+            self._finish_read(file, error)
             raise
         self._block_counts[file] = len(meta.rows)
         self.cache.put(file, meta)
-        self._land(file, meta)
+        self._finish_read(file, meta)
         return meta
 
     async def _read_and_decode_meta(self, file: FileMeta, key: str) -> TableMeta:
@@ -154,20 +154,20 @@ class Tables:
             self._flights[(file, index)] = None
         try:
             decoded = partial(self._read_and_decode, file, meta, indexes)
-            blocks = await checked(self.files.objects, self.files.key(file), decoded)
+            blocks = await read_verified(self.files.objects, self.files.key(file), decoded)
         except BaseException as error:
             for index in indexes:
-                self._land((file, index), error)
+                self._finish_read((file, index), error)
             raise
         for index, block in zip(indexes, blocks, strict=True):
             if fill_cache:
                 self.cache.put((file, index), block)
-            self._land((file, index), block)
+            self._finish_read((file, index), block)
         return blocks
 
     async def _read_and_decode(self, file: FileMeta, meta: TableMeta, indexes: Sequence[int]) -> list[Block]:
         starts, rows, name = meta.starts, meta.rows, meta.name
-        runs = list(_runs(indexes))
+        runs = list(_consecutive_runs(indexes))
         ranges = [(starts[first], starts[end]) for first, end in runs]
         if len(ranges) == 1:
             pieces = [await self.files.read(file, *ranges[0])]
@@ -185,14 +185,14 @@ class Tables:
                     await asyncio.sleep(0)
         return blocks
 
-    def _land(self, key: Hashable, outcome: Block | TableMeta | BaseException) -> None:
+    def _finish_read(self, key: Hashable, outcome: Block | TableMeta | BaseException) -> None:
         flight = self._flights.pop(key)
         if flight is not None:
             # Cancellation of the reader says nothing about the file: a waiting caller retries.
             lost = isinstance(outcome, BaseException) and not isinstance(outcome, Exception)
             flight.set_result(None if lost else cast("Block | TableMeta | Exception", outcome))
 
-    async def _landing(self, key: Hashable) -> Block | TableMeta | None:
+    async def _await_read(self, key: Hashable) -> Block | TableMeta | None:
         """Await a running read; return its item, or None if it was cancelled or has ended. Raises its failure."""
         if key not in self._flights:
             return None
@@ -206,7 +206,7 @@ class Tables:
         return outcome
 
 
-def _runs(indexes: Iterable[int]) -> Iterable[tuple[int, int]]:
+def _consecutive_runs(indexes: Iterable[int]) -> Iterable[tuple[int, int]]:
     """Yield half-open ranges of consecutive indexes; `indexes` ascend."""
     first = end = -1
     for index in indexes:

@@ -94,7 +94,7 @@ class Version:
             if start < end:
                 yield files[start:end]
 
-    def edited(self, edit: Edit) -> Version:
+    def apply_edit(self, edit: Edit) -> Version:
         """Return the next version. Raises ConflictError if a removed file is not in this version, InvalidError if files
         of a level would overlap."""
         removed = set(edit.removed)
@@ -122,7 +122,7 @@ class Version:
         return Version(tuple(map(tuple, levels)), max(self.last_seqno, edit.last_seqno))
 
 
-EMPTY = Version(((),))
+EMPTY_VERSION = Version(((),))
 
 
 def _smallest(file: FileMeta) -> bytes:

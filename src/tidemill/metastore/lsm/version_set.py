@@ -19,17 +19,17 @@ from tidemill.base.errors import FencedError, InvalidError, TidemillError, Unkno
 from tidemill.metastore.lsm.file_store import FileName
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import Manifests
-from tidemill.metastore.lsm.table_cache import Tables
-from tidemill.metastore.lsm.version import EMPTY, Edit, Version
+from tidemill.metastore.lsm.table_cache import TableCache
+from tidemill.metastore.lsm.version import EMPTY_VERSION, Edit, Version
 
 
-class Versions:
+class VersionSet:
     """Version set. `current` is never modified, only replaced. `manifest` is the one last read or written."""
 
     def __init__(
         self,
         manifests: Manifests,
-        tables: Tables,
+        tables: TableCache,
         manifest: Manifest | None,
         *,
         domain_uuid: str,
@@ -49,7 +49,7 @@ class Versions:
         self._next_number = manifest.next_file_number if manifest else 1
         self._manifest_number = manifest.number if manifest else 0
         self.manifest = manifest
-        self.current = Version(manifest.levels or ((),), manifest.last_seqno) if manifest else EMPTY
+        self.current = Version(manifest.levels or ((),), manifest.last_seqno) if manifest else EMPTY_VERSION
         self.halted: TidemillError | None = None
         """Set once, after Unknown or Fenced. Then nothing is written or collected any more."""
 
@@ -65,7 +65,7 @@ class Versions:
             return
         del self._pins[version]
         if version is not self.current:
-            self._forget(version.files)
+            self._drop_unneeded(version.files)
 
     def pinned_files(self) -> set[FileMeta]:
         """Return the files of all pinned versions."""
@@ -76,11 +76,11 @@ class Versions:
     def pins(self) -> int:
         return sum(self._pins.values())
 
-    def _forget(self, files: Iterable[FileMeta]) -> None:
+    def _drop_unneeded(self, files: Iterable[FileMeta]) -> None:
         needed = self.pinned_files() | self.current.files
         for file in files:
             if file not in needed:
-                self._tables.forget(file)
+                self._tables.drop_file(file)
 
     # file numbers --------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Versions:
         async with self._lock:
             if self.halted is not None:
                 raise self.halted
-            version = self.current.edited(edit)
+            version = self.current.apply_edit(edit)
             manifest = Manifest(
                 domain_uuid=self._domain_uuid,
                 epoch=self._epoch,
@@ -132,17 +132,17 @@ class Versions:
                 raise
             except TidemillError as error:
                 if isinstance(error, UnknownOutcomeError):
-                    self.halted = broken(manifest, error)
+                    self.halted = broken_error(manifest, error)
                     raise self.halted from error
                 raise
             except BaseException as error:
-                self.halted = broken(manifest, error)
+                self.halted = broken_error(manifest, error)
                 raise
             self.manifest = manifest
             self._install(version)
             installed()
 
-    def adopt(self, manifest: Manifest) -> bool:
+    def switch_to(self, manifest: Manifest) -> bool:
         """Switch to a manifest written by another process; return False if it is the current one.
 
         Raises InvalidError for another domain's manifest, or an older one.
@@ -170,10 +170,10 @@ class Versions:
     def _install(self, version: Version) -> None:
         old, self.current = self.current, version
         if old not in self._pins:
-            self._forget(old.files - version.files)
+            self._drop_unneeded(old.files - version.files)
 
 
-def broken(manifest: Manifest, cause: BaseException) -> UnknownOutcomeError:
+def broken_error(manifest: Manifest, cause: BaseException) -> UnknownOutcomeError:
     return UnknownOutcomeError(
         "the database is broken, a manifest write has an unknown outcome: "
         f"domain_uuid={manifest.domain_uuid} epoch={manifest.epoch} number={manifest.number} cause={cause!r}.",

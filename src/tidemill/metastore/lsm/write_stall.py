@@ -18,10 +18,10 @@ SLOW_STEP_S = 0.001
 BUFFERS_MAX = 2
 """Limit of rows in memory, including frozen ones, in write buffers."""
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 """Interval at which a stopped writer checks for failures that did not ring."""
 
-PATIENCE_S = 10.0
+STOP_ERROR_AFTER_S = 10.0
 """Duration of a stop after which the writer gets the error of the failing background work."""
 
 
@@ -58,16 +58,16 @@ class WriteStall:
             self.stopped += 1
             rings = database.wake.rings
             while self.stop:
-                self._complain(database.clock.monotonic_s() - started_s)
+                self._raise_if_hopeless(database.clock.monotonic_s() - started_s)
                 try:
-                    async with asyncio.timeout(LOOK_S):
-                        rings = await database.wake.after(rings)
+                    async with asyncio.timeout(CHECK_INTERVAL_S):
+                        rings = await database.wake.wait_after(rings)
                 except TimeoutError:
                     rings = database.wake.rings
-                database.check()
+                database.check_open()
         self.waited_s += database.clock.monotonic_s() - started_s
 
-    def _complain(self, waited_s: float) -> None:
+    def _raise_if_hopeless(self, waited_s: float) -> None:
         database = self._database
         if database.failure is not None:
             raise UnavailableError(
@@ -75,8 +75,8 @@ class WriteStall:
                 f"domain_uuid={database.domain_uuid} cause={database.failure!r}.",
                 fix="Close and reopen the database.",
             ) from database.failure
-        failing = database.struggle
-        if failing and waited_s >= PATIENCE_S:
+        failing = database.background_error
+        if failing and waited_s >= STOP_ERROR_AFTER_S:
             raise UnavailableError(
                 "no room for writes, and the background work that makes room keeps failing: "
                 f"domain_uuid={database.domain_uuid} waited_s={waited_s:.1f} cause={failing}.",

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from tidemill.metastore.rows.aborted_transactions import ABORTED
-from tidemill.metastore.rows.acls import RULES
+from tidemill.metastore.rows.acls import ACLS
 from tidemill.metastore.rows.bindings import BINDINGS
 from tidemill.metastore.rows.captures import CAPTURE_TABLES, CAPTURES
 from tidemill.metastore.rows.checkpoints import CHECKPOINTS
@@ -74,7 +74,7 @@ ALL: tuple[Family[Any], ...] = (
     SHAPES,
     CHECKPOINTS,
     USERS,
-    RULES,
+    ACLS,
     QUOTAS,
     GROUP_CONFIGS,
     SCHEMAS,
@@ -90,6 +90,7 @@ BY_TAG: dict[int, Family[Any]] = {family.tag: family for family in ALL}
 
 __all__ = [
     "ABORTED",
+    "ACLS",
     "ALL",
     "BINDINGS",
     "BY_TAG",
@@ -115,7 +116,6 @@ __all__ = [
     "REFERRERS",
     "REGISTRY_CONFIGS",
     "REGISTRY_HEADS",
-    "RULES",
     "SCHEMAS",
     "SHAPES",
     "SHARDS",

@@ -13,7 +13,7 @@ from tidemill.metastore.rows.key_encoding import Column, Kind
 from tidemill.metastore.rows.row_family import Family
 
 
-class RuleRow(msgspec.Struct, frozen=True):
+class AclRow(msgspec.Struct, frozen=True):
     resource: int
     pattern: int
     name: str
@@ -24,10 +24,10 @@ class RuleRow(msgspec.Struct, frozen=True):
     created_ms: int = 0
 
 
-RULES = Family(
+ACLS = Family(
     0x0B,
     "rule",
-    RuleRow,
+    AclRow,
     Column("resource", Kind.U32),
     Column("pattern", Kind.U32),
     Column("name", Kind.TEXT),

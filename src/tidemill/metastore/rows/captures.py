@@ -12,8 +12,8 @@ captured table  07 | "" | capture text | table text
                 identity text, schemas array of arrays, copy map or nil, aside map or nil, publication array,
                 attached array
 
-The maps `topics`, `snapshots` and `columns` of a capture's row are from before tables had their own rows. `of_old`
-reads them; the next session of the capture writes table rows and empties the maps.
+The maps `topics`, `snapshots` and `columns` of a capture's row are from before tables had their own rows.
+`tables_of_legacy_row` reads them; the next session of the capture writes table rows and empties the maps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class TableSnapshot(msgspec.Struct, frozen=True):
     lsn                 WAL insert position right after that snapshot: the snapshot contains no later commit
     offsets             next offset per partition of the topic when the copy ended
     joined_lsn          0, or the position at which the table joined the stream: the topic has the changes of the side
-                        topic for every commit up to it, after the copied rows (SetAside), and `offsets` are after them
+                        topic for every commit up to it, after the copied rows (SideTopicState), and `offsets` are after
+                        them
     settled_lsn         0, or WAL insert position right after the youngest snapshot in which a part of the table was
                         read: from there on the topic shows one state of the table, even if the copy was interrupted
     """
@@ -51,7 +52,7 @@ class TableSnapshot(msgspec.Struct, frozen=True):
         return max(self.lsn, self.settled_lsn)
 
     @property
-    def told_from_lsn(self) -> int:
+    def may_lack_from_lsn(self) -> int:
         """First commit LSN of which the topic may lack changes, while no binding covers it."""
         return max(self.lsn, self.joined_lsn + 1)
 
@@ -84,7 +85,7 @@ class TableCopy(msgspec.Struct, frozen=True):
     epoch: int = 0
 
 
-class SetAside(msgspec.Struct, frozen=True):
+class SideTopicState(msgspec.Struct, frozen=True):
     """Changes of a table since the first snapshot of its copy, in a side topic until the copy is complete
     (docs/rfcs/0009-changes-set-aside.md).
 
@@ -133,7 +134,7 @@ class CapturedColumn(msgspec.Struct, frozen=True, omit_defaults=True):
     was: tuple[FormerType, ...] = ()
 
 
-class Accepted(msgspec.Struct, frozen=True):
+class AcceptedSchemaChange(msgspec.Struct, frozen=True):
     """Schema change that an operator accepted for one shard of a table, so that the shard follows the table's next
     copy.
 
@@ -226,7 +227,7 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     A rename keeps the oid; a table re-created under the same name was never altered."""
     again_ms: int = 0
     again_last_ms: int = 0
-    accepted: tuple[Accepted, ...] = ()
+    accepted: tuple[AcceptedSchemaChange, ...] = ()
     envelope: str = "row"
     """Envelope of the records of its topic: row, debezium or debezium-avro. It never changes within a topic"""
     identity: str = ""
@@ -235,7 +236,7 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     """Registry ids (debezium-avro) of the key and value schema under each version of the description"""
     copy: TableCopy | None = None
     """Progress of its copy while there is no `snapshot`; None = nothing that could be continued"""
-    aside: SetAside | None = None
+    aside: SideTopicState | None = None
     """Side topic, if its copy runs while WAL is confirmed"""
     types: dict[int, str] = {}
     """oid of a column's type → definition of that type when the table last matched the description
@@ -256,7 +257,7 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
         return 1 + len(self.evolved)
 
     @property
-    def flows(self) -> bool:
+    def is_streaming(self) -> bool:
         """True if its topic follows the table."""
         return self.state == "captured" and self.snapshot is not None
 
@@ -267,7 +268,7 @@ CAPTURE_TABLES = Family(
 )
 
 
-def of_old(row: CaptureRow) -> list[CaptureTableRow]:
+def tables_of_legacy_row(row: CaptureRow) -> list[CaptureTableRow]:
     """Return the tables that an older version stored within the capture's row."""
     return [
         CaptureTableRow(

@@ -41,39 +41,39 @@ class Column(NamedTuple):
     kind: Kind
 
 
-def put(column: Column, value: Part) -> bytes:
+def encode_column(column: Column, value: Part) -> bytes:
     """Encode one column. Raises InvalidError for a value of another kind or out of range."""
     try:
-        return writer(column.kind)(value)
-    except UNFIT as error:
+        return column_encoder(column.kind)(value)
+    except ENCODING_ERRORS as error:
         raise InvalidError(
             f"a key cannot hold this value: column={column.name} kind={column.kind.value} value={value!r}.",
             fix="Use a non-negative number in range, or text that UTF-8 can encode.",
         ) from error
 
 
-def writer(kind: Kind) -> Callable[[Any], bytes]:
-    """Return the encoder of a column of this kind. It raises the exceptions in `UNFIT` untranslated."""
-    writers: dict[Kind, Callable[[Any], bytes]] = {Kind.TEXT: put_text, Kind.U32: _put_u32, Kind.U64: _put_u64}
+def column_encoder(kind: Kind) -> Callable[[Any], bytes]:
+    """Return the encoder of a column of this kind. It raises the exceptions in `ENCODING_ERRORS` untranslated."""
+    writers: dict[Kind, Callable[[Any], bytes]] = {Kind.TEXT: encode_text, Kind.U32: _encode_u32, Kind.U64: _encode_u64}
     return writers[kind]
 
 
-UNFIT = (OverflowError, AttributeError, UnicodeEncodeError)
+ENCODING_ERRORS = (OverflowError, AttributeError, UnicodeEncodeError)
 
 
-def put_text(value: str) -> bytes:
+def encode_text(value: str) -> bytes:
     return value.encode().replace(b"\x00", ESCAPED) + END
 
 
-def _put_u32(value: int) -> bytes:
+def _encode_u32(value: int) -> bytes:
     return value.to_bytes(4, "big")
 
 
-def _put_u64(value: int) -> bytes:
+def _encode_u64(value: int) -> bytes:
     return value.to_bytes(8, "big")
 
 
-def take(column: Column, key: bytes, at: int) -> tuple[Part, int]:
+def decode_column(column: Column, key: bytes, at: int) -> tuple[Part, int]:
     """Decode one column; return (value, where the next column begins). Raises CorruptError if the key ends too
     early."""
     if column.kind is Kind.TEXT:

@@ -13,7 +13,16 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from tidemill.base.errors import CorruptError, InvalidError
-from tidemill.metastore.rows.key_encoding import UNFIT, Column, Kind, Part, put, put_text, take, writer
+from tidemill.metastore.rows.key_encoding import (
+    ENCODING_ERRORS,
+    Column,
+    Kind,
+    Part,
+    column_encoder,
+    decode_column,
+    encode_column,
+    encode_text,
+)
 
 FORMAT = 1
 R = TypeVar("R", bound=msgspec.Struct)
@@ -36,8 +45,8 @@ class Family(Generic[R]):
         self.row = row
         self.own_entity = own_entity
         self.columns = key
-        self._writers = [writer(column.kind) for column in key]
-        self._head = bytes([tag]) if own_entity else bytes([tag]) + put_text("")
+        self._writers = [column_encoder(column.kind) for column in key]
+        self._head = bytes([tag]) if own_entity else bytes([tag]) + encode_text("")
         self._decoder = msgspec.msgpack.Decoder(_value_type(row, len(key)))
 
     def __repr__(self) -> str:
@@ -53,8 +62,8 @@ class Family(Generic[R]):
         """Return the common prefix of the keys of all rows with these first columns; no columns = the whole family."""
         try:
             written = [write(part) for write, part in zip(self._writers[: len(parts)], parts, strict=True)]
-        except UNFIT:  # `put` raises an error that names the column
-            written = [put(column, part) for column, part in zip(self.columns, parts, strict=False)]
+        except ENCODING_ERRORS:  # `put` raises an error that names the column
+            written = [encode_column(column, part) for column, part in zip(self.columns, parts, strict=False)]
         return self._head + b"".join(written)
 
     def key_of(self, row: R) -> bytes:
@@ -72,7 +81,7 @@ class Family(Generic[R]):
         parts: list[Part] = []
         at = len(self._head)
         for column in self.columns:
-            part, at = take(column, key, at)
+            part, at = decode_column(column, key, at)
             parts.append(part)
         if at != len(key):
             raise CorruptError(f"a key is longer than its columns: family={self.name} key={key.hex()}.")

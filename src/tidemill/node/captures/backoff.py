@@ -23,15 +23,15 @@ from dataclasses import dataclass
 
 from tidemill.node.captures.placement import Willing
 
-NEVER_S = 30.0
-LOST_S = 120.0
-FIRST_S = 60.0
-LONGEST_S = 6 * 3600.0
+NEVER_WORKED_LIMIT_S = 30.0
+LOST_LIMIT_S = 120.0
+FIRST_PAUSE_S = 60.0
+LONGEST_PAUSE_S = 6 * 3600.0
 """Longest pause. Another node runs the capture in the meantime; a long pause only leaves this node below its share."""
 
 
 @dataclass
-class _Holding:
+class _CaptureHealth:
     """State of a capture that this node holds."""
 
     worked: bool = False
@@ -54,14 +54,14 @@ class CaptureBackoff:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._holdings: dict[str, _Holding] = {}
+        self._holdings: dict[str, _CaptureHealth] = {}
         self._pauses: dict[str, _Pause] = {}
         """Pauses, retained until the capture works here, because the next pause is twice as long."""
 
-    def feels(self, capture: str, health: str | None, now_s: float) -> None:
+    def record_health(self, capture: str, health: str | None, now_s: float) -> None:
         """Record the health of a held capture at each poll. None means that it streams or copies; otherwise its
         error, or ""."""
-        holding = self._holdings.setdefault(capture, _Holding())
+        holding = self._holdings.setdefault(capture, _CaptureHealth())
         if health:
             holding.fails_since_s = now_s if holding.fails_since_s is None else holding.fails_since_s
             holding.error = health
@@ -71,26 +71,26 @@ class CaptureBackoff:
             holding.worked = True
             self._pauses.pop(capture, None)
 
-    def ended(self, capture: str) -> None:
+    def forget_holding(self, capture: str) -> None:
         """Forget the holding of a capture that this node no longer holds."""
         self._holdings.pop(capture, None)
 
-    def fails(self, capture: str, now_s: float) -> bool:
+    def is_failing(self, capture: str, now_s: float) -> bool:
         """Return whether a held capture has failed for longer than is tolerated."""
         holding = self._holdings.get(capture)
         if holding is None or holding.fails_since_s is None:
             return False
-        return now_s - holding.fails_since_s >= (LOST_S if holding.worked else NEVER_S)
+        return now_s - holding.fails_since_s >= (LOST_LIMIT_S if holding.worked else NEVER_WORKED_LIMIT_S)
 
-    def give_up(self, capture: str, now_s: float) -> str:
+    def start_pause(self, capture: str, now_s: float) -> str:
         """Start the next pause of a capture and return the error with which it failed."""
         last = self._pauses.get(capture)
-        length_s = min(LONGEST_S, last.length_s * 2) if last is not None else FIRST_S
+        length_s = min(LONGEST_PAUSE_S, last.length_s * 2) if last is not None else FIRST_PAUSE_S
         error = self._holdings[capture].error
         self._pauses[capture] = _Pause(length_s, now_s + length_s, error)
         return error
 
-    def sees(self, holders: Mapping[str, str], willing: Willing, now_s: float) -> None:
+    def observe_offers(self, holders: Mapping[str, str], willing: Willing, now_s: float) -> None:
         """Record, at each poll, which node holds each capture and what the nodes offer."""
         for capture, pause in self._pauses.items():
             holder = holders.get(capture, "")
@@ -101,10 +101,10 @@ class CaptureBackoff:
             elif pause.others_failed:
                 pause.others_failed, pause.until_s = False, now_s
 
-    def withheld(self, now_s: float) -> frozenset[str]:
+    def withheld_captures(self, now_s: float) -> frozenset[str]:
         """Return the captures that this node may run and does not offer."""
         paused = {capture for capture, pause in self._pauses.items() if now_s < pause.until_s}
-        return frozenset(paused | {capture for capture in self._holdings if self.fails(capture, now_s)})
+        return frozenset(paused | {capture for capture in self._holdings if self.is_failing(capture, now_s)})
 
     def facts(self, now_s: float) -> dict[str, object]:
         """Return the pauses for reports: capture → seconds until it is offered again, and its error."""

@@ -28,13 +28,13 @@ from tidemill.node.captures.placement import Placement, Willing
 
 log = structlog.get_logger()
 
-PAUSE_S = 1.5
+TRY_INTERVAL_S = 1.5
 """Pause between the tries of two nodes: longer than a poll, so that the first one has acquired the lease before."""
-UNEVEN_S = 5.0
+HANDOVER_DELAY_S = 5.0
 """Time for which an imbalance must persist. A move costs the capture a moment and its shapes a new copy, so a node
 that comes and goes quickly gets no captures."""
 
-View = tuple[Mapping[str, str], Willing]
+LeaseView = tuple[Mapping[str, str], Willing]
 """Result of one poll: (capture → holder of its lease, willing nodes). The same object is returned until the next
 poll."""
 
@@ -44,11 +44,11 @@ def node_of(holder: str) -> str:
     return holder.partition("/")[0]
 
 
-def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:
+def _true_since_s(since_s: float | None, holds: bool, now_s: float) -> float | None:
     return None if not holds else now_s if since_s is None else since_s
 
 
-def _unknown() -> str:
+def _unknown_health() -> str:
     """Return the health of a capture that is not set up yet, or is ending."""
     return ""
 
@@ -64,7 +64,7 @@ class CaptureBalancer:
     def __init__(
         self,
         instance: str,
-        look: Callable[[], Awaitable[View]],
+        look: Callable[[], Awaitable[LeaseView]],
         clock: Clock,
         withhold: Callable[[frozenset[str]], None] = lambda _: None,
     ) -> None:
@@ -76,15 +76,15 @@ class CaptureBalancer:
         self.health: dict[str, Callable[[], str | None]] = {}
         self._backoff = CaptureBackoff(self._node)
         self._withheld: frozenset[str] = frozenset()
-        self._view: View | None = None
+        self._view: LeaseView | None = None
         self._placement = Placement({}, {})
 
-    async def turn(self, capture: str) -> None:
+    async def wait_for_turn(self, capture: str) -> None:
         """Return when this node should try for the capture's lease. A lease that an earlier process of this node
         left behind belongs to this node."""
         free_s: float | None = None
         while True:
-            holders, placement = await self._planned()
+            holders, placement = await self._next_plan()
             holder = holders.get(capture, "")
             if holder and node_of(holder) == self._node and holder != self._instance:
                 return
@@ -93,20 +93,22 @@ class CaptureBalancer:
                 continue
             now_s = self._clock.monotonic_s()
             free_s = now_s if free_s is None else free_s
-            line = placement.line(capture)
+            line = placement.nodes_in_try_order(capture)
             place = line.index(self._node) if self._node in line else len(line)
-            if now_s - free_s >= place * PAUSE_S:
+            if now_s - free_s >= place * TRY_INTERVAL_S:
                 return
 
     def facts(self) -> dict[str, object]:
         """Return facts for reports: captures that this node handed over because it cannot run them."""
         return {"given_up": self._backoff.facts(self._clock.monotonic_s())}
 
-    def fairly(self, capture: str, run: Callable[[Lease], Awaitable[None]]) -> Callable[[Lease], Awaitable[None]]:
+    def with_handover(
+        self, capture: str, run: Callable[[Lease], Awaitable[None]]
+    ) -> Callable[[Lease], Awaitable[None]]:
         """Return the body to run under the lease: `run`, ended when another node should have the capture or this
         node cannot run it."""
 
-        async def led(lease: Lease) -> None:
+        async def run_until_handover(lease: Lease) -> None:
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
             def fail(_: str, error: BaseException) -> None:
@@ -115,15 +117,15 @@ class CaptureBalancer:
 
             async with Tasks(fail) as tasks:
                 running = tasks.spawn(_as_coroutine(run, lease), name=f"capture {capture}")
-                giving = tasks.spawn(self._giving(capture), name=f"share of {capture}")
+                giving = tasks.spawn(self._watch_handover(capture), name=f"share of {capture}")
                 await asyncio.wait([running, giving, failed], return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 failed.result()
             failed.cancel()
 
-        return led
+        return run_until_handover
 
-    async def _planned(self) -> tuple[Mapping[str, str], Placement]:
+    async def _next_plan(self) -> tuple[Mapping[str, str], Placement]:
         """Return the holders and the plan as of the next poll. All captures of this process wait for the same poll,
         and the plan is recomputed only if the view differs. This node's own withheld captures count immediately,
         before other nodes see them."""
@@ -131,8 +133,8 @@ class CaptureBalancer:
         if view is not self._view:
             holders, willing = view
             nodes, now_s = {capture: node_of(holder) for capture, holder in holders.items()}, self._clock.monotonic_s()
-            self._backoff.sees(nodes, willing, now_s)
-            withheld = self._backoff.withheld(now_s)
+            self._backoff.observe_offers(nodes, willing, now_s)
+            withheld = self._backoff.withheld_captures(now_s)
             if withheld != self._withheld:
                 self._withhold(withheld)
             if withheld != self._withheld or view != self._view:
@@ -141,28 +143,32 @@ class CaptureBalancer:
             self._view, self._withheld = view, withheld
         return view[0], self._placement
 
-    async def _giving(self, capture: str) -> None:
+    async def _watch_handover(self, capture: str) -> None:
         try:
-            await self._until_given(capture)
+            await self._wait_for_handover(capture)
         finally:
-            self._backoff.ended(capture)
+            self._backoff.forget_holding(capture)
 
-    async def _until_given(self, capture: str) -> None:
+    async def _wait_for_handover(self, capture: str) -> None:
         uneven_s: float | None = None
         unable_s: float | None = None
         while True:
-            _, placement = await self._planned()
+            _, placement = await self._next_plan()
             now_s = self._clock.monotonic_s()
-            self._backoff.feels(capture, self.health.get(capture, _unknown)(), now_s)
-            unable_s = _since(unable_s, self._backoff.fails(capture, now_s), now_s)
+            self._backoff.record_health(capture, self.health.get(capture, _unknown_health)(), now_s)
+            unable_s = _true_since_s(unable_s, self._backoff.is_failing(capture, now_s), now_s)
             # UNEVEN_S later the other nodes know that this node does not offer the capture, and this node knows whether
             # they do.
-            if unable_s is not None and now_s - unable_s >= UNEVEN_S and {*placement.line(capture)} - {self._node}:
-                error = self._backoff.give_up(capture, now_s)
+            if (
+                unable_s is not None
+                and now_s - unable_s >= HANDOVER_DELAY_S
+                and {*placement.nodes_in_try_order(capture)} - {self._node}
+            ):
+                error = self._backoff.start_pause(capture, now_s)
                 log.warning("capture handed over: it fails on this node", capture=capture, node=self._node, error=error)
                 return
-            uneven_s = _since(uneven_s, capture in placement.to_give(self._node), now_s)
-            if uneven_s is not None and now_s - uneven_s >= UNEVEN_S:
+            uneven_s = _true_since_s(uneven_s, capture in placement.captures_to_hand_over(self._node), now_s)
+            if uneven_s is not None and now_s - uneven_s >= HANDOVER_DELAY_S:
                 log.info("capture handed over: another node has fewer", capture=capture, node=self._node)
                 return
 

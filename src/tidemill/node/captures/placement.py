@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 Willing = Mapping[str, Collection[str]]
 """Captures that each live node may run."""
-UNEVEN = 2
+MOVE_THRESHOLD = 2
 """Least difference that justifies a move: moving for a smaller one would only mirror the imbalance."""
 
 
@@ -38,54 +38,54 @@ class Placement:
         self._at = dict(holders)
         free = sorted(self._able.keys() - holders.keys(), key=lambda each: (len(self._able[each]), _hash(each)))
         for capture in free:
-            node = self._at[capture] = self._emptiest(self._able[capture])
+            node = self._at[capture] = self._least_loaded(self._able[capture])
             self._counts[node] += 1
-        self._even(free)
-        self._even(capture for capture, node in self._at.items() if node in self._able.get(capture, ()))
+        self._balance(free)
+        self._balance(capture for capture, node in self._at.items() if node in self._able.get(capture, ()))
         self._given: defaultdict[str, set[str]] = defaultdict(set)
         for capture, node in holders.items():
             if self._at[capture] != node:
                 self._given[node].add(capture)
 
-    def to_give(self, node: str) -> set[str]:
+    def captures_to_hand_over(self, node: str) -> set[str]:
         """Return the captures that this node should hand over."""
         return self._given.get(node, set())
 
-    def line(self, capture: str) -> list[str]:
+    def nodes_in_try_order(self, capture: str) -> list[str]:
         """Return the nodes that may run a capture, in the order in which they should try."""
         first = self._at.get(capture)
         return sorted(
             self._able.get(capture, ()), key=lambda node: (node != first, self._held[node], _hash(f"{capture}/{node}"))
         )
 
-    def _emptiest(self, able: Iterable[str]) -> str:
+    def _least_loaded(self, able: Iterable[str]) -> str:
         return min(able, key=lambda node: (self._counts[node], self._nodes[node]))
 
-    def _even(self, captures: Iterable[str]) -> None:
+    def _balance(self, captures: Iterable[str]) -> None:
         """Move some of these captures, each to a node that may run it, until no move helps: every move reduces the
         sum of the squares. Captures that move anyway go first."""
         piles: dict[frozenset[str], defaultdict[str, list[tuple[bool, bytes, str]]]] = {}
         for capture in captures:
             pile = piles.setdefault(self._able[capture], defaultdict(list))
-            insort(pile[self._at[capture]], self._rank(capture))
+            insort(pile[self._at[capture]], self._move_order(capture))
         while True:
             found = []
             for able, pile in piles.items():
                 source = max((node for node in pile if pile[node]), key=lambda n: (self._counts[n], self._nodes[n]))
-                target = self._emptiest(able)
+                target = self._least_loaded(able)
                 uneven = self._counts[source] - self._counts[target]
-                if uneven >= UNEVEN:
+                if uneven >= MOVE_THRESHOLD:
                     found.append((uneven, *pile[source][0], source, target, able))
             if not found:
                 return
             *_, capture, source, target, able = max(found, key=lambda each: (each[0], not each[1], each[2]))
             del piles[able][source][0]
             self._at[capture] = target
-            insort(piles[able][target], self._rank(capture))
+            insort(piles[able][target], self._move_order(capture))
             self._counts[source] -= 1
             self._counts[target] += 1
 
-    def _rank(self, capture: str) -> tuple[bool, bytes, str]:
+    def _move_order(self, capture: str) -> tuple[bool, bytes, str]:
         return self._holders.get(capture) == self._at[capture], _hash(capture), capture
 
 

@@ -6,8 +6,8 @@
 Invariants:
 
 - Closed by default: only OPEN paths (is the node alive and ready) are served without a principal. Every other request
-  needs the operation that `needs` names; an unknown path needs an operation on the cluster, so that a new route is not
-  open by mistake.
+  needs the operation that `required_permissions` names; an unknown path needs an operation on the cluster, so that a
+  new route is not open by mistake.
 - Bounded cost: a verified credential is accepted for KNOWN_S without another check, so that not every request derives a
   password. A failed one is answered after a delay that grows by address.
 - No shared caching: a response to one principal is not cached for another. A signed URL of a shape is a credential
@@ -33,26 +33,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.registry.http.requests import parts_of, plain_subject
+from tidemill.registry.http.requests import plain_subject, split_path
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
 from tidemill.security.audit import Audit
-from tidemill.security.auth_throttle import Failures
+from tidemill.security.auth_throttle import AuthFailureThrottle
 from tidemill.security.sasl import Authenticator
 from tidemill.security.scram import AuthenticationFailedError
 from tidemill.shapes.definition.permissions import AccessDeniedError, Requester
-from tidemill.shapes.http.authorization import ASKER, NAME, Grants, host_of, is_signed
+from tidemill.shapes.http.authorization import NAME_PARAM, REQUESTER_SCOPE_KEY, ShapeAuthorizer, client_host, is_signed
 from tidemill.shapes.http.params import BadRequestError
 
-OPEN: Final = frozenset({"/healthz", "/readyz", "/v1/health"})
-SHAPE: Final = "/v1/shape"
-KNOWN_S: Final = 30.0
-KNOWN_MAX: Final = 1_000
+PUBLIC_PATHS: Final = frozenset({"/healthz", "/readyz", "/v1/health"})
+SHAPE_PATH: Final = "/v1/shape"
+CREDENTIAL_CACHE_S: Final = 30.0
+CREDENTIAL_CACHE_MAX: Final = 1_000
 HEADER_BYTES_MAX: Final = 20 << 10
 _CHALLENGE: Final = b'Bearer realm="tidemill", Basic realm="tidemill", charset="UTF-8"'
 
 
-class Need(NamedTuple):
+class RequiredPermission(NamedTuple):
     """Operation on a resource that a request needs to be allowed."""
 
     operation: Operation
@@ -60,7 +60,7 @@ class Need(NamedTuple):
     name: str
 
 
-class Parties(NamedTuple):
+class AuthDependencies(NamedTuple):
     """Dependencies of the checks. With `rulebook` None every authenticated principal may do everything. `topics_of`
     returns the topics of a shape's table. `name_claim` is the claim under which the clauses of shapes see a user who
     gave a password."""
@@ -81,7 +81,7 @@ class AuthenticatedClient(NamedTuple):
     known_until_s: float
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware. `parties` is set once the node can check credentials; until then all paths but OPEN return
     503."""
 
@@ -91,62 +91,66 @@ class Guard:
         clock: Clock,
         *,
         within_tls: bool,
-        grants: Grants | None = None,
+        grants: ShapeAuthorizer | None = None,
     ) -> None:
         self._app = app
         self._clock = clock
         self._within_tls = within_tls
-        self._grants = grants or Grants(clock)
+        self._grants = grants or ShapeAuthorizer(clock)
         self._audit = Audit(clock)
-        self._failures = Failures()
+        self._failures = AuthFailureThrottle()
         self._known: OrderedDict[bytes, AuthenticatedClient] = OrderedDict()
-        self.parties: Parties | None = None
+        self.parties: AuthDependencies | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN or scope["method"] == "OPTIONS":
+        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
             return
         parties = self.parties
         if parties is None:
-            await self._refuse(scope, send, 503, "the node is starting.", (b"retry-after", b"1"))
+            await self._send_refusal(scope, send, 503, "the node is starting.", (b"retry-after", b"1"))
             return
-        host = host_of(scope)
+        host = client_host(scope)
         if scope["path"].endswith("\n"):
             # The router's patterns also match before a trailing newline, so the router would see a known path where
-            # `needs` sees an unknown one.
-            await self._refuse(scope, send, 404, "Not Found")
+            # `required_permissions` sees an unknown one.
+            await self._send_refusal(scope, send, 404, "Not Found")
             return
-        query = QueryParams(scope["query_string"] if scope["path"] == SHAPE else "")
+        query = QueryParams(scope["query_string"] if scope["path"] == SHAPE_PATH else "")
         if is_signed(query) and scope["method"] in ("GET", "HEAD", "POST"):
-            await self._signed(scope, receive, send, query, host)
+            await self._serve_signed(scope, receive, send, query, host)
             return
         try:
-            known = await self._proven(parties, scope, host)
+            known = await self._authenticate(parties, scope, host)
         except AuthenticationFailedError as refused:
-            await self._turn_away(scope, send, host, refused)
+            await self._refuse_unauthenticated(scope, send, host, refused)
             return
         except TidemillError as error:
-            await self._refuse(scope, send, 503, f"authentication is not possible now: {error}", (b"retry-after", b"1"))
+            await self._send_refusal(
+                scope, send, 503, f"authentication is not possible now: {error}", (b"retry-after", b"1")
+            )
             return
         principal = known.principal
         raw = scope.get("raw_path") or scope["path"].encode()
-        topics = await _topics(parties, query)
-        needed = needs(scope["method"], scope["path"], raw, topics)
-        denied = _denied(parties, needed, principal, host)
+        topics = await _required_topics(parties, query)
+        needed = required_permissions(scope["method"], scope["path"], raw, topics)
+        denied = _first_denied(parties, needed, principal, host)
         if denied is not None:
-            self._tell(denied, principal, host)
+            self._audit_denial(denied, principal, host)
             about = f"is not authorized: {denied.operation.name} {denied.resource.name} {denied.name}."
-            if scope["path"] == SHAPE:
+            if scope["path"] == SHAPE_PATH:
                 about = "is not authorized for this shape request."
-            await self._refuse(scope, send, 403, f"{principal} {about}")
+            await self._send_refusal(scope, send, 403, f"{principal} {about}")
             return
-        if scope["path"] == SHAPE:
-            scope[ASKER] = Requester(
-                principal, known.claims, known.ends_ms, lambda: _denied(parties, needed, principal, host) is None
+        if scope["path"] == SHAPE_PATH:
+            scope[REQUESTER_SCOPE_KEY] = Requester(
+                principal, known.claims, known.ends_ms, lambda: _first_denied(parties, needed, principal, host) is None
             )
-        await self._app(scope, receive, _for_one(send))
+        await self._app(scope, receive, _with_private_caching(send))
 
-    async def _refuse(self, scope: Scope, send: Send, status: int, message: str, *more: tuple[bytes, bytes]) -> None:
+    async def _send_refusal(
+        self, scope: Scope, send: Send, status: int, message: str, *more: tuple[bytes, bytes]
+    ) -> None:
         body = json.dumps({"message": message}).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -157,19 +161,19 @@ class Guard:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _signed(self, scope: Scope, receive: Receive, send: Send, query: QueryParams, host: str) -> None:
+    async def _serve_signed(self, scope: Scope, receive: Receive, send: Send, query: QueryParams, host: str) -> None:
         """Pass on a request with a valid signature, for any client. The shape room checks the signature
         again, and serves what it signs."""
         try:
             with suppress(BadRequestError):  # the shape room words that error
-                self._grants.right(query, None, host)
+                self._grants.authorize(query, None, host)
         except AccessDeniedError as denied:
-            await self._refuse(scope, send, denied.status, str(denied))
+            await self._send_refusal(scope, send, denied.status, str(denied))
             return
         await self._app(scope, receive, send)
 
-    def _tell(self, need: Need, principal: str, host: str) -> None:
-        self._audit.refused(
+    def _audit_denial(self, need: RequiredPermission, principal: str, host: str) -> None:
+        self._audit.log_refusal(
             "http.operation_denied",
             (principal, need.operation.name, need.resource.name, need.name),
             principal=principal,
@@ -179,7 +183,7 @@ class Guard:
             name=need.name,
         )
 
-    async def _proven(self, parties: Parties, scope: Scope, host: str) -> AuthenticatedClient:
+    async def _authenticate(self, parties: AuthDependencies, scope: Scope, host: str) -> AuthenticatedClient:
         """Return the client that the credential proves. Raises AuthenticationFailedError, UnavailableError."""
         given = [value for key, value in scope["headers"] if key == b"authorization"]
         if len(given) != 1 or len(given[0]) > HEADER_BYTES_MAX:
@@ -192,20 +196,22 @@ class Guard:
         known = self._known.get(digest)
         if known is not None and now_s < known.known_until_s:
             return known
-        known = self._known[digest] = await self._prove(parties, given[0], host, now_s)
+        known = self._known[digest] = await self._verify_credential(parties, given[0], host, now_s)
         self._known.move_to_end(digest)
-        while len(self._known) > KNOWN_MAX:
+        while len(self._known) > CREDENTIAL_CACHE_MAX:
             self._known.popitem(last=False)
         return known
 
-    async def _prove(self, parties: Parties, header: bytes, host: str, now_s: float) -> AuthenticatedClient:
+    async def _verify_credential(
+        self, parties: AuthDependencies, header: bytes, host: str, now_s: float
+    ) -> AuthenticatedClient:
         kind, _, proof = header.decode("latin-1").partition(" ")
         authenticator = parties.authenticator
         if kind.lower() == "bearer" and authenticator.tokens is not None:
             found = await authenticator.tokens.verify(proof.strip())
-            claims = {name: found.claims[name] for name in self._grants.claims if name in found.claims}
+            claims = {name: found.claims[name] for name in self._grants.used_claims if name in found.claims}
             lives_s = (found.expires_ms - self._clock.now_ms()) / 1000
-            return AuthenticatedClient(found.principal, claims, found.ends_ms, now_s + min(KNOWN_S, lives_s))
+            return AuthenticatedClient(found.principal, claims, found.ends_ms, now_s + min(CREDENTIAL_CACHE_S, lives_s))
         if kind.lower() != "basic":
             raise AuthenticationFailedError("an unsupported authentication scheme")
         if not self._within_tls and not _is_loopback(host):
@@ -216,28 +222,32 @@ class Guard:
             raise AuthenticationFailedError("a malformed password credential") from error
         if not colon:
             raise AuthenticationFailedError("a user without a password", user)
-        principal = await authenticator.password(user, password)
-        return AuthenticatedClient(principal, {parties.name_claim: user}, None, now_s + KNOWN_S)
+        principal = await authenticator.verify_password(user, password)
+        return AuthenticatedClient(principal, {parties.name_claim: user}, None, now_s + CREDENTIAL_CACHE_S)
 
-    async def _turn_away(self, scope: Scope, send: Send, host: str, refused: AuthenticationFailedError) -> None:
+    async def _refuse_unauthenticated(
+        self, scope: Scope, send: Send, host: str, refused: AuthenticationFailedError
+    ) -> None:
         if refused.message != "no credential was given":
-            self._audit.refused(
+            self._audit.log_refusal(
                 "http.authentication_failed", (host, refused.user), host=host, user=refused.user, reason=refused.message
             )
             await asyncio.sleep(self._failures.delay_s(host, self._clock.monotonic_s()))
-        await self._refuse(scope, send, 401, "Authentication is required.", (b"www-authenticate", _CHALLENGE))
+        await self._send_refusal(scope, send, 401, "Authentication is required.", (b"www-authenticate", _CHALLENGE))
 
 
-async def _topics(parties: Parties, query: QueryParams) -> list[str]:
+async def _required_topics(parties: AuthDependencies, query: QueryParams) -> list[str]:
     """Return the topics that a shape request needs, whichever of several tables the shape room picks: `shape.NAME`
     for a server-defined shape, and the topics of every named table."""
     if parties.rulebook is None:
         return []
-    named = [f"shape.{name}" for name in query.getlist(NAME)]
+    named = [f"shape.{name}" for name in query.getlist(NAME_PARAM)]
     return named + [topic for table in query.getlist("table") for topic in await parties.topics_of(table)]
 
 
-def _denied(parties: Parties, needed: Sequence[Need], principal: str, host: str) -> Need | None:
+def _first_denied(
+    parties: AuthDependencies, needed: Sequence[RequiredPermission], principal: str, host: str
+) -> RequiredPermission | None:
     """Return the first need that the current rules do not allow."""
     if parties.rulebook is None:
         return None
@@ -247,21 +257,25 @@ def _denied(parties: Parties, needed: Sequence[Need], principal: str, host: str)
     )
 
 
-def needs(method: str, path: str, raw_path: bytes, topics: Sequence[str]) -> list[Need]:
-    """Return everything that a request needs. `topics` are those of a shape request (`_topics`). Pure."""
+def required_permissions(method: str, path: str, raw_path: bytes, topics: Sequence[str]) -> list[RequiredPermission]:
+    """Return everything that a request needs. `topics` are those of a shape request (`_required_topics`). Pure."""
     reads = method in ("GET", "HEAD")
-    if path == SHAPE and method == "DELETE":
+    if path == SHAPE_PATH and method == "DELETE":
         # A handle alone may name any shape.
-        return [Need(Operation.DELETE, Resource.TOPIC, topic) for topic in topics] or [_cluster(Operation.ALTER)]
-    if path == SHAPE and (reads or method == "POST"):  # a POST reads a subset
-        return [Need(Operation.READ, Resource.TOPIC, topic) for topic in topics] or [_cluster()]
-    parts = parts_of(raw_path)
+        return [RequiredPermission(Operation.DELETE, Resource.TOPIC, topic) for topic in topics] or [
+            _cluster_permission(Operation.ALTER)
+        ]
+    if path == SHAPE_PATH and (reads or method == "POST"):  # a POST reads a subset
+        return [RequiredPermission(Operation.READ, Resource.TOPIC, topic) for topic in topics] or [
+            _cluster_permission()
+        ]
+    parts = split_path(raw_path)
     if parts[0] in ("subjects", "compatibility", "config", "mode", "schemas", "contexts"):
-        return _registry(method, parts, reads=reads)
-    return [_cluster() if reads else _cluster(Operation.ALTER)]
+        return _registry_permissions(method, parts, reads=reads)
+    return [_cluster_permission() if reads else _cluster_permission(Operation.ALTER)]
 
 
-def _registry(method: str, parts: list[str], *, reads: bool) -> list[Need]:
+def _registry_permissions(method: str, parts: list[str], *, reads: bool) -> list[RequiredPermission]:
     """Return the needs of a schema registry request. A subject belongs to its topic: `orders-value` and `orders-key`
     belong to `orders`. Every authenticated client may read a schema by id, because a consumer finds the id in every
     record."""
@@ -278,17 +292,17 @@ def _registry(method: str, parts: list[str], *, reads: bool) -> list[Need]:
         operation = Operation.WRITE if subject else Operation.ALTER
     else:
         operation = Operation.DELETE if subject and method == "DELETE" else Operation.ALTER
-    return [Need(operation, Resource.TOPIC, _topic_of(plain_subject(name))) for name in subject] or [
-        _cluster(operation)
-    ]
+    return [
+        RequiredPermission(operation, Resource.TOPIC, _topic_of_subject(plain_subject(name))) for name in subject
+    ] or [_cluster_permission(operation)]
 
 
-def _topic_of(subject: str) -> str:
+def _topic_of_subject(subject: str) -> str:
     return next((subject.removesuffix(end) for end in ("-key", "-value") if subject.endswith(end)), subject)
 
 
-def _cluster(operation: Operation = Operation.DESCRIBE) -> Need:
-    return Need(operation, Resource.CLUSTER, CLUSTER_NAME)
+def _cluster_permission(operation: Operation = Operation.DESCRIBE) -> RequiredPermission:
+    return RequiredPermission(operation, Resource.CLUSTER, CLUSTER_NAME)
 
 
 def _is_loopback(host: str) -> bool:
@@ -298,13 +312,14 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _for_one(send: Send) -> Send:
+def _with_private_caching(send: Send) -> Send:
     """Mark responses as private to one principal, so that no shared cache stores them."""
 
     async def privately(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = [
-                (key, _private(value) if key == b"cache-control" else value) for key, value in message["headers"]
+                (key, _private_directives(value) if key == b"cache-control" else value)
+                for key, value in message["headers"]
             ]
             message = {**message, "headers": [*headers, (b"vary", b"authorization")]}
         await send(message)
@@ -312,7 +327,7 @@ def _for_one(send: Send) -> Send:
     return privately
 
 
-def _private(value: bytes) -> bytes:
+def _private_directives(value: bytes) -> bytes:
     directives = [each.strip() for each in value.split(b",")]
     kept = [each for each in directives if each != b"public" and not each.startswith(b"s-maxage")]
     return b", ".join([b"private", *kept] if b"no-store" not in kept else kept)

@@ -13,15 +13,15 @@ import socket
 import stat
 from collections.abc import Iterator, Set
 
-OPEN = "/proc/self/fd"
+DESCRIPTORS_PATH = "/proc/self/fd"
 CHECK_S = 1.0
 
 
-def connections(port: int) -> set[int]:
+def list_connections(port: int) -> set[int]:
     """Return the connections of this process to `port`, by the inode numbers of their sockets. Linux only; empty
     elsewhere."""
     found = set()
-    for _, connection in _connections(_open(), port):
+    for _, connection in _iterate_connections(_open_descriptors(), port):
         with connection:
             found.add(os.fstat(connection.fileno()).st_ino)
     return found
@@ -30,30 +30,30 @@ def connections(port: int) -> set[int]:
 def close_connections(port: int, numbers: Set[int]) -> int:
     """Shut down those connections that still exist. Return their number."""
     closed = 0
-    for _, connection in _connections(_open() if numbers else [], port):
+    for _, connection in _iterate_connections(_open_descriptors() if numbers else [], port):
         with connection:
             if os.fstat(connection.fileno()).st_ino in numbers:
-                closed += _shut(connection)
+                closed += _shutdown_connection(connection)
     return closed
 
 
-def close_crowds(port: int, limit: int) -> int:
+def close_excess_connections(port: int, limit: int) -> int:
     """Shut down the connections of this process to `port` beyond `limit` per address. Return their number. Linux
     only; 0 elsewhere."""
-    names = _open()
+    names = _open_descriptors()
     if len(names) <= limit:
         return 0
     counts: dict[str, int] = {}
     closed = 0
-    for address, connection in _connections(names, port):
+    for address, connection in _iterate_connections(names, port):
         with connection:
             counts[address] = counts.get(address, 0) + 1
             if counts[address] > limit:
-                closed += _shut(connection)
+                closed += _shutdown_connection(connection)
     return closed
 
 
-def close_copies(listening: socket.socket) -> int:
+def close_descriptor_copies(listening: socket.socket) -> int:
     """Replace copies of the descriptor of `listening` in this process by /dev/null; return their number.
 
     The descriptors stay allocated until their owners close them. A thread that polls a copy is not woken. Linux only; 0
@@ -62,7 +62,7 @@ def close_copies(listening: socket.socket) -> int:
     """
     number, closed = os.fstat(listening.fileno()).st_ino, 0
     with open(os.devnull, "rb") as nothing:
-        for descriptor in map(int, _open()):
+        for descriptor in map(int, _open_descriptors()):
             try:
                 found = os.fstat(descriptor)
             except OSError:  # closed in the meantime
@@ -73,14 +73,14 @@ def close_copies(listening: socket.socket) -> int:
     return closed
 
 
-def _open() -> list[str]:
+def _open_descriptors() -> list[str]:
     try:
-        return os.listdir(OPEN)
+        return os.listdir(DESCRIPTORS_PATH)
     except FileNotFoundError:
         return []
 
 
-def _connections(names: list[str], port: int) -> Iterator[tuple[str, socket.socket]]:
+def _iterate_connections(names: list[str], port: int) -> Iterator[tuple[str, socket.socket]]:
     """Yield (peer's address, duplicate), oldest descriptors first. The caller closes each duplicate."""
     for descriptor in sorted(int(name) for name in names):
         try:
@@ -100,7 +100,7 @@ def _connections(names: list[str], port: int) -> Iterator[tuple[str, socket.sock
             duplicate.close()
 
 
-def _shut(connection: socket.socket) -> int:
+def _shutdown_connection(connection: socket.socket) -> int:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # already closed

@@ -20,15 +20,15 @@ from collections.abc import Sequence
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidemill.base.address import plain_host
+from tidemill.base.address import canonical_host
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.base.runtime import file_descriptors
-from tidemill.shapes.http.cors import Origins
-from tidemill.shapes.http.responses import EXPOSED
+from tidemill.shapes.http.cors import AllowedOrigins
+from tidemill.shapes.http.responses import EXPOSED_HEADERS
 
 RETRY_AFTER_S = 5
 HEAD_BYTES = 256 << 10
-SHAPES = "/v1/"
+CORS_PREFIX = "/v1/"
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
@@ -41,20 +41,20 @@ class HttpLimits(msgspec.Struct, frozen=True):
     header_bytes: int = 64 << 10
     body_bytes: int = 1 << 20
 
-    def within_descriptors(self) -> int:
+    def connection_limit(self) -> int:
         """Return the limit of connections, capped at HTTP's share of the process's descriptors."""
-        return min(self.connections, file_descriptors.current().http)
+        return min(self.connections, file_descriptors.current_shares().http)
 
 
-class Bounded:
+class LimitsMiddleware:
     """ASGI middleware, the outermost: enforces `header_bytes`, `per_address` and `body_bytes`, and adds CORS to
     refusals. It passes the client's address on in the notation that rules use."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits, origins: Sequence[str] = LOOPBACK_ORIGINS) -> None:
         self._app = app
-        self._origins = Origins(origins)
+        self._origins = AllowedOrigins(origins)
         self._limits = limits
-        self._too_long = _message(
+        self._too_long = _message_body(
             f"The request head is too large: limit_bytes={limits.header_bytes}.",
             "Send many values as one array parameter (= ANY($1)), or request a subset by POST.",
         )
@@ -65,16 +65,16 @@ class Bounded:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"].startswith(SHAPES):
-            send = _Told(send, scope, self._origins).send
-        if _head_bytes(scope) > self._limits.header_bytes:
+        if scope["path"].startswith(CORS_PREFIX):
+            send = _CorsSender(send, scope, self._origins).send
+        if _head_size_bytes(scope) > self._limits.header_bytes:
             await _refuse(send, 431, self._too_long)
             return
-        if _declared(scope) > self._limits.body_bytes:
-            await _too_large(send)
+        if _declared_length(scope) > self._limits.body_bytes:
+            await _refuse_body(send)
             return
         client = scope.get("client")
-        address = plain_host(str(client[0])) if client else ""
+        address = canonical_host(str(client[0])) if client else ""
         if client and address != client[0]:
             scope = {**scope, "client": (address, *client[1:])}
         if self.under_way.get(address, 0) >= self._limits.per_address:
@@ -82,7 +82,7 @@ class Bounded:
             await _refuse(send, 503, b'{"message":"Too many concurrent requests from this address."}')
             return
         self.under_way[address] = self.under_way.get(address, 0) + 1
-        body = _Body(receive, send, self._limits.body_bytes)
+        body = _LimitedBody(receive, send, self._limits.body_bytes)
         try:
             await self._app(scope, body.receive, body.send)
         finally:
@@ -93,10 +93,10 @@ class Bounded:
                 del self.under_way[address]
 
 
-class _Told:
+class _CorsSender:
     """Sender that adds the headers of CORS to an unsuccessful response that has none."""
 
-    def __init__(self, send: Send, scope: Scope, origins: Origins) -> None:
+    def __init__(self, send: Send, scope: Scope, origins: AllowedOrigins) -> None:
         self._send = send
         self._scope = scope
         self._origins = origins
@@ -106,13 +106,16 @@ class _Told:
             headers = [*message["headers"]]
             if not any(name.lower() == b"access-control-expose-headers" for name, _ in headers):
                 origin = next((value for name, value in self._scope["headers"] if name == b"origin"), b"")
-                told = {**self._origins.headers(origin.decode("latin-1")), "access-control-expose-headers": EXPOSED}
+                told = {
+                    **self._origins.headers(origin.decode("latin-1")),
+                    "access-control-expose-headers": EXPOSED_HEADERS,
+                }
                 headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
                 message = {**message, "headers": headers}
         await self._send(message)
 
 
-class _Body:
+class _LimitedBody:
     """Body without a declared length, truncated where it passes the limit. The application sees a disconnected client;
     its response is replaced by 413 for the client, which is still connected."""
 
@@ -135,26 +138,26 @@ class _Body:
             self._answered = True
             await self._send(message)
         elif message["type"] == "http.response.start":
-            await _too_large(self._send)
+            await _refuse_body(self._send)
 
 
-def _message(*sentences: str) -> bytes:
+def _message_body(*sentences: str) -> bytes:
     return msgspec.json.encode({"message": " ".join(sentences)})
 
 
-def _head_bytes(scope: Scope) -> int:
+def _head_size_bytes(scope: Scope) -> int:
     """Return the size of the head as sent, except for insignificant spaces."""
     query_bytes = len(scope["query_string"])
     line = len(scope["method"]) + len(scope.get("raw_path") or scope["path"]) + query_bytes + bool(query_bytes) + 14
     return line + sum([len(name) + len(value) + 4 for name, value in scope["headers"]])
 
 
-def _declared(scope: Scope) -> int:
+def _declared_length(scope: Scope) -> int:
     length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     return int(length) if length.isdigit() and len(length) < 20 else 0
 
 
-async def _too_large(send: Send) -> None:
+async def _refuse_body(send: Send) -> None:
     await _refuse(send, 413, b'{"message":"The request body is too large."}')
 
 

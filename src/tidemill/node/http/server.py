@@ -19,19 +19,25 @@ import structlog
 from tidemill.base.address import Address
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.limits import LOOPBACK_ORIGINS
-from tidemill.base.runtime.tasks import FailureHandler, Tasks, sentence
-from tidemill.node.http.connection_limits import CHECK_S, close_connections, close_copies, close_crowds, connections
-from tidemill.node.http.limits import HEAD_BYTES, Bounded, HttpLimits
-from tidemill.security.tls import Certificates, TlsSettings
+from tidemill.base.runtime.tasks import FailureHandler, Tasks, error_sentence
+from tidemill.node.http.connection_limits import (
+    CHECK_S,
+    close_connections,
+    close_descriptor_copies,
+    close_excess_connections,
+    list_connections,
+)
+from tidemill.node.http.limits import HEAD_BYTES, HttpLimits, LimitsMiddleware
+from tidemill.security.tls import ServerCertificates, TlsSettings
 
 _log = structlog.get_logger()
 
 BACKLOG = 1024
 START_TIMEOUT_S = 10.0
-RENEWED_S = 0.1
+WORKER_START_CHECK_S = 0.1
 """Time within which a worker that cannot serve has ended."""
 RENEW_INTERVAL_S = 5.0
-FORMER_S = 60.0
+FORMER_CONNECTIONS_S = 60.0
 """Time for which the connections of a former worker may be used after its certificate was renewed."""
 STOP_TIMEOUT_S = 2.0
 """Time that requests under way get to finish. Close what holds them (live shapes) before the server."""
@@ -53,9 +59,9 @@ class HttpServer:
     ) -> None:
         """Initialise. `origins` are those of pages that may read why they are refused."""
         self._tls = tls
-        self._certificates = Certificates(tls) if tls is not None else None
+        self._certificates = ServerCertificates(tls) if tls is not None else None
         self._limits = limits or HttpLimits()
-        self.bounded = Bounded(app, self._limits, origins)
+        self.bounded = LimitsMiddleware(app, self._limits, origins)
         self._host = host
         self.port = port
         self._socket: socket.socket | None = None
@@ -107,20 +113,20 @@ class HttpServer:
             http=HTTPModes.http1,
             websockets=False,
             backlog=BACKLOG,
-            backpressure=self._limits.within_descriptors(),
+            backpressure=self._limits.connection_limit(),
             http1_settings=HTTP1Settings(
                 header_read_timeout=int(self._limits.header_timeout_s * 1000),
                 max_buffer_size=HEAD_BYTES,
             ),
             log_enabled=False,
-            **_ssl(self._tls),
+            **_tls_options(self._tls),
         )
         self._serving = self._tasks.spawn(self._server.serve(), name="http")
-        await self._answering()
-        self._tasks.spawn(self._keep_crowds_away(), name="http-crowds")
+        await self._wait_until_accepting()
+        self._tasks.spawn(self._close_excess_connections(), name="http-crowds")
         return self.port
 
-    async def follow_certificates(self, works: Callable[[], None]) -> None:
+    async def watch_certificates(self, works: Callable[[], None]) -> None:
         """Renew the certificate whenever its files change, forever. New connections get the new certificate; existing
         ones retain theirs.
 
@@ -129,34 +135,34 @@ class HttpServer:
         """
         assert self._certificates is not None
         while True:
-            if await asyncio.to_thread(self._certificates.renew):
+            if await asyncio.to_thread(self._certificates.reload_if_changed):
                 self._renewed = True  # set before the await, which may be cancelled
-                await self._server.renew(_ssl(self._tls))
-                former = await asyncio.to_thread(connections, self.port)
+                await self._server.renew(_tls_options(self._tls))
+                former = await asyncio.to_thread(list_connections, self.port)
                 self._former |= former
-                self._tasks.spawn(self._end_former(former), name="http-former")
+                self._tasks.spawn(self._close_former_connections(former), name="http-former")
                 _log.info("http.certificates_renewed")
             works()
             await asyncio.sleep(RENEW_INTERVAL_S)
 
-    async def _end_former(self, former: Set[int]) -> None:
-        await asyncio.sleep(FORMER_S)
+    async def _close_former_connections(self, former: Set[int]) -> None:
+        await asyncio.sleep(FORMER_CONNECTIONS_S)
         await asyncio.to_thread(close_connections, self.port, former)
         self._former -= former
 
-    async def _keep_crowds_away(self) -> None:
+    async def _close_excess_connections(self) -> None:
         """Close excess connections once a second, off the loop. An error is logged, and the next round tries again."""
         while True:
             await asyncio.sleep(CHECK_S)
             try:
-                closed = await asyncio.to_thread(close_crowds, self.port, self._limits.address_connections)
+                closed = await asyncio.to_thread(close_excess_connections, self.port, self._limits.address_connections)
             except Exception as error:
-                _log.error("connections could not be counted", error=sentence(error))
+                _log.error("connections could not be counted", error=error_sentence(error))
                 continue
             if closed:
                 _log.warning("connections closed", count=closed, limit=self._limits.address_connections)
 
-    async def _answering(self) -> None:
+    async def _wait_until_accepting(self) -> None:
         """Return when a worker accepts connections. Raises UnavailableError when the server ended instead."""
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         assert self._serving is not None
@@ -180,12 +186,12 @@ class HttpServer:
             if self._renewed and (self._serving is None or self._serving.done()):
                 # granian may retain descriptors of renewed workers. `shutdown` is not an option: a worker that is
                 # stopped before it serves misses the signal, and would call accept in a loop that uses a whole core.
-                close_copies(self._socket)
+                close_descriptor_copies(self._socket)
             self._socket.close()
             self._socket = None
 
 
-def _ssl(tls: TlsSettings | None) -> dict[str, Any]:
+def _tls_options(tls: TlsSettings | None) -> dict[str, Any]:
     from granian.constants import SSLProtocols
 
     if tls is None:
@@ -221,7 +227,7 @@ def _embedded_server(listening: socket.socket, **settings: Any) -> Any:
             fresh.interrupt_by_parent = True  # its end does not end the server before it serves
             fresh.start()
             try:
-                await asyncio.wait({fresh._task}, timeout=RENEWED_S)
+                await asyncio.wait({fresh._task}, timeout=WORKER_START_CHECK_S)
             finally:
                 # Also after a cancellation: a stop of the server stops the workers in `wrks`.
                 if fresh._task.done():

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.status import Report, this_process
+from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.status import StatusReport, this_process
 
 KIND = "pipeline"
 DRIVER_MODULE = "tidemill.spark.pipeline.driver"
@@ -24,7 +24,7 @@ def instance_name(label: str, number: int) -> str:
     return "-".join(part for part in (label, str(number) if number > 1 else "") if part)
 
 
-def process_of(pipeline: str, instance: str) -> str:
+def process_name(pipeline: str, instance: str) -> str:
     """Return the process name under which a driver reports."""
     return ":".join(part for part in (KIND, pipeline, instance) if part)
 
@@ -35,7 +35,7 @@ def pipeline_of(process: str) -> str:
     return rest.partition(":")[0] if kind == KIND else ""
 
 
-def place_of(process: str) -> tuple[str, int]:
+def label_and_number(process: str) -> tuple[str, int]:
     """Return (label, number) of a driver's process."""
     label, _, number = process.split(":", 2)[2].rpartition("-") if process.count(":") > 1 else ("", "", "1")
     if number.isdecimal():
@@ -51,16 +51,16 @@ def is_driver(pid: int) -> bool:
         return False
 
 
-def runs_here(report: Report) -> bool:
+def is_local_live_driver(report: StatusReport) -> bool:
     """Return whether the report comes from a live driver on this machine."""
     return report.host == this_process()[1] and is_driver(report.pid)
 
 
-def is_silent(report: Report, now_ms: int) -> bool:
-    return now_ms - report.at_ms > MARK_BLIND_AFTER_MS
+def is_silent(report: StatusReport, now_ms: int) -> bool:
+    return now_ms - report.at_ms > STATUS_BLIND_AFTER_MS
 
 
-def beside(report: Report, reports: Iterable[Report], now_ms: int) -> list[str]:
+def processes_sharing_driver(report: StatusReport, reports: Iterable[StatusReport], now_ms: int) -> list[str]:
     """Return the processes of other pipelines that share this one's driver (one pid). If only one of two is silent,
     it was an earlier process with the same pid."""
     return sorted(
@@ -73,8 +73,8 @@ def beside(report: Report, reports: Iterable[Report], now_ms: int) -> list[str]:
     )
 
 
-def not_started(
-    reports: Iterable[Report], pipelines: Collection[str], label: str, started: Collection[str], now_ms: int
+def stale_drivers(
+    reports: Iterable[StatusReport], pipelines: Collection[str], label: str, started: Collection[str], now_ms: int
 ) -> list[str]:
     """Return processes that were this supervisor's drivers, are dead, and are no longer started.
 
@@ -85,7 +85,7 @@ def not_started(
         r.process
         for r in reports
         if pipeline_of(r.process) in pipelines
-        and place_of(r.process)[0] == label
+        and label_and_number(r.process)[0] == label
         and r.process not in started
         and is_silent(r, now_ms)
         and r.host == host
@@ -93,7 +93,7 @@ def not_started(
     ]
 
 
-def not_missed(reports: Iterable[Report], ended: Collection[str], now_ms: int) -> list[str]:
+def forgettable_drivers(reports: Iterable[StatusReport], ended: Collection[str], now_ms: int) -> list[str]:
     """Return which of the drivers that ended on purpose to forget: all of them if a peer continues, otherwise all
     but the first, which stays and turns blind. A pipeline without any driver must never look healthy."""
     ended_of: dict[str, list[str]] = defaultdict(list)
@@ -106,5 +106,5 @@ def not_missed(reports: Iterable[Report], ended: Collection[str], now_ms: int) -
     ended_of.pop("", None)
     out: list[str] = []
     for pipeline, processes in ended_of.items():
-        out += sorted(processes, key=place_of)[0 if pipeline in living else 1 :]
+        out += sorted(processes, key=label_and_number)[0 if pipeline in living else 1 :]
     return out

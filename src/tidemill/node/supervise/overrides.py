@@ -10,7 +10,7 @@ from tidemill.base.config.config import Config, PipelineSparkSection
 from tidemill.base.errors import InvalidError
 
 
-def overridden(
+def with_overrides(
     config: Config,
     names: Iterable[str],
     *,
@@ -24,7 +24,7 @@ def overridden(
 
     Raises InvalidError with the option that is wrong.
     """
-    pairs = [_pair(text) for text in conf]
+    pairs = [_parse_pair(text) for text in conf]
     given = {"instances": instances, "master": master or None, "driver_memory": driver_memory or None}
     values = {key: value for key, value in given.items() if value is not None}
     pipelines = dict(config.pipeline)
@@ -41,7 +41,7 @@ def overridden(
     return config.model_copy(update={"pipeline": pipelines})
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_pair(text: str) -> tuple[str, str]:
     key, found, value = text.partition("=")
     if not found or not key.strip():
         raise InvalidError(f"invalid Spark setting: --conf {text!r}.", fix="Write --conf KEY=VALUE.")

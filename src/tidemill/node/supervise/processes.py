@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tidemill.base.address import Address
 from tidemill.base.clock import Clock
-from tidemill.base.config.config import Config, ConsensusSection, ObjectsSection, drivers
+from tidemill.base.config.config import Config, ConsensusSection, ObjectsSection, pipelines_by_driver
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.private_directories import make_private_directory
-from tidemill.node.supervise.driver_instances import DRIVER_MODULE, instance_name, process_of
+from tidemill.node.supervise.driver_instances import DRIVER_MODULE, instance_name, process_name
 from tidemill.node.supervise.supervisor import ChildSpec, Supervisor
 from tidemill.spark.environment import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 
@@ -42,7 +42,7 @@ def start_all(
     loop."""
     supervisor = supervisor or make_supervisor(config, clock, on_failure, say)
     for number in range(1, nodes + 1):
-        numbered = config if number == 1 else beside(config, number)
+        numbered = config if number == 1 else numbered_node_config(config, number)
         path = resolved_path(config).with_name("resolved.json" if number == 1 else f"resolved-{number}.json")
         try:
             write_private(path, numbered.model_dump_json())
@@ -54,20 +54,20 @@ def start_all(
         name = "node" if number == 1 else f"node-{number}"
         command = [sys.executable, "-m", NODE_MODULE, str(path)]
         supervisor.add(ChildSpec(name, command, marks=(f"node:{numbered.node.name}",), vital=True))
-    for names in together(config):
+    for names in group_by_driver(config):
         start_drivers(config, names, supervisor)
     return supervisor
 
 
-def supervised_here(config: Config) -> list[str]:
+def supervised_pipelines(config: Config) -> list[str]:
     """Return the pipelines whose drivers without a label `up` starts. Drivers of a pipeline with instances = 0 run
     elsewhere."""
     return [name for name, section in config.pipeline.items() if section.spark.instances]
 
 
-def together(config: Config) -> list[list[str]]:
+def group_by_driver(config: Config) -> list[list[str]]:
     """Return the pipelines grouped by their driver. A pipeline that names no driver is alone."""
-    shared = drivers(config)
+    shared = pipelines_by_driver(config)
     alone = [[name] for name, section in config.pipeline.items() if not section.driver]
     return [*alone, *shared.values()]
 
@@ -76,7 +76,7 @@ def start_drivers(config: Config, names: Sequence[str], supervisor: Supervisor, 
     """Start as many identical drivers of these pipelines as the configuration says. `label` distinguishes the
     drivers of one machine from those of another."""
     for number in range(1, config.pipeline[names[0]].spark.instances + 1):
-        supervisor.add(driver(config, names, instance_name(label, number)))
+        supervisor.add(driver_spec(config, names, instance_name(label, number)))
 
 
 def make_supervisor(
@@ -96,13 +96,13 @@ def write_private(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-def beside(config: Config, number: int) -> Config:
+def numbered_node_config(config: Config, number: int) -> Config:
     """Return the configuration of node `number` on this machine: its own name, the next ports, the same stores."""
     node = config.node.model_copy(
         update={
             "name": f"{config.node.name}-{number}",
-            "http": next_port(config.node.http, number - 1),
-            "kafka": next_port(config.node.kafka, number - 1),
+            "http": offset_port(config.node.http, number - 1),
+            "kafka": offset_port(config.node.kafka, number - 1),
         }
     )
     return config.model_copy(
@@ -114,12 +114,12 @@ def beside(config: Config, number: int) -> Config:
     )
 
 
-def next_port(address: str, by: int) -> str:
+def offset_port(address: str, by: int) -> str:
     host, port = Address.parse(address)
     return str(Address(host, port + by))
 
 
-def driver(config: Config, names: Sequence[str], instance: str = "") -> ChildSpec:
+def driver_spec(config: Config, names: Sequence[str], instance: str = "") -> ChildSpec:
     """Return the spec of a driver of one pipeline, or of several, each with its scratch directory, and one session
     directory. `instance` distinguishes it from identical drivers in its directories, its log and its stages.
 
@@ -137,19 +137,23 @@ def driver(config: Config, names: Sequence[str], instance: str = "") -> ChildSpe
     files = tuple(config.pipeline[name].file for name in names)
     flags = list(options.items())
     for name, file in zip(names, files, strict=True):
-        flags += [("pipeline", file), ("name", name), ("scratch", str(data / "scratch" / _own(name, instance)))]
-    child = f"pipeline-{_own(names[0], instance)}"
+        flags += [
+            ("pipeline", file),
+            ("name", name),
+            ("scratch", str(data / "scratch" / _instance_path(name, instance))),
+        ]
+    child = f"pipeline-{_instance_path(names[0], instance)}"
     if len(names) > 1:
-        flags.append(("session", str(data / "sessions" / _own(section.driver, instance))))
-        child = f"driver-{_own(section.driver, instance)}"
+        flags.append(("session", str(data / "sessions" / _instance_path(section.driver, instance))))
+        child = f"driver-{_instance_path(section.driver, instance)}"
     environ = {
         OBJECTS_VARIABLE: config.objects_url,
         CONSENSUS_VARIABLE: config.consensus_url,
         CONF_VARIABLE: json.dumps(section.spark.conf),
     }
     command = [sys.executable, "-m", DRIVER_MODULE, *(part for key, value in flags for part in (f"--{key}", value))]
-    return ChildSpec(child, command, environ, marks=tuple(process_of(name, instance) for name in names), watch=files)
+    return ChildSpec(child, command, environ, marks=tuple(process_name(name, instance) for name in names), watch=files)
 
 
-def _own(name: str, instance: str) -> str:
+def _instance_path(name: str, instance: str) -> str:
     return f"{name}-{instance}" if instance else name

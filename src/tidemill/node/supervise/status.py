@@ -14,15 +14,15 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, TidemillError
-from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.runtime.tasks import is_fault, sentence
-from tidemill.base.status.status import Report, StatusTracker
+from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S
+from tidemill.base.runtime.tasks import error_sentence, is_fault
+from tidemill.base.status.status import StatusReport, StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.status.board import Board
-from tidemill.node.supervise.driver_instances import not_missed, not_started
+from tidemill.consensus.status.board import StatusBoard
+from tidemill.node.supervise.driver_instances import forgettable_drivers, stale_drivers
 
-LOOK_EVERY = 3
+ROUNDS_PER_READ = 3
 """Rounds between two reads of the drivers' reports."""
 ADOPT_TIMEOUT_S = 3.0
 RETIRE_TIMEOUT_S = 3.0
@@ -67,78 +67,78 @@ class SupervisorStatus:
     async def adopt(self) -> None:
         try:
             async with asyncio.timeout(ADOPT_TIMEOUT_S):
-                board = await self._board()
+                board = await self._open_board()
                 for report in await board.reports():
                     if report.process == self._process:
-                        self._tracker.adopt(report)
+                        self._tracker.adopt_last_report(report)
                         self._told = True
         except (TidemillError, TimeoutError) as error:
             self._told = True  # possibly: a report that is neither renewed nor deleted would turn blind
-            log.info("the previous report is not available", cause=sentence(error))
+            log.info("the previous report is not available", cause=error_sentence(error))
 
     async def run(self) -> None:
         round_number = 0
         while True:
-            await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+            await asyncio.sleep(STATUS_PUBLISH_INTERVAL_S)
             round_number += 1
             try:
                 await self._publish()
-                if round_number % LOOK_EVERY == 0:
-                    await self._look(await self._board())
+                if round_number % ROUNDS_PER_READ == 0:
+                    await self._read_driver_reports(await self._open_board())
             except BaseException as error:
                 if isinstance(error, ClosedError):
-                    await self._reopen()
+                    await self._reopen_consensus()
                 elif not is_fault(error):
                     raise
-                log.debug("status not reported", error=sentence(error))
+                log.debug("status not reported", error=error_sentence(error))
 
-    async def _look(self, board: Board) -> None:
+    async def _read_driver_reports(self, board: StatusBoard) -> None:
         reports = await board.reports()
-        self._print(reports)
+        self._print_errors(reports)
         if self.started is not None:
             now_ms = self._clock.now_ms()
-            gone = not_started(reports, self._pipelines, self._label, self.started, now_ms)
-            await _forget(board, not_missed(reports, gone, now_ms))
+            gone = stale_drivers(reports, self._pipelines, self._label, self.started, now_ms)
+            await _forget_processes(board, forgettable_drivers(reports, gone, now_ms))
 
-    async def retire(self, ended: Collection[str]) -> None:
+    async def forget_ended(self, ended: Collection[str]) -> None:
         """Delete the reports of processes that ended with their parent on purpose."""
         try:
             async with asyncio.timeout(RETIRE_TIMEOUT_S):
-                board = await self._board()
-                gone = not_missed(await board.reports(), ended, self._clock.now_ms())
+                board = await self._open_board()
+                gone = forgettable_drivers(await board.reports(), ended, self._clock.now_ms())
                 for process in gone:  # its failure concerns no process any more
-                    self._tracker.heal(process)
+                    self._tracker.clear_failure(process)
                     self._tracker.remove(process)
-                await _forget(board, gone)
+                await _forget_processes(board, gone)
                 await self._publish()
         except (TidemillError, TimeoutError) as error:
-            log.info("ended drivers stay visible as blind for an hour", cause=sentence(error))
+            log.info("ended drivers stay visible as blind for an hour", cause=error_sentence(error))
 
     async def aclose(self) -> None:
         if self._consensus is not None:
             await self._consensus.aclose()
 
-    async def _reopen(self) -> None:
+    async def _reopen_consensus(self) -> None:
         """Open the consensus client again after it ended. The report relies on nothing that consensus may have lost."""
         ended, self._consensus = self._consensus, None
         if ended is not None:
             await ended.aclose()
 
-    async def _board(self) -> Board:
+    async def _open_board(self) -> StatusBoard:
         if self._consensus is None:
             self._consensus = await open_consensus(self._url, self._clock, self._rand)
-        return Board(self._consensus, self._rand)
+        return StatusBoard(self._consensus, self._rand)
 
     async def _publish(self) -> None:
         report = self._tracker.report(self._process, self._clock.now_ms())
         if report.marks:
             self._told = True  # also when the outcome stays unknown
-            await (await self._board()).publish(report)
+            await (await self._open_board()).publish(report)
         elif self._told:  # an empty report that is not renewed would turn blind
-            await (await self._board()).forget(self._process)
+            await (await self._open_board()).drop_report(self._process)
             self._told = False
 
-    def _print(self, reports: list[Report]) -> None:
+    def _print_errors(self, reports: list[StatusReport]) -> None:
         """Print the errors that drivers report for their units: each once, and again only after it changed or came
         back."""
         now: dict[str, str] = {}
@@ -151,7 +151,7 @@ class SupervisorStatus:
         self._said = now
 
 
-async def _forget(board: Board, processes: Collection[str]) -> None:
+async def _forget_processes(board: StatusBoard, processes: Collection[str]) -> None:
     for process in processes:
         log.info("driver forgotten: it ended on purpose", process=process)
-        await board.forget(process)
+        await board.drop_report(process)

@@ -26,7 +26,7 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClusterReplacedError, InvalidError
 from tidemill.base.runtime.private_directories import make_private_directory
-from tidemill.base.runtime.tasks import Tasks, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence
 from tidemill.base.status.status import StatusTracker
 from tidemill.node.supervise import child_launch
 
@@ -35,14 +35,14 @@ STABLE_AFTER_S = 20.0
 STOP_TIMEOUT_S = 20.0
 EXIT_CONFIGURATION = 2
 EXIT_REPLACED = 5
-PARKED_PAUSE_S = 10.0
-LOOK_S = 0.5
+CONFIGURATION_RETRY_S = 10.0
+POLL_INTERVAL_S = 0.5
 BUDGET_MS = 30_000
 """Time after which a child that does not run steadily counts as stuck: more than STABLE_AFTER_S, so that one crash
 is never reported as stuck."""
 LOG_BYTES = 32 << 20
 """Size at which a child's log becomes NAME.log.1, replacing an older one."""
-WORDS_BYTES = 16 << 10
+LAST_WORDS_BYTES = 16 << 10
 
 log = structlog.get_logger()
 
@@ -99,26 +99,26 @@ class Child:
         while True:
             started_s = self._clock.monotonic_s()
             try:
-                code = await self._once()
+                code = await self._run_process()
                 words = self._last_words(code)
             except Exception as error:
-                code, words = 1, f"{self.spec.name} cannot be started: {sentence(error)}"
+                code, words = 1, f"{self.spec.name} cannot be started: {error_sentence(error)}"
             if code == EXIT_CONFIGURATION and self.spec.vital and not self._steady:
                 raise InvalidError(words)
             if code == EXIT_REPLACED:
                 raise ClusterReplacedError(words)
             self.restarts += 1
             if code != 0:  # code 0: it was asked to end, by `tidemill pipeline restart`
-                self._told(words, code)
+                self._report_failure(words, code)
             if code == EXIT_CONFIGURATION:
-                await self._parked()
+                await self._wait_while_paused()
                 continue
             attempt = 0 if self._clock.monotonic_s() - started_s > STABLE_AFTER_S else attempt + 1
             pause_s = BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
             await asyncio.sleep(pause_s)
 
     # reporting --------------------------------------------------------------------------------------
-    def _told(self, words: str, code: int) -> None:
+    def _report_failure(self, words: str, code: int) -> None:
         """Report the error under the child's stages every time; in the terminal and the log only when it is new."""
         parked = code == EXIT_CONFIGURATION
         now_ms = self._clock.now_ms()
@@ -130,11 +130,11 @@ class Child:
             log.warning("child ended", child=self.spec.name, code=code, parked=parked)
             self._say(f"{self.spec.name}: {words}")
 
-    def _healed(self) -> None:
+    def _clear_failure(self) -> None:
         self._steady = True
         for mark in self.marks:
             if self._tracker.failure(mark) is not None:
-                self._tracker.heal(mark)
+                self._tracker.clear_failure(mark)
                 self._tracker.remove(mark)
                 self._said = ""
 
@@ -143,31 +143,31 @@ class Child:
         ended = f"killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
         try:
             with self.log_path.open("rb") as file:
-                file.seek(max(self._log_from, self.log_path.stat().st_size - WORDS_BYTES))
+                file.seek(max(self._log_from, self.log_path.stat().st_size - LAST_WORDS_BYTES))
                 lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         except OSError:
             lines = []
         if code < 0 or not lines:
             return f"{self.spec.name} {ended}: log={self.log_path}."
-        return _sentence_of(lines[-1])
+        return _log_line_sentence(lines[-1])
 
-    async def _parked(self) -> None:
+    async def _wait_while_paused(self) -> None:
         """Return when a watched file has changed or the pause has expired."""
-        before = [_version(path) for path in self.spec.watch]
-        until_s = self._clock.monotonic_s() + PARKED_PAUSE_S
+        before = [_file_version(path) for path in self.spec.watch]
+        until_s = self._clock.monotonic_s() + CONFIGURATION_RETRY_S
         while self._clock.monotonic_s() < until_s:
-            await asyncio.sleep(LOOK_S)
-            if [_version(path) for path in self.spec.watch] != before:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            if [_file_version(path) for path in self.spec.watch] != before:
                 return
 
     # one process ------------------------------------------------------------------------------------
-    async def _once(self) -> int:
+    async def _run_process(self) -> int:
         make_private_directory(self.log_path.parent)
-        self._rotate()
+        self._rotate_log()
         with self.log_path.open("ab") as output:
             self._log_from = self.log_path.stat().st_size
             self._process = await asyncio.create_subprocess_exec(
-                *launched(self.spec.command),
+                *launch_command(self.spec.command),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -175,21 +175,21 @@ class Child:
                 start_new_session=True,  # Ctrl-C reaches the parent only, which stops the children cleanly
             )
         try:
-            return await self._watched(self._process)
+            return await self._wait_for_exit(self._process)
         except asyncio.CancelledError:
-            await self._stop()
+            await self._stop_process()
             raise
 
-    async def _watched(self, process: asyncio.subprocess.Process) -> int:
+    async def _wait_for_exit(self, process: asyncio.subprocess.Process) -> int:
         while True:
             try:
                 async with asyncio.timeout(STABLE_AFTER_S):
                     return await process.wait()
             except TimeoutError:
-                self._healed()
-                self._rotate()
+                self._clear_failure()
+                self._rotate_log()
 
-    def _rotate(self) -> None:
+    def _rotate_log(self) -> None:
         """Copy and truncate the log, because the child holds the file open for appending."""
         try:
             if self.log_path.stat().st_size > LOG_BYTES:
@@ -200,7 +200,7 @@ class Child:
             if self.log_path.exists():
                 log.warning("log not rotated", log=str(self.log_path), error=error.strerror)
 
-    async def _stop(self) -> None:
+    async def _stop_process(self) -> None:
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -213,7 +213,7 @@ class Child:
             await process.wait()
 
 
-def _sentence_of(line: str) -> str:
+def _log_line_sentence(line: str) -> str:
     """Return a log line as a sentence: our own logs are JSON, and a traceback ends with its error."""
     try:
         found = json.loads(line)
@@ -225,7 +225,7 @@ def _sentence_of(line: str) -> str:
     return " ".join(": ".join(said).split())[:500] or line[:500]
 
 
-def _version(path: str) -> tuple[int, int] | None:
+def _file_version(path: str) -> tuple[int, int] | None:
     try:
         found = os.stat(path)
     except OSError:
@@ -240,7 +240,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"  # a real-time signal
 
 
-def launched(command: Sequence[str]) -> list[str]:
+def launch_command(command: Sequence[str]) -> list[str]:
     """Wrap `command` so that it gets SIGTERM when this process ends, however it ends."""
     return [sys.executable, "-IS", child_launch.__file__, str(os.getpid()), *command]
 

@@ -85,10 +85,10 @@ class Record(Named):
 
     def __init__(self, name: str, aliases: frozenset[str]) -> None:
         super().__init__(name, aliases)
-        self.fields: dict[str, Field] = {}
+        self.fields: dict[str, RecordField] = {}
 
 
-class Field(NamedTuple):
+class RecordField(NamedTuple):
     """A field of a record."""
 
     name: str
@@ -97,7 +97,7 @@ class Field(NamedTuple):
     aliases: frozenset[str]
 
 
-class Avro(NamedTuple):
+class AvroModel(NamedTuple):
     """Model of a whole schema. `named` maps full names to the types that this schema itself defines."""
 
     root: Any

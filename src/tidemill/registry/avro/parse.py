@@ -20,19 +20,19 @@ from tidemill.metastore.rows.registry import Reference
 from tidemill.registry.avro.model import (
     PRIMITIVES,
     Array,
-    Avro,
+    AvroModel,
     Enum,
-    Field,
     Fixed,
     Map,
     Named,
     Primitive,
     Record,
+    RecordField,
     Union,
 )
-from tidemill.registry.errors import bad_schema
-from tidemill.registry.limits import load_json, shown
-from tidemill.registry.parsed_schema import Parsed, Resolved, digest_of
+from tidemill.registry.errors import invalid_schema
+from tidemill.registry.limits import load_json, shorten
+from tidemill.registry.parsed_schema import ParsedSchema, ResolvedReference, schema_digest
 
 ORDER = (
     "type",
@@ -52,7 +52,9 @@ NAMED = ("record", "error", "enum", "fixed")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolved], normalize: bool) -> Parsed:
+def parse(
+    text: str, references: Sequence[Reference], resolved: Sequence[ResolvedReference], normalize: bool
+) -> ParsedSchema:
     """Parse a schema. `resolved` has every schema that is referred to, directly or not, each before those that refer to
     it.
 
@@ -62,18 +64,20 @@ def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolve
     known: dict[str, Any] = {}
     for found in resolved:
         if found.parsed.kind != "AVRO":
-            raise bad_schema(f"it refers to a schema that is not Avro: {shown(found.name)}")
+            raise invalid_schema(f"it refers to a schema that is not Avro: {shorten(found.name)}")
         known |= found.parsed.model.named
-    builder = _Builder(dict(known))
+    builder = _AvroModelBuilder(dict(known))
     root = builder.build(tree, "")
-    _validated(tree, [*known, *builder.bare])
+    _validate(tree, [*known, *builder.bare])
     canonical = orjson.dumps(_canonical(tree, "", normalize, builder.bare)).decode()
     own = {name: node for name, node in builder.named.items() if name not in known}
-    model = Avro(root, own)
-    return Parsed("AVRO", canonical, tuple(references), model, digest_of("AVRO", canonical.encode(), references))
+    model = AvroModel(root, own)
+    return ParsedSchema(
+        "AVRO", canonical, tuple(references), model, schema_digest("AVRO", canonical.encode(), references)
+    )
 
 
-def _validated(tree: Any, names: Sequence[str]) -> None:
+def _validate(tree: Any, names: Sequence[str]) -> None:
     """Validate the schema with fastavro. `names` are those that it refers to and does not define; fastavro does not
     look at their definitions."""
     from fastavro.schema import SchemaParseException, UnknownType, parse_schema
@@ -81,15 +85,15 @@ def _validated(tree: Any, names: Sequence[str]) -> None:
     try:
         parse_schema(tree, named_schemas={name: {} for name in names})
     except UnknownType as error:
-        raise bad_schema(f"unknown type {shown(error.name)}") from error
+        raise invalid_schema(f"unknown type {shorten(error.name)}") from error
     except SchemaParseException as error:
-        raise bad_schema(str(error)) from error
+        raise invalid_schema(str(error)) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         # fastavro assumes these attributes without checking them.
-        raise bad_schema(f"an attribute is missing or of a wrong type: {error!r}") from error
+        raise invalid_schema(f"an attribute is missing or of a wrong type: {error!r}") from error
 
 
-class _Builder:
+class _AvroModelBuilder:
     """Builder of the model. Names resolve as in the specification: a name with a dot is a full name; otherwise the
     enclosing namespace applies, and if it has no such name, the name without a namespace."""
 
@@ -107,12 +111,12 @@ class _Builder:
                 self.bare.add(full)
                 full = node
             if full not in self.named:
-                raise bad_schema(f"unknown type {shown(node)}")
+                raise invalid_schema(f"unknown type {shorten(node)}")
             return self.named[full]
         if isinstance(node, list):
-            return _union([self.build(branch, space) for branch in node])
+            return _build_union([self.build(branch, space) for branch in node])
         if not isinstance(node, dict):
-            raise bad_schema(f"not a type: {shown(node)}")
+            raise invalid_schema(f"not a type: {shorten(node)}")
         kind = node.get("type")
         if kind == "array":
             return Array(self.build(node.get("items"), space))
@@ -120,58 +124,60 @@ class _Builder:
             return Map(self.build(node.get("values"), space))
         if not isinstance(kind, str) or kind not in NAMED:
             return self.build(kind, space)
-        return self._named(node, kind, space)
+        return self._build_named(node, kind, space)
 
-    def _named(self, node: dict[str, Any], kind: str, space: str) -> Any:
+    def _build_named(self, node: dict[str, Any], kind: str, space: str) -> Any:
         name, own_space = node.get("name"), node.get("namespace", space)
         if not isinstance(name, str) or not isinstance(own_space, str):
-            raise bad_schema(f"the name of a {kind} must be a string: {shown(name)}")
+            raise invalid_schema(f"the name of a {kind} must be a string: {shorten(name)}")
         full = full_name(name, own_space)
         if not all(_NAME.fullmatch(part) for part in full.split(".")):
-            raise bad_schema(f"not a name: {shown(full)}")
+            raise invalid_schema(f"not a name: {shorten(full)}")
         if full in self.named:
-            raise bad_schema(f"the name {shown(full)} is defined twice")
+            raise invalid_schema(f"the name {shorten(full)} is defined twice")
         inner = full.rpartition(".")[0]
-        aliases = frozenset(full_name(alias, inner) for alias in _texts(node.get("aliases", ()), "aliases"))
+        aliases = frozenset(full_name(alias, inner) for alias in _checked_strings(node.get("aliases", ()), "aliases"))
         if kind == "fixed":
             size = node.get("size")
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise bad_schema(f"the size of {shown(full)} is not a number: {shown(size)}")
+                raise invalid_schema(f"the size of {shorten(full)} is not a number: {shorten(size)}")
             self.named[full] = fixed = Fixed(full, aliases, size)
             return fixed
         if kind == "enum":
-            symbols = tuple(_texts(node.get("symbols"), "symbols"))
+            symbols = tuple(_checked_strings(node.get("symbols"), "symbols"))
             default = node.get("default")
             if default is not None and default not in symbols:
-                raise bad_schema(f"the default of {shown(full)} is not one of its symbols: {shown(default)}")
+                raise invalid_schema(f"the default of {shorten(full)} is not one of its symbols: {shorten(default)}")
             self.named[full] = enum = Enum(full, aliases, symbols, default)
             return enum
         self.named[full] = record = Record(full, aliases)
         if not isinstance(node.get("fields"), list):
-            raise bad_schema(f"the record {shown(full)} has no fields")
+            raise invalid_schema(f"the record {shorten(full)} has no fields")
         for field in node["fields"]:
             if not isinstance(field, dict) or "name" not in field or "type" not in field:
-                raise bad_schema(f"a field of {shown(full)} is not an object with a name and a type: {shown(field)}")
+                raise invalid_schema(
+                    f"a field of {shorten(full)} is not an object with a name and a type: {shorten(field)}"
+                )
             if not isinstance(field["name"], str) or not _NAME.fullmatch(field["name"]):
-                raise bad_schema(f"not a field name: {shown(field['name'])}")
+                raise invalid_schema(f"not a field name: {shorten(field['name'])}")
             kind_of = self.build(field["type"], inner)
-            known_as = frozenset(_texts(field.get("aliases", ()), "aliases"))
+            known_as = frozenset(_checked_strings(field.get("aliases", ()), "aliases"))
             if field["name"] in record.fields:
-                raise bad_schema(f"the field {shown(field['name'])} of {shown(full)} is defined twice")
-            record.fields[field["name"]] = Field(field["name"], kind_of, "default" in field, known_as)
+                raise invalid_schema(f"the field {shorten(field['name'])} of {shorten(full)} is defined twice")
+            record.fields[field["name"]] = RecordField(field["name"], kind_of, "default" in field, known_as)
         return record
 
 
-def _union(branches: list[Any]) -> Union:
+def _build_union(branches: list[Any]) -> Union:
     """Build a union. Raises RegistryError for what a union may not contain: another union, or the same type twice;
     named types are compared by name."""
     seen = set()
     for branch in branches:
         if isinstance(branch, Union):
-            raise bad_schema("a union directly inside another union")
+            raise invalid_schema("a union directly inside another union")
         kind = branch.name if isinstance(branch, Named | Primitive) else type(branch)
         if kind in seen:
-            raise bad_schema(f"a union contains a type twice: {shown(getattr(branch, 'name', kind))}")
+            raise invalid_schema(f"a union contains a type twice: {shorten(getattr(branch, 'name', kind))}")
         seen.add(kind)
     return Union(branches)
 
@@ -180,9 +186,9 @@ def full_name(name: str, space: str) -> str:
     return name if "." in name or not space else f"{space}.{name}"
 
 
-def _texts(value: Any, what: str) -> Sequence[str]:
+def _checked_strings(value: Any, what: str) -> Sequence[str]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-        raise bad_schema(f"{what} must be an array of strings: {shown(value)}")
+        raise invalid_schema(f"{what} must be an array of strings: {shorten(value)}")
     return value
 
 
@@ -216,13 +222,13 @@ def _canonical(node: Any, space: str, normalize: bool, bare: Set[str]) -> Any:
         if part in found and kind in ("array", "map"):
             found[part] = _canonical(found[part], space, normalize, bare)
     if named and isinstance(found.get("fields"), list):
-        found["fields"] = [_field(field, inner, normalize, bare) for field in found["fields"]]
+        found["fields"] = [_canonical_field(field, inner, normalize, bare) for field in found["fields"]]
     if set(found) == {"type"} and not named:
         return found["type"]
-    return _ordered(found, normalize)
+    return _order_attributes(found, normalize)
 
 
-def _field(field: dict[str, Any], space: str, normalize: bool, bare: Set[str]) -> dict[str, Any]:
+def _canonical_field(field: dict[str, Any], space: str, normalize: bool, bare: Set[str]) -> dict[str, Any]:
     found = {**field, "type": _canonical(field["type"], space, normalize, bare)}
     if normalize:
         if found.get("order") == "ascending":
@@ -230,9 +236,9 @@ def _field(field: dict[str, Any], space: str, normalize: bool, bare: Set[str]) -
         if "aliases" in found:
             found["aliases"] = sorted(found["aliases"])
     # The name comes first, as is usual for a field.
-    return {"name": found.pop("name"), **_ordered(found, normalize)}
+    return {"name": found.pop("name"), **_order_attributes(found, normalize)}
 
 
-def _ordered(found: dict[str, Any], normalize: bool) -> dict[str, Any]:
+def _order_attributes(found: dict[str, Any], normalize: bool) -> dict[str, Any]:
     others = [name for name in found if name not in ORDER]
     return {name: found[name] for name in (*ORDER, *(sorted(others) if normalize else others)) if name in found}

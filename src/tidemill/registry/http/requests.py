@@ -10,29 +10,29 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from tidemill.metastore.rows.registry import Reference
-from tidemill.registry.errors import RegistryError, bad_schema, not_permitted
-from tidemill.registry.limits import shown
+from tidemill.registry.errors import RegistryError, invalid_schema, operation_not_permitted
+from tidemill.registry.limits import shorten
 from tidemill.registry.schema_types import SubmittedSchema
 from tidemill.registry.settings import SUBJECT_BYTES
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
-TAKEN = ("application/json", "application/vnd.schemaregistry", "application/octet-stream")
+ACCEPTED_MEDIA_TYPES = ("application/json", "application/vnd.schemaregistry", "application/octet-stream")
 """Accepted media types. A page of another origin may send a form, plain text or no type without a preflight request,
 but none of these."""
 
 LAST_VERSION = 2**31 - 1
-NOT_SERVED = ("metadata", "ruleSet", "schemaTagsToAdd", "schemaTagsToRemove")
-NOT_SERVED_CONFIG = (
+UNSUPPORTED_FIELDS = ("metadata", "ruleSet", "schemaTagsToAdd", "schemaTagsToRemove")
+UNSUPPORTED_CONFIG_FIELDS = (
     "alias", "compatibilityGroup", "defaultMetadata", "overrideMetadata", "defaultRuleSet", "overrideRuleSet",
 )  # fmt: skip
-BODY_S = 20.0
+BODY_TIMEOUT_S = 20.0
 """Time for the body of a request to arrive. A client that sends half of it occupies a connection and one of its
 address's slots."""
-LIST_MOST = 1_000
+LIST_MAX = 1_000
 """Largest number of schemas in one response; `offset` gets more."""
 
 
-def parts_of(raw_path: bytes) -> list[str]:
+def split_path(raw_path: bytes) -> list[str]:
     """Return the parts of the path, each decoded separately, because a subject may contain a slash. Code that
     authorizes a request before it is served splits its path with this function, and names its subject by
     `plain_subject`."""
@@ -44,37 +44,37 @@ def plain_subject(text: str) -> str:
     return text.removeprefix(":.:")
 
 
-def flag(request: Request, name: str) -> bool:
+def bool_param(request: Request, name: str) -> bool:
     return request.query_params.get(name, "false").strip().lower() == "true"
 
 
-def number(request: Request, name: str, default: int) -> int:
+def int_param(request: Request, name: str, default: int) -> int:
     """Return an integer parameter. Raises RegistryError if it is not a number."""
     text = request.query_params.get(name, "")
     try:
         return int(text) if text else default
     except ValueError as error:
-        raise RegistryError(400, f"The parameter {name} is not a number: {shown(text)}") from error
+        raise RegistryError(400, f"The parameter {name} is not a number: {shorten(text)}") from error
 
 
-def page(request: Request, found: list[Any], most: int = 2**31) -> list[Any]:
+def paginate(request: Request, found: list[Any], most: int = 2**31) -> list[Any]:
     """Return the page of a list that `offset` and `limit` select; a negative limit means no limit."""
-    start = max(0, number(request, "offset", 0))
-    limit = number(request, "limit", -1)
+    start = max(0, int_param(request, "offset", 0))
+    limit = int_param(request, "limit", -1)
     return found[start : start + (min(limit, most) if limit >= 0 else most)]
 
 
-def subject_of(text: str) -> str:
+def parse_subject(text: str) -> str:
     """Return the plain name of a subject. Raises RegistryError(42208)."""
     text = plain_subject(text)
     size = len(text.encode(errors="replace"))
     odd = any(ord(letter) < 32 or 0xD800 <= ord(letter) < 0xE000 for letter in text)
     if not text.strip() or text.startswith(":") or odd or size > SUBJECT_BYTES or text in ("__GLOBAL", "__EMPTY"):
-        raise RegistryError(42208, f"The specified subject {shown(text)} is not a valid subject.")
+        raise RegistryError(42208, f"The specified subject {shorten(text)} is not a valid subject.")
     return text
 
 
-def version_of(text: str) -> int | None:
+def parse_version(text: str) -> int | None:
     """Return the version number; None for the latest. Raises RegistryError(42202)."""
     if text == "latest" or text == "-1":
         return None
@@ -82,18 +82,18 @@ def version_of(text: str) -> int | None:
         return int(text)
     raise RegistryError(
         42202,
-        f"The specified version {shown(text)} is not a valid version id. "
+        f"The specified version {shorten(text)} is not a valid version id. "
         'Allowed values are between [1, 2^31-1] and the string "latest"',
     )
 
 
-async def body_of(request: Request) -> dict[str, Any]:
+async def read_body(request: Request) -> dict[str, Any]:
     """Return the JSON object in the body of a request. Raises RegistryError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not kind.startswith(TAKEN):
+    if not kind.startswith(ACCEPTED_MEDIA_TYPES):
         raise RegistryError(415, "HTTP 415 Unsupported Media Type")
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             body = await request.body()
     except TimeoutError as error:
         raise RegistryError(408, "The body did not arrive in time.") from error
@@ -108,21 +108,21 @@ async def body_of(request: Request) -> dict[str, Any]:
     return found
 
 
-def given_in(body: dict[str, Any], *, normalize: bool = False) -> SubmittedSchema:
+def parse_submitted_schema(body: dict[str, Any], *, normalize: bool = False) -> SubmittedSchema:
     """Return the schema that a body submits. Raises RegistryError."""
     text = body.get("schema")
     if not isinstance(text, str) or not text.strip():
-        raise bad_schema("it is empty")
-    for name in NOT_SERVED:
+        raise invalid_schema("it is empty")
+    for name in UNSUPPORTED_FIELDS:
         if body.get(name):
             raise RegistryError(42210, f"{name} is not supported by this registry: register the schema without it.")
     kind = body.get("schemaType") or "AVRO"
     if not isinstance(kind, str):
         raise RegistryError(422, "schemaType must be a string.")
-    return SubmittedSchema(kind.upper(), text, _references(body.get("references") or []), normalize)
+    return SubmittedSchema(kind.upper(), text, _parse_references(body.get("references") or []), normalize)
 
 
-def _references(value: Any) -> tuple[Reference, ...]:
+def _parse_references(value: Any) -> tuple[Reference, ...]:
     if not isinstance(value, list):
         raise RegistryError(422, "references must be an array.")
     found = []
@@ -130,33 +130,33 @@ def _references(value: Any) -> tuple[Reference, ...]:
         fields = one if isinstance(one, dict) else {}
         name, subject, version = fields.get("name"), fields.get("subject"), fields.get("version")
         if not isinstance(name, str) or not name or not isinstance(subject, str) or type(version) is not int:
-            raise RegistryError(422, f"A reference needs a name, a subject and a version: {shown(one)}")
-        found.append(Reference(name, subject_of(subject), version))
+            raise RegistryError(422, f"A reference needs a name, a subject and a version: {shorten(one)}")
+        found.append(Reference(name, parse_subject(subject), version))
     return tuple(dict.fromkeys(found))
 
 
-def whole(body: dict[str, Any], name: str) -> int:
+def int_field(body: dict[str, Any], name: str) -> int:
     """Return an optional number of a body; 0 if it is absent, 0 or -1."""
     value = body.get(name)
     if value is None:
         return 0
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= LAST_VERSION:
-        raise RegistryError(422, f"{name} must be a number: {shown(value)}")
+        raise RegistryError(422, f"{name} must be a number: {shorten(value)}")
     return max(0, value)
 
 
-def text_in(body: dict[str, Any], *names: str) -> str:
+def string_field(body: dict[str, Any], *names: str) -> str:
     """Return the first of these fields that is present; "" if all are absent."""
     for name in names:
         value = body.get(name)
         if value is not None:
             if not isinstance(value, str):
-                raise RegistryError(422, f"{name} must be a string: {shown(value)}")
+                raise RegistryError(422, f"{name} must be a string: {shorten(value)}")
             return value
     return ""
 
 
-def refuse_unserved(body: dict[str, Any]) -> None:
-    for name in NOT_SERVED_CONFIG:
+def refuse_unsupported(body: dict[str, Any]) -> None:
+    for name in UNSUPPORTED_CONFIG_FIELDS:
         if body.get(name):
-            raise not_permitted(f"{name} is not supported by this registry.")
+            raise operation_not_permitted(f"{name} is not supported by this registry.")

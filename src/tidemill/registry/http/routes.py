@@ -25,23 +25,23 @@ from starlette.routing import BaseRoute, Route
 
 from tidemill.base.errors import TidemillError
 from tidemill.registry.compat_levels import DEFAULT
-from tidemill.registry.errors import RegistryError, no_schema, no_subject
+from tidemill.registry.errors import RegistryError, schema_not_found, subject_not_found
 from tidemill.registry.http.requests import (
-    LIST_MOST,
-    body_of,
-    flag,
-    given_in,
-    page,
-    parts_of,
-    refuse_unserved,
-    subject_of,
-    text_in,
-    version_of,
-    whole,
+    LIST_MAX,
+    bool_param,
+    int_field,
+    paginate,
+    parse_subject,
+    parse_submitted_schema,
+    parse_version,
+    read_body,
+    refuse_unsupported,
+    split_path,
+    string_field,
 )
-from tidemill.registry.http.responses import answer, refusal, schema_body, text_of, version_body
-from tidemill.registry.parsed_schema import KINDS
-from tidemill.registry.registry import EVERY, Registry
+from tidemill.registry.http.responses import error_response, json_response, schema_body, schema_text, version_body
+from tidemill.registry.parsed_schema import SCHEMA_TYPES
+from tidemill.registry.registry import GLOBAL_SUBJECT, Registry
 
 METHODS = ("GET", "POST", "PUT", "DELETE")
 TOPS = ("subjects", "schemas", "config", "mode", "compatibility", "contexts")
@@ -50,11 +50,11 @@ Handler = Callable[..., Awaitable[Response]]
 
 def registry_routes(registry: Registry) -> list[BaseRoute]:
     """Return the routes for one node's application."""
-    rest = Rest(registry)
+    rest = RegistryApi(registry)
     return [Route(path, rest.serve, methods=METHODS) for top in TOPS for path in (f"/{top}", f"/{top}/{{rest:path}}")]
 
 
-class Rest:
+class RegistryApi:
     """Handlers of the REST interface over one registry."""
 
     def __init__(self, registry: Registry) -> None:
@@ -95,8 +95,10 @@ class Rest:
     async def serve(self, request: Request) -> Response:
         """Dispatch a request by its path and method; errors become responses with Confluent's codes."""
         try:
-            parts = parts_of(request.scope.get("raw_path") or request.scope["path"].encode())
-            fitting = [(method, pattern, handler) for method, pattern, handler in self._table if _fits(pattern, parts)]
+            parts = split_path(request.scope.get("raw_path") or request.scope["path"].encode())
+            fitting = [
+                (method, pattern, handler) for method, pattern, handler in self._table if _matches(pattern, parts)
+            ]
             if not fitting:
                 raise RegistryError(404, "HTTP 404 Not Found")
             method = "GET" if request.method == "HEAD" else request.method
@@ -105,112 +107,116 @@ class Rest:
                     return await handler(request, *(p for p, w in zip(parts, pattern, strict=True) if w == "*"))
             raise RegistryError(405, "HTTP 405 Method Not Allowed")
         except TidemillError as error:
-            return refusal(error)
+            return error_response(error)
 
     # subjects -------------------------------------------------------------------------------------
 
     async def _subjects(self, request: Request) -> Response:
         prefix = request.query_params.get("subjectPrefix", "").removeprefix(":*:").removeprefix(":.:")
-        deleted, only = flag(request, "deleted"), flag(request, "deletedOnly")
+        deleted, only = bool_param(request, "deleted"), bool_param(request, "deletedOnly")
         found: dict[str, bool] = {}
         """Subject → whether it has a live version."""
         for row in await self._registry.book.all_versions():
             if row.subject.startswith(prefix):
                 found[row.subject] = found.get(row.subject, False) or not row.deleted
         names = [name for name, alive in found.items() if (not alive if only else alive or deleted)]
-        return answer(page(request, names))
+        return json_response(paginate(request, names))
 
     async def _lookup(self, request: Request, subject: str) -> Response:
-        subject = subject_of(subject)
-        given = given_in(await body_of(request), normalize=flag(request, "normalize"))
-        found = await self._registry.lookup(subject, given, deleted=flag(request, "deleted"))
-        return answer(version_body(found.version, found.schema, request.query_params.get("format", "")))
+        subject = parse_subject(subject)
+        given = parse_submitted_schema(await read_body(request), normalize=bool_param(request, "normalize"))
+        found = await self._registry.lookup(subject, given, deleted=bool_param(request, "deleted"))
+        return json_response(version_body(found.version, found.schema, request.query_params.get("format", "")))
 
     async def _delete_subject(self, request: Request, subject: str) -> Response:
-        return answer(await self._registry.delete(subject_of(subject), None, permanent=flag(request, "permanent")))
+        return json_response(
+            await self._registry.delete(parse_subject(subject), None, permanent=bool_param(request, "permanent"))
+        )
 
     async def _versions(self, request: Request, subject: str) -> Response:
-        subject = subject_of(subject)
-        deleted, only = flag(request, "deleted"), flag(request, "deletedOnly")
+        subject = parse_subject(subject)
+        deleted, only = bool_param(request, "deleted"), bool_param(request, "deletedOnly")
         rows = await self._registry.book.versions(subject, fresh=True)
         found = [row.version for row in rows if (row.deleted if only else deleted or not row.deleted)]
         if not found:
-            raise no_subject(subject)
-        return answer(page(request, found))
+            raise subject_not_found(subject)
+        return json_response(paginate(request, found))
 
     async def _register(self, request: Request, subject: str) -> Response:
-        subject = subject_of(subject)
-        body = await body_of(request)
-        given = given_in(body, normalize=flag(request, "normalize"))
-        wanted_id, version = whole(body, "id"), whole(body, "version")
+        subject = parse_subject(subject)
+        body = await read_body(request)
+        given = parse_submitted_schema(body, normalize=bool_param(request, "normalize"))
+        wanted_id, version = int_field(body, "id"), int_field(body, "version")
         found = await self._registry.register(subject, given, wanted_id=wanted_id, version=version)
-        return answer({"id": found.version.id, "version": found.version.version})
+        return json_response({"id": found.version.id, "version": found.version.version})
 
     async def _version(self, request: Request, subject: str, version: str) -> Response:
-        wanted = version_of(version)
-        found = await self._registry.find(subject_of(subject), wanted, deleted=flag(request, "deleted"))
-        return answer(version_body(found.version, found.schema, request.query_params.get("format", "")))
+        wanted = parse_version(version)
+        found = await self._registry.find(parse_subject(subject), wanted, deleted=bool_param(request, "deleted"))
+        return json_response(version_body(found.version, found.schema, request.query_params.get("format", "")))
 
     async def _version_schema(self, request: Request, subject: str, version: str) -> Response:
-        wanted = version_of(version)
-        found = await self._registry.find(subject_of(subject), wanted, deleted=flag(request, "deleted"))
-        return PlainTextResponse(text_of(found.schema, request.query_params.get("format", "")))
+        wanted = parse_version(version)
+        found = await self._registry.find(parse_subject(subject), wanted, deleted=bool_param(request, "deleted"))
+        return PlainTextResponse(schema_text(found.schema, request.query_params.get("format", "")))
 
     async def _delete_version(self, request: Request, subject: str, version: str) -> Response:
-        subject, wanted = subject_of(subject), version_of(version)
-        permanent = flag(request, "permanent")
+        subject, wanted = parse_subject(subject), parse_version(version)
+        permanent = bool_param(request, "permanent")
         numbers = await self._registry.delete(subject, wanted, permanent=permanent, latest=wanted is None)
-        return answer(numbers[0])
+        return json_response(numbers[0])
 
     async def _referrers(self, request: Request, subject: str, version: str) -> Response:
-        found = await self._registry.find(subject_of(subject), version_of(version), deleted=True)
+        found = await self._registry.find(parse_subject(subject), parse_version(version), deleted=True)
         row = found.version
-        ids = await self._registry.book.referrers(row.subject, row.version, deleted=flag(request, "deleted"))
-        return answer(page(request, ids))
+        ids = await self._registry.book.referrers(row.subject, row.version, deleted=bool_param(request, "deleted"))
+        return json_response(paginate(request, ids))
 
     # schemas --------------------------------------------------------------------------------------
 
     async def _schemas(self, request: Request) -> Response:
         prefix = request.query_params.get("subjectPrefix", "").removeprefix(":*:").removeprefix(":.:")
-        deleted, latest = flag(request, "deleted"), flag(request, "latestOnly")
+        deleted, latest = bool_param(request, "deleted"), bool_param(request, "latestOnly")
         rows = [row for row in await self._registry.book.all_versions() if deleted or not row.deleted]
         rows = [row for row in rows if row.subject.startswith(prefix)]
         if latest:
             rows = list({row.subject: row for row in rows}.values())
         form = request.query_params.get("format", "")
         found = []
-        for row in page(request, rows, LIST_MOST):
+        for row in paginate(request, rows, LIST_MAX):
             found.append(version_body(row, await self._registry.book.schema(row.id), form))
-        return answer(found)
+        return json_response(found)
 
     async def _types(self, _: Request) -> Response:
-        return answer(KINDS)
+        return json_response(SCHEMA_TYPES)
 
     async def _by_id(self, request: Request, schema_id: str) -> Response:
-        row = await self._registry.book.schema(_id(schema_id))
+        row = await self._registry.book.schema(_parse_id(schema_id))
         found = schema_body(row, request.query_params.get("format", ""))
-        if flag(request, "fetchMaxId"):
+        if bool_param(request, "fetchMaxId"):
             _, head = await self._registry.book.head()
             found["maxId"] = head.next_id - 1
-        return answer(found)
+        return json_response(found)
 
     async def _by_id_schema(self, request: Request, schema_id: str) -> Response:
-        row = await self._registry.book.schema(_id(schema_id))
-        return PlainTextResponse(text_of(row, request.query_params.get("format", "")))
+        row = await self._registry.book.schema(_parse_id(schema_id))
+        return PlainTextResponse(schema_text(row, request.query_params.get("format", "")))
 
     async def _by_id_subjects(self, request: Request, schema_id: str) -> Response:
-        return answer(
-            page(request, list(dict.fromkeys(row["subject"] for row in await self._used(request, schema_id))))
+        return json_response(
+            paginate(
+                request, list(dict.fromkeys(row["subject"] for row in await self._versions_using(request, schema_id)))
+            )
         )
 
     async def _by_id_versions(self, request: Request, schema_id: str) -> Response:
-        return answer(page(request, await self._used(request, schema_id)))
+        return json_response(paginate(request, await self._versions_using(request, schema_id)))
 
-    async def _used(self, request: Request, text: str) -> list[dict[str, Any]]:
-        schema_id = _id(text)
+    async def _versions_using(self, request: Request, text: str) -> list[dict[str, Any]]:
+        schema_id = _parse_id(text)
         await self._registry.book.head()  # a fresh read: the reads after it are at least as new
         await self._registry.book.schema(schema_id)
-        deleted, subject = flag(request, "deleted"), request.query_params.get("subject", "")
+        deleted, subject = bool_param(request, "deleted"), request.query_params.get("subject", "")
         return [
             {"subject": row.subject, "version": row.version}
             for row in await self._registry.book.users(schema_id)
@@ -219,22 +225,22 @@ class Rest:
 
     # configuration --------------------------------------------------------------------------------
 
-    async def _get_config(self, request: Request, subject: str = EVERY) -> Response:
-        subject = subject_of(subject) if subject else EVERY
+    async def _get_config(self, request: Request, subject: str = GLOBAL_SUBJECT) -> Response:
+        subject = parse_subject(subject) if subject else GLOBAL_SUBJECT
         row = await self._registry.book.config(subject, fresh=True)
         own = row.compatibility if row is not None else ""
-        if subject and not own and not flag(request, "defaultToGlobal"):
+        if subject and not own and not bool_param(request, "defaultToGlobal"):
             raise RegistryError(40408, f"Subject '{subject}' does not have subject-level compatibility configured")
-        found: dict[str, Any] = {"compatibilityLevel": own or await self._registry.level(EVERY)}
+        found: dict[str, Any] = {"compatibilityLevel": own or await self._registry.level(GLOBAL_SUBJECT)}
         if row is not None and row.normalize is not None:
             found["normalize"] = row.normalize
-        return answer(found)
+        return json_response(found)
 
-    async def _put_config(self, request: Request, subject: str = EVERY) -> Response:
-        subject = subject_of(subject) if subject else EVERY
-        body = await body_of(request)
-        refuse_unserved(body)
-        level = text_in(body, "compatibility", "compatibilityLevel").upper()
+    async def _put_config(self, request: Request, subject: str = GLOBAL_SUBJECT) -> Response:
+        subject = parse_subject(subject) if subject else GLOBAL_SUBJECT
+        body = await read_body(request)
+        refuse_unsupported(body)
+        level = string_field(body, "compatibility", "compatibilityLevel").upper()
         normalize = body.get("normalize")
         if normalize is not None and not isinstance(normalize, bool):
             raise RegistryError(422, "normalize must be true or false.")
@@ -242,64 +248,64 @@ class Rest:
             raise RegistryError(42203, "Invalid compatibility level: the body names none.")
         await self._registry.set_level(subject, level, normalize)
         said = {"compatibility": level or None, "normalize": normalize}
-        return answer({name: value for name, value in said.items() if value is not None})
+        return json_response({name: value for name, value in said.items() if value is not None})
 
-    async def _delete_config(self, _: Request, subject: str = EVERY) -> Response:
-        subject = subject_of(subject) if subject else EVERY
+    async def _delete_config(self, _: Request, subject: str = GLOBAL_SUBJECT) -> Response:
+        subject = parse_subject(subject) if subject else GLOBAL_SUBJECT
         row = await self._registry.book.config(subject, fresh=True)
         own = row.compatibility if row is not None else ""
         if subject and row is None:
-            raise no_subject(subject)
+            raise subject_not_found(subject)
         await self._registry.set_level(subject, "", clear=True)
-        return answer({"compatibilityLevel": own or DEFAULT})
+        return json_response({"compatibilityLevel": own or DEFAULT})
 
-    async def _get_mode(self, request: Request, subject: str = EVERY) -> Response:
-        subject = subject_of(subject) if subject else EVERY
+    async def _get_mode(self, request: Request, subject: str = GLOBAL_SUBJECT) -> Response:
+        subject = parse_subject(subject) if subject else GLOBAL_SUBJECT
         row = await self._registry.book.config(subject, fresh=True)
         own = row.mode if row is not None else ""
-        if subject and not own and not flag(request, "defaultToGlobal"):
+        if subject and not own and not bool_param(request, "defaultToGlobal"):
             raise RegistryError(40409, f"Subject '{subject}' does not have subject-level mode configured")
-        return answer({"mode": own or await self._registry.mode(EVERY)})
+        return json_response({"mode": own or await self._registry.mode(GLOBAL_SUBJECT)})
 
-    async def _put_mode(self, request: Request, subject: str = EVERY) -> Response:
-        subject = subject_of(subject) if subject else EVERY
-        mode = text_in(await body_of(request), "mode").upper()
-        await self._registry.set_mode(subject, mode or "?", force=flag(request, "force"))
-        return answer({"mode": mode})
+    async def _put_mode(self, request: Request, subject: str = GLOBAL_SUBJECT) -> Response:
+        subject = parse_subject(subject) if subject else GLOBAL_SUBJECT
+        mode = string_field(await read_body(request), "mode").upper()
+        await self._registry.set_mode(subject, mode or "?", force=bool_param(request, "force"))
+        return json_response({"mode": mode})
 
-    async def _delete_mode(self, _: Request, subject: str = EVERY) -> Response:
-        subject = subject_of(subject) if subject else EVERY
+    async def _delete_mode(self, _: Request, subject: str = GLOBAL_SUBJECT) -> Response:
+        subject = parse_subject(subject) if subject else GLOBAL_SUBJECT
         row = await self._registry.book.config(subject, fresh=True)
         own = row.mode if row is not None else ""
         if subject and not own:
-            raise no_subject(subject)
+            raise subject_not_found(subject)
         await self._registry.set_mode(subject, "")
-        return answer({"mode": own or "READWRITE"})
+        return json_response({"mode": own or "READWRITE"})
 
     # compatibility --------------------------------------------------------------------------------
 
     async def _check(self, request: Request, subject: str, version: str | None = None) -> Response:
-        subject = subject_of(subject)
-        wanted = version_of(version) if version is not None else None
-        given = given_in(await body_of(request), normalize=flag(request, "normalize"))
-        found = await self._registry.check(subject, given, wanted, all_versions=version is None)
+        subject = parse_subject(subject)
+        wanted = parse_version(version) if version is not None else None
+        given = parse_submitted_schema(await read_body(request), normalize=bool_param(request, "normalize"))
+        found = await self._registry.check_compatibility(subject, given, wanted, all_versions=version is None)
         body: dict[str, Any] = {"is_compatible": not found}
-        if flag(request, "verbose"):
+        if bool_param(request, "verbose"):
             body["messages"] = found
-        return answer(body)
+        return json_response(body)
 
     async def _contexts(self, _: Request) -> Response:
-        return answer(["."])
+        return json_response(["."])
 
 
-def _fits(pattern: tuple[str, ...], parts: list[str]) -> bool:
+def _matches(pattern: tuple[str, ...], parts: list[str]) -> bool:
     return len(pattern) == len(parts) and all(want in ("*", part) for want, part in zip(pattern, parts, strict=True))
 
 
-def _id(text: str) -> int:
+def _parse_id(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 10:
         raise RegistryError(404, "HTTP 404 Not Found")
     found = int(text)
     if found > 2**31 - 1:
-        raise no_schema(found)
+        raise schema_not_found(found)
     return found

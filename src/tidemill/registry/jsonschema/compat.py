@@ -29,70 +29,70 @@ from tidemill.registry.jsonschema.model import (
     Node,
     Shape,
 )
-from tidemill.registry.limits import Steps
+from tidemill.registry.limits import StepBudget
 from tidemill.registry.parsed_schema import Difference
-from tidemill.registry.recursion import Walk
+from tidemill.registry.recursion import SchemaComparison
 
 UPPER = ("maxLength", "maximum", "exclusiveMaximum", "maxProperties", "maxItems")
 LOWER = ("minLength", "minimum", "exclusiveMinimum", "minProperties", "minItems")
 
 
-def differences(reader: Node, writer: Node, steps: Steps) -> list[Difference]:
+def find_differences(reader: Node, writer: Node, steps: StepBudget) -> list[Difference]:
     """Return why a document that `writer` allows may be invalid for `reader`; empty when it is always valid."""
-    walk = _Walk(steps)
+    walk = _JsonSchemaComparison(steps)
     walk.compare(reader, writer, "")
     return walk.found
 
 
-class _Walk(Walk):
+class _JsonSchemaComparison(SchemaComparison):
     def compare(self, reader: Node, writer: Node, path: str) -> None:
         if reader is writer:
             return
-        self.once(reader, writer, lambda: self._compare(reader, writer, path))
+        self.compare_once(reader, writer, lambda: self._compare_nodes(reader, writer, path))
 
-    def _compare(self, reader: Node, writer: Node, path: str) -> None:
+    def _compare_nodes(self, reader: Node, writer: Node, path: str) -> None:
         if writer.kind == NOTHING or reader.kind == EVERYTHING:
             return
         if writer.kind in COMBINED and reader.kind in COMBINED:
-            self._combined(reader, writer, path)
+            self._compare_combined(reader, writer, path)
         elif reader.kind in COMBINED:
-            self._into_combined(reader, writer, path)
+            self._compare_with_combined_reader(reader, writer, path)
         elif writer.kind in COMBINED:
-            self._out_of_combined(reader, writer, path)
+            self._compare_with_combined_writer(reader, writer, path)
         elif reader.kind != writer.kind:
             self.add("TYPE_CHANGED", path, f"{writer.kind} is not valid as {reader.kind}")
         elif reader.kind == ENUM:
-            self._enum(reader, writer, path)
+            self._compare_enum(reader, writer, path)
         elif reader.kind == NOT:
             if not self.fits(lambda: self.compare(writer.parts[0], reader.parts[0], path)):
                 self.add("NOT_TYPE_EXTENDED", f"{path}/not", "it excludes more than before")
         else:
-            self._limits(reader, writer, path)
+            self._compare_limits(reader, writer, path)
             if reader.shape is not None and writer.shape is not None:
                 if reader.kind == OBJECT:
-                    self._object(reader.shape, writer.shape, path)
+                    self._compare_objects(reader.shape, writer.shape, path)
                 elif reader.kind == ARRAY:
-                    self._array(reader.shape, writer.shape, path)
+                    self._compare_arrays(reader.shape, writer.shape, path)
 
     # combined schemas ------------------------------------------------------------------------------
 
-    def _into_combined(self, reader: Node, writer: Node, path: str) -> None:
+    def _compare_with_combined_reader(self, reader: Node, writer: Node, path: str) -> None:
         if reader.kind == ALL:
             for index, part in enumerate(reader.parts):
                 self.compare(part, writer, f"{path}/allOf/{index}")
-        elif not any(self.fits(_bound(self.compare, part, writer)) for part in reader.parts):
+        elif not any(self.fits(_bind_comparison(self.compare, part, writer)) for part in reader.parts):
             self.add("TYPE_CHANGED", path, f"{writer.kind} fits no part of {reader.kind}")
 
-    def _out_of_combined(self, reader: Node, writer: Node, path: str) -> None:
+    def _compare_with_combined_writer(self, reader: Node, writer: Node, path: str) -> None:
         if writer.kind == ALL:
-            if not any(self.fits(_bound(self.compare, reader, part)) for part in writer.parts):
+            if not any(self.fits(_bind_comparison(self.compare, reader, part)) for part in writer.parts):
                 self.add("TYPE_CHANGED", path, f"no part of allOf is valid as {reader.kind}")
             return
         for index, part in enumerate(writer.parts):
             self.compare(reader, part, f"{path}/{writer.kind}/{index}")
 
-    def _combined(self, reader: Node, writer: Node, path: str) -> None:
-        fits = [[self.fits(_bound(self.compare, part, one)) for part in reader.parts] for one in writer.parts]
+    def _compare_combined(self, reader: Node, writer: Node, path: str) -> None:
+        fits = [[self.fits(_bind_comparison(self.compare, part, one)) for part in reader.parts] for one in writer.parts]
         if reader.kind == ALL:
             # Each part of the reader must hold. One part of the writer's allOf implies it, or every alternative does.
             enough = any if writer.kind == ALL else all
@@ -110,38 +110,38 @@ class _Walk(Walk):
             self.add(
                 "COMBINED_TYPE_CHANGED", path, "anyOf became oneOf: a document that matches twice is no longer valid"
             )
-        elif _matched([[place for place, fit in enumerate(row) if fit] for row in fits]) < len(writer.parts):
+        elif _maximum_matching([[place for place, fit in enumerate(row) if fit] for row in fits]) < len(writer.parts):
             self.add("SUM_TYPE_NARROWED", path, "the alternatives do not match one to one")
 
     # plain keywords -------------------------------------------------------------------------------
 
-    def _enum(self, reader: Node, writer: Node, path: str) -> None:
+    def _compare_enum(self, reader: Node, writer: Node, path: str) -> None:
         missing = sorted(writer.values - reader.values)
         if missing:
             told = b", ".join(missing[:5]).decode().replace('"', "'")[:200]
             self.add("ENUM_ARRAY_NARROWED", f"{path}/enum", f"these values are no longer valid: {told}")
 
-    def _limits(self, reader: Node, writer: Node, path: str) -> None:
+    def _compare_limits(self, reader: Node, writer: Node, path: str) -> None:
         ours, theirs = reader.limits, writer.limits
         for words, tighter in ((UPPER, operator.lt), (LOWER, operator.gt)):
             for word in words:
                 if word in ours and word not in theirs:
-                    if not self._implied(word, reader, writer):
-                        self.add(f"{_shout(word)}_ADDED", f"{path}/{word}", f"{word} was added")
+                    if not self._is_implied(word, reader, writer):
+                        self.add(f"{_upper_snake(word)}_ADDED", f"{path}/{word}", f"{word} was added")
                 elif word in ours and tighter(ours[word], theirs[word]):
-                    self.add(f"{_shout(word)}_TIGHTENED", f"{path}/{word}", f"{theirs[word]} became {ours[word]}")
+                    self.add(f"{_upper_snake(word)}_TIGHTENED", f"{path}/{word}", f"{theirs[word]} became {ours[word]}")
         if reader.kind == STRING and "pattern" in ours and ours["pattern"] != theirs.get("pattern"):
             kind = "PATTERN_CHANGED" if "pattern" in theirs else "PATTERN_ADDED"
             self.add(kind, f"{path}/pattern", "a different pattern must match")
         if reader.kind == NUMBER:
             if ours["integer"] and not theirs["integer"]:
                 self.add("TYPE_NARROWED", path, "number became integer")
-            self._multiple(ours.get("multipleOf"), theirs.get("multipleOf"), path)
+            self._compare_multiple_of(ours.get("multipleOf"), theirs.get("multipleOf"), path)
         if ours.get("uniqueItems") and not theirs.get("uniqueItems"):
             self.add("UNIQUE_ITEMS_ADDED", f"{path}/uniqueItems", "items must be unique now")
 
     @staticmethod
-    def _implied(word: str, reader: Node, writer: Node) -> bool:
+    def _is_implied(word: str, reader: Node, writer: Node) -> bool:
         """Return whether the writer has a bound of the other kind (inclusive, exclusive) that is as tight."""
         other = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}.get(word)
         if other is None or other not in writer.limits:
@@ -149,7 +149,7 @@ class _Walk(Walk):
         new, old = reader.limits[word], writer.limits[other]
         return bool(new <= old if word == "minimum" else new >= old)
 
-    def _multiple(self, new: Any, old: Any, path: str) -> None:
+    def _compare_multiple_of(self, new: Any, old: Any, path: str) -> None:
         if new is None or new == old:
             return
         if old is None:
@@ -159,13 +159,13 @@ class _Walk(Walk):
 
     # objects --------------------------------------------------------------------------------------
 
-    def _object(self, reader: Shape, writer: Shape, path: str) -> None:
+    def _compare_objects(self, reader: Shape, writer: Shape, path: str) -> None:
         for name in sorted(reader.named.keys() | writer.named.keys()):
             at = f"{path}/properties/{_pointer(name)}"
             if name not in reader.named:
-                self._removed(name, reader, writer.named[name], at, "PROPERTY")
+                self._check_removed(name, reader, writer.named[name], at, "PROPERTY")
             elif name not in writer.named:
-                self._added(name, reader, writer, at)
+                self._check_added(name, reader, writer, at)
             else:
                 self.compare(reader.named[name], writer.named[name], at)
                 if name in reader.required - writer.required and not reader.named[name].default:
@@ -180,10 +180,10 @@ class _Walk(Walk):
                 self.compare(schema, writer.needs_schema[name], at)
             else:
                 self.add("DEPENDENCY_SCHEMA_ADDED", at, "it requires a schema")
-        self._patterns(reader, writer, f"{path}/patternProperties")
-        self._rest(reader, writer, f"{path}/additionalProperties", "ADDITIONAL_PROPERTIES")
+        self._compare_patterns(reader, writer, f"{path}/patternProperties")
+        self._compare_rest(reader, writer, f"{path}/additionalProperties", "ADDITIONAL_PROPERTIES")
 
-    def _patterns(self, reader: Shape, writer: Shape, path: str) -> None:
+    def _compare_patterns(self, reader: Shape, writer: Shape, path: str) -> None:
         """Compare patterns. A pattern that only one side has is compared with the other side's rest. Overlaps of two
         patterns are not considered."""
         for pattern in sorted(reader.patterns.keys() | writer.patterns.keys()):
@@ -200,54 +200,54 @@ class _Walk(Walk):
             else:
                 self.compare(now, was, at)
 
-    def _removed(self, name: str | None, reader: Shape, was: Node, at: str, what: str) -> None:
+    def _check_removed(self, name: str | None, reader: Shape, was: Node, at: str, what: str) -> None:
         """Compare a property or item that the writer names with the rest of the reader."""
-        if reader.open or was.kind == NOTHING:
+        if reader.is_open or was.kind == NOTHING:
             return
-        covering = self._covering(name, reader, unsure=False)
+        covering = self._covering_schema(name, reader, unsure=False)
         if covering is None or covering.kind == NOTHING:
             self.add(f"{what}_REMOVED_FROM_CLOSED_CONTENT_MODEL", at, "it is no longer allowed")
         elif not self.fits(lambda: self.compare(covering, was, at)):
             told = "its earlier schema is not valid for the schema that covers it now"
             self.add(f"{what}_REMOVED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
 
-    def _added(self, name: str, reader: Shape, writer: Shape, at: str) -> None:
+    def _check_added(self, name: str, reader: Shape, writer: Shape, at: str) -> None:
         new = reader.named[name]
-        if writer.open:
+        if writer.is_open:
             if new.kind != EVERYTHING:
                 self.add("PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL", at, "earlier documents may contain any value there")
             return
-        covering = self._covering(name, writer, unsure=True)
-        if covering is not None and not self.fits(_bound(self.compare, new, covering)):
+        covering = self._covering_schema(name, writer, unsure=True)
+        if covering is not None and not self.fits(_bind_comparison(self.compare, new, covering)):
             told = "values that earlier documents may contain there are not valid for it"
             self.add("PROPERTY_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
         if name in reader.required and not new.default:
             self.add("REQUIRED_PROPERTY_ADDED_TO_UNOPEN_CONTENT_MODEL", at, "it is required and has no default")
 
-    def _covering(self, name: str | None, shape: Shape, *, unsure: bool) -> Node | None:
+    def _covering_schema(self, name: str | None, shape: Shape, *, unsure: bool) -> Node | None:
         """Return the schema of an unnamed property: that of the first matching pattern, else the rest. `unsure` is
         the result for a pattern that cannot be evaluated."""
         if name is not None:
             for pattern, node in shape.patterns.items():
-                self.steps.take()
-                if _finds(pattern, name, unsure):
+                self.steps.count_step()
+                if _pattern_matches(pattern, name, unsure):
                     return node
         return shape.rest
 
-    def _rest(self, reader: Shape, writer: Shape, at: str, what: str) -> None:
-        if reader.rest is None or writer.closed:
+    def _compare_rest(self, reader: Shape, writer: Shape, at: str, what: str) -> None:
+        if reader.rest is None or writer.is_closed:
             return
         if writer.rest is None:
-            kind = f"{what}_REMOVED" if reader.closed else f"{what}_NARROWED"
+            kind = f"{what}_REMOVED" if reader.is_closed else f"{what}_NARROWED"
             self.add(kind, at, "any value was allowed before")
-        elif reader.closed:
+        elif reader.is_closed:
             self.add(f"{what}_REMOVED", at, "no others are allowed")
         else:
             self.compare(reader.rest, writer.rest, at)
 
     # arrays ---------------------------------------------------------------------------------------
 
-    def _array(self, reader: Shape, writer: Shape, path: str) -> None:
+    def _compare_arrays(self, reader: Shape, writer: Shape, path: str) -> None:
         for place, node in enumerate(reader.places):
             at = f"{path}/items/{place}"
             if place < len(writer.places):
@@ -255,19 +255,19 @@ class _Walk(Walk):
             elif writer.rest is None:
                 if node.kind != EVERYTHING:
                     self.add("ITEM_ADDED_TO_OPEN_CONTENT_MODEL", at, "earlier documents may contain any value there")
-            elif not self.fits(_bound(self.compare, node, writer.rest)):
+            elif not self.fits(_bind_comparison(self.compare, node, writer.rest)):
                 told = "values that earlier documents may contain there are not valid for it"
                 self.add("ITEM_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
         for place in range(len(reader.places), len(writer.places)):
-            self._removed(None, reader, writer.places[place], f"{path}/items/{place}", "ITEM")
-        self._rest(reader, writer, f"{path}/items", "ADDITIONAL_ITEMS")
+            self._check_removed(None, reader, writer.places[place], f"{path}/items/{place}", "ITEM")
+        self._compare_rest(reader, writer, f"{path}/items", "ADDITIONAL_ITEMS")
 
 
-def _bound(compare: Callable[[Node, Node, str], None], reader: Node, writer: Node) -> Callable[[], None]:
+def _bind_comparison(compare: Callable[[Node, Node, str], None], reader: Node, writer: Node) -> Callable[[], None]:
     return lambda: compare(reader, writer, "")
 
 
-def _matched(pairs: list[list[int]]) -> int:
+def _maximum_matching(pairs: list[list[int]]) -> int:
     """Return the size of the largest matching of a bipartite graph. pairs[left] are the right nodes that it may be
     paired with."""
     taken: dict[int, int] = {}
@@ -284,7 +284,7 @@ def _matched(pairs: list[list[int]]) -> int:
     return sum(place(left, set()) for left in range(len(pairs)))
 
 
-def _finds(pattern: str, name: str, unsure: bool) -> bool:
+def _pattern_matches(pattern: str, name: str, unsure: bool) -> bool:
     """Return whether a pattern, which is untrusted, occurs in a name. RE2 evaluates it in linear time; the result is
     `unsure` for a pattern that RE2 does not support (a back reference, a look-around)."""
     import pyarrow as pa
@@ -300,6 +300,6 @@ def _pointer(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1").replace('"', "'")[:100]
 
 
-def _shout(word: str) -> str:
+def _upper_snake(word: str) -> str:
     """Convert a keyword to upper case: maxLength → MAX_LENGTH."""
     return "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in word)

@@ -53,9 +53,9 @@ class Shape:
         self.rest: Node | None = None
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return not self.patterns and self.rest is None
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self.rest is not None and self.rest.kind == NOTHING

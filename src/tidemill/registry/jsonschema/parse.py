@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from tidemill.metastore.rows.registry import Reference
-from tidemill.registry.errors import bad_schema
+from tidemill.registry.errors import invalid_schema
 from tidemill.registry.jsonschema.model import (
     ALL,
     ANY,
@@ -32,8 +32,8 @@ from tidemill.registry.jsonschema.model import (
     Node,
     Shape,
 )
-from tidemill.registry.limits import load_json, shown
-from tidemill.registry.parsed_schema import Parsed, Resolved, digest_of
+from tidemill.registry.limits import load_json, shorten
+from tidemill.registry.parsed_schema import ParsedSchema, ResolvedReference, schema_digest
 
 KEYWORDS = {
     OBJECT: (
@@ -47,7 +47,9 @@ KEYWORDS = {
 """Keywords that apply to one type only: a schema without `type` is taken to mean the types of its keywords."""
 
 
-def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolved], normalize: bool) -> Parsed:
+def parse(
+    text: str, references: Sequence[Reference], resolved: Sequence[ResolvedReference], normalize: bool
+) -> ParsedSchema:
     """Parse a schema. `resolved` has every schema that is referred to, directly or not. Raises RegistryError."""
     from jsonschema import Draft7Validator
     from jsonschema.exceptions import SchemaError
@@ -55,23 +57,25 @@ def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolve
 
     tree = load_json(text)
     if not isinstance(tree, dict | bool):
-        raise bad_schema(f"a JSON Schema is an object or a boolean: {shown(tree)}")
+        raise invalid_schema(f"a JSON Schema is an object or a boolean: {shorten(tree)}")
     try:
         # Formats are not checked: patterns are those of ECMA 262, and Python's are not.
         validator_for(tree, default=Draft7Validator).check_schema(tree, format_checker=None)
     except SchemaError as error:
         where = "/".join(str(part) for part in error.absolute_path)
-        raise bad_schema(f"{error.message[:200]} at /{where}") from error
+        raise invalid_schema(f"{error.message[:200]} at /{where}") from error
     for found in resolved:
         if found.parsed.kind != "JSON":
-            raise bad_schema(f"it refers to a schema that is not JSON Schema: {shown(found.name)}")
-    model = _Builder(tree, [(found.name, found.parsed.text) for found in resolved]).root()
+            raise invalid_schema(f"it refers to a schema that is not JSON Schema: {shorten(found.name)}")
+    model = _JsonSchemaModelBuilder(tree, [(found.name, found.parsed.text) for found in resolved]).root()
     option = orjson.OPT_SORT_KEYS if normalize else None
     canonical = orjson.dumps(tree, option=option).decode()
-    return Parsed("JSON", canonical, tuple(references), model, digest_of("JSON", canonical.encode(), references))
+    return ParsedSchema(
+        "JSON", canonical, tuple(references), model, schema_digest("JSON", canonical.encode(), references)
+    )
 
 
-class _Builder:
+class _JsonSchemaModelBuilder:
     """Builder of the model. Nodes are memoized by the identity of the JSON they come from, which `_kept` keeps
     alive."""
 
@@ -95,37 +99,37 @@ class _Builder:
         self._chased: set[int] = set()
 
     def root(self) -> Node:
-        return self._build(self._tree, self._resolver)
+        return self._build_node(self._tree, self._resolver)
 
-    def _build(self, schema: Any, resolver: Any) -> Node:
+    def _build_node(self, schema: Any, resolver: Any) -> Node:
         if isinstance(schema, bool):
             return Node(EVERYTHING if schema else NOTHING)
         if not isinstance(schema, dict):
-            raise bad_schema(f"not a schema: {shown(schema)}")
+            raise invalid_schema(f"not a schema: {shorten(schema)}")
         known = self._nodes.get(id(schema))
         if known is not None:
             return known
         resolver = resolver.in_subresource(self._draft.create_resource(schema)) if "$id" in schema else resolver
-        if _reference(schema) is not None and (self._alone or not _says_more(schema)):
-            return self._chase(schema, resolver)
+        if _reference(schema) is not None and (self._alone or not _has_other_keywords(schema)):
+            return self._resolve_reference_only(schema, resolver)
         node = self._nodes[id(schema)] = Node()
         node.default = "default" in schema
-        parts = self._parts(schema, resolver)
+        parts = self._build_parts(schema, resolver)
         if len(parts) == 1 and _reference(schema) is None:
-            _become(node, parts[0])  # created for this node alone; a referenced node may not be complete yet
+            _copy_into(node, parts[0])  # created for this node alone; a referenced node may not be complete yet
         elif parts:
             node.kind, node.parts = ALL, parts
         return node
 
-    def _chase(self, schema: dict[str, Any], resolver: Any) -> Node:
+    def _resolve_reference_only(self, schema: dict[str, Any], resolver: Any) -> Node:
         """Resolve a schema that is only a reference to the schema that it refers to."""
         if id(schema) in self._chased:
-            raise bad_schema(f"a reference refers to itself: {shown(_reference(schema))}")
+            raise invalid_schema(f"a reference refers to itself: {shorten(_reference(schema))}")
         self._chased.add(id(schema))
-        node = self._nodes[id(schema)] = self._referred(str(_reference(schema)), resolver)
+        node = self._nodes[id(schema)] = self._resolve_reference(str(_reference(schema)), resolver)
         return node
 
-    def _referred(self, reference: str, resolver: Any) -> Node:
+    def _resolve_reference(self, reference: str, resolver: Any) -> Node:
         from referencing.exceptions import Unresolvable
 
         try:
@@ -135,24 +139,24 @@ class _Builder:
                 # under the name in the request, independent of the schema's own URI
                 found = self._by_name.lookup(reference)
             except (Unresolvable, ValueError) as error:
-                raise bad_schema(f"unresolved reference {shown(reference)}") from error
+                raise invalid_schema(f"unresolved reference {shorten(reference)}") from error
         self._kept.append(found.contents)
-        return self._build(found.contents, found.resolver)
+        return self._build_node(found.contents, found.resolver)
 
-    def _parts(self, schema: dict[str, Any], resolver: Any) -> list[Node]:
+    def _build_parts(self, schema: dict[str, Any], resolver: Any) -> list[Node]:
         parts: list[Node] = []
         reference = _reference(schema)
         if reference is not None:
-            parts.append(self._referred(reference, resolver))
+            parts.append(self._resolve_reference(reference, resolver))
         types = schema.get("type")
         if isinstance(types, list) and len(types) != 1:
-            parts.append(_of(ANY, [self._typed(kind, schema, resolver) for kind in types]))
+            parts.append(_combined_node(ANY, [self._build_typed(kind, schema, resolver) for kind in types]))
         elif types is not None:
-            parts.append(self._typed(types[0] if isinstance(types, list) else types, schema, resolver))
+            parts.append(self._build_typed(types[0] if isinstance(types, list) else types, schema, resolver))
         else:
             for kind, keywords in KEYWORDS.items():
                 if any(keyword in schema for keyword in keywords):
-                    parts.append(self._typed(kind, schema, resolver))
+                    parts.append(self._build_typed(kind, schema, resolver))
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             enum = Node(ENUM)
@@ -160,13 +164,13 @@ class _Builder:
             parts.append(enum)
         for kind in COMBINED:
             if kind in schema:
-                branches = _without_doubles(schema[kind])
-                parts.append(_of(kind, [self._build(branch, resolver) for branch in branches]))
+                branches = _without_duplicates(schema[kind])
+                parts.append(_combined_node(kind, [self._build_node(branch, resolver) for branch in branches]))
         if "not" in schema:
-            parts.append(_of(NOT, [self._build(schema["not"], resolver)]))
+            parts.append(_combined_node(NOT, [self._build_node(schema["not"], resolver)]))
         return parts
 
-    def _typed(self, kind: str, schema: dict[str, Any], resolver: Any) -> Node:
+    def _build_typed(self, kind: str, schema: dict[str, Any], resolver: Any) -> Node:
         node = Node(NUMBER if kind == "integer" else kind)
         if node.kind == NUMBER:
             node.limits = {**_number_limits(schema), "integer": kind == "integer"}
@@ -174,42 +178,44 @@ class _Builder:
             node.limits = {word: schema[word] for word in KEYWORDS[STRING] if word in schema}
         elif node.kind == OBJECT:
             node.limits = {word: schema[word] for word in ("minProperties", "maxProperties") if word in schema}
-            node.shape = self._object(schema, resolver)
+            node.shape = self._object_shape(schema, resolver)
         elif node.kind == ARRAY:
             node.limits = {word: schema[word] for word in ("minItems", "maxItems") if word in schema}
             node.limits = {**node.limits, "uniqueItems": schema.get("uniqueItems", False)}
-            node.shape = self._array(schema, resolver)
+            node.shape = self._array_shape(schema, resolver)
         return node
 
-    def _object(self, schema: dict[str, Any], resolver: Any) -> Shape:
+    def _object_shape(self, schema: dict[str, Any], resolver: Any) -> Shape:
         shape = Shape()
-        shape.named = {name: self._build(one, resolver) for name, one in schema.get("properties", {}).items()}
-        shape.patterns = {name: self._build(one, resolver) for name, one in schema.get("patternProperties", {}).items()}
+        shape.named = {name: self._build_node(one, resolver) for name, one in schema.get("properties", {}).items()}
+        shape.patterns = {
+            name: self._build_node(one, resolver) for name, one in schema.get("patternProperties", {}).items()
+        }
         required = schema.get("required", [])
         shape.required = frozenset(required if isinstance(required, list) else ())
         needs = {**schema.get("dependencies", {}), **schema.get("dependentRequired", {})}
         shape.needs = {name: frozenset(one) for name, one in needs.items() if isinstance(one, list)}
         schemas = {name: one for name, one in needs.items() if not isinstance(one, list)}
         schemas |= schema.get("dependentSchemas", {})
-        shape.needs_schema = {name: self._build(one, resolver) for name, one in schemas.items()}
-        shape.rest = self._rest(schema.get("additionalProperties", True), resolver)
+        shape.needs_schema = {name: self._build_node(one, resolver) for name, one in schemas.items()}
+        shape.rest = self._rest_schema(schema.get("additionalProperties", True), resolver)
         return shape
 
-    def _array(self, schema: dict[str, Any], resolver: Any) -> Shape:
+    def _array_shape(self, schema: dict[str, Any], resolver: Any) -> Shape:
         shape = Shape()
         items = schema.get("items")
         places = schema.get("prefixItems", items if isinstance(items, list) else [])
-        shape.places = [self._build(one, resolver) for one in places]
+        shape.places = [self._build_node(one, resolver) for one in places]
         if "prefixItems" in schema:
-            shape.rest = self._rest(True if items is None else items, resolver)
+            shape.rest = self._rest_schema(True if items is None else items, resolver)
         elif isinstance(items, list):
-            shape.rest = self._rest(schema.get("additionalItems", True), resolver)
+            shape.rest = self._rest_schema(schema.get("additionalItems", True), resolver)
         elif items is not None:
-            shape.rest = self._rest(items, resolver)
+            shape.rest = self._rest_schema(items, resolver)
         return shape
 
-    def _rest(self, schema: Any, resolver: Any) -> Node | None:
-        node = self._build(schema, resolver)
+    def _rest_schema(self, schema: Any, resolver: Any) -> Node | None:
+        node = self._build_node(schema, resolver)
         return None if schema is True or schema == {} else node
 
 
@@ -220,7 +226,7 @@ def _reference(schema: dict[str, Any]) -> str | None:
     return next((one for one in found if isinstance(one, str)), None)
 
 
-def _says_more(schema: dict[str, Any]) -> bool:
+def _has_other_keywords(schema: dict[str, Any]) -> bool:
     """Return whether a schema has keywords other than its reference."""
     words = (*KEYWORDS.values(), ("type", "enum", "const", "default", NOT, *COMBINED))
     return any(word in schema for group in words for word in group)
@@ -236,18 +242,18 @@ def _number_limits(schema: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _without_doubles(branches: Sequence[Any]) -> list[Any]:
+def _without_duplicates(branches: Sequence[Any]) -> list[Any]:
     found = {orjson.dumps(branch, option=orjson.OPT_SORT_KEYS): branch for branch in reversed(branches)}
     return list(reversed(found.values()))
 
 
-def _of(kind: str, parts: Sequence[Node]) -> Node:
+def _combined_node(kind: str, parts: Sequence[Node]) -> Node:
     node = Node(kind)
     node.parts = parts
     return node
 
 
-def _become(node: Node, other: Node) -> None:
+def _copy_into(node: Node, other: Node) -> None:
     """Copy the contents of `other` into `node`, which was handed out before it was known to have a single
     constraint."""
     node.kind, node.limits, node.values = other.kind, other.limits, other.values

@@ -7,45 +7,45 @@ an unknown enum constant is preserved as a number.
 
 from __future__ import annotations
 
-from tidemill.registry.limits import Steps
+from tidemill.registry.limits import StepBudget
 from tidemill.registry.parsed_schema import Difference
-from tidemill.registry.protobuf.model import REPEATED, REQUIRED, SCALAR_GROUPS, Field, Message, Proto
-from tidemill.registry.recursion import Walk
+from tidemill.registry.protobuf.model import REPEATED, REQUIRED, SCALAR_GROUPS, Message, MessageField, ProtobufModel
+from tidemill.registry.recursion import SchemaComparison
 
 
-def differences(reader: Proto, writer: Proto, steps: Steps) -> list[Difference]:
+def find_differences(reader: ProtobufModel, writer: ProtobufModel, steps: StepBudget) -> list[Difference]:
     """Return why `reader` cannot read what `writer` wrote; empty when it can."""
-    walk = _Walk(steps)
-    walk.messages(reader.messages, writer.messages, "")
+    walk = _ProtobufComparison(steps)
+    walk.compare_messages(reader.messages, writer.messages, "")
     return walk.found
 
 
-class _Walk(Walk):
-    def messages(self, reader: dict[str, Message], writer: dict[str, Message], path: str) -> None:
+class _ProtobufComparison(SchemaComparison):
+    def compare_messages(self, reader: dict[str, Message], writer: dict[str, Message], path: str) -> None:
         for name, was in writer.items():
             now = reader.get(name)
             if now is not None:
-                self.message(now, was)
+                self.compare_message(now, was)
             elif not was.map_entry:
                 self.add("MESSAGE_REMOVED", f"#{path}/{name}", f"the message {was.name} was removed")
 
-    def message(self, reader: Message, writer: Message) -> None:
-        self.once(reader, writer, lambda: self._message(reader, writer, f"#/{writer.name}"))
+    def compare_message(self, reader: Message, writer: Message) -> None:
+        self.compare_once(reader, writer, lambda: self._compare_contents(reader, writer, f"#/{writer.name}"))
 
-    def _message(self, reader: Message, writer: Message, path: str) -> None:
-        moved = self._oneofs(reader, writer, path)
+    def _compare_contents(self, reader: Message, writer: Message, path: str) -> None:
+        moved = self._compare_oneofs(reader, writer, path)
         for number in sorted(reader.fields.keys() | writer.fields.keys()):
             at = f"{path}/{number}"
             now, was = reader.fields.get(number), writer.fields.get(number)
             if now is not None and was is not None:
-                self._field(now, was, at)
+                self._compare_field(now, was, at)
             elif now is not None and now.label == REQUIRED:
                 self.add("REQUIRED_FIELD_ADDED", at, f"the required field {now.name} was added")
             elif was is not None and was.label == REQUIRED and number not in moved:
                 self.add("REQUIRED_FIELD_REMOVED", at, f"the required field {was.name} was removed")
-        self.messages(reader.nested, writer.nested, path.removeprefix("#"))
+        self.compare_messages(reader.nested, writer.nested, path.removeprefix("#"))
 
-    def _oneofs(self, reader: Message, writer: Message, path: str) -> set[int]:
+    def _compare_oneofs(self, reader: Message, writer: Message, path: str) -> set[int]:
         """Compare oneofs, and return the fields that moved into one. Only one field at a time may move: of two that
         were set, the reader would keep only the last."""
         in_oneof = {number for numbers in writer.oneofs.values() for number in numbers}
@@ -63,23 +63,23 @@ class _Walk(Walk):
                 self.add("ONEOF_FIELD_REMOVED", f"{path}/{name}/{number}", "a field of a oneof was removed")
         return moved_all
 
-    def _field(self, reader: Field, writer: Field, path: str) -> None:
-        self.steps.take()
+    def _compare_field(self, reader: MessageField, writer: MessageField, path: str) -> None:
+        self.steps.count_step()
         if reader.label == REQUIRED and writer.label != REQUIRED:
             self.add("REQUIRED_FIELD_ADDED", path, f"the field {reader.name} became required")
         if reader.of is not None and writer.of is not None:
             if reader.of.map_entry != writer.of.map_entry or reader.type != writer.type:
-                self.add("FIELD_KIND_CHANGED", path, f"{_kind(writer)} became {_kind(reader)}")
+                self.add("FIELD_KIND_CHANGED", path, f"{_field_kind(writer)} became {_field_kind(reader)}")
             elif not reader.of.map_entry and reader.of.name != writer.of.name:
                 self.add("FIELD_NAMED_TYPE_CHANGED", path, f"{writer.of.name} became {reader.of.name}")
             else:
-                self.message(reader.of, writer.of)
+                self.compare_message(reader.of, writer.of)
         elif reader.of is not None or writer.of is not None or "message" in (reader.type, writer.type):
-            self.add("FIELD_KIND_CHANGED", path, f"{_kind(writer)} became {_kind(reader)}")
+            self.add("FIELD_KIND_CHANGED", path, f"{_field_kind(writer)} became {_field_kind(reader)}")
         else:
-            self._scalars(reader, writer, path)
+            self._compare_scalars(reader, writer, path)
 
-    def _scalars(self, reader: Field, writer: Field, path: str) -> None:
+    def _compare_scalars(self, reader: MessageField, writer: MessageField, path: str) -> None:
         group = SCALAR_GROUPS.get(reader.type)
         if group is None or group != SCALAR_GROUPS.get(writer.type):
             self.add("FIELD_SCALAR_KIND_CHANGED", path, f"{writer.type} became {reader.type}")
@@ -87,7 +87,7 @@ class _Walk(Walk):
             self.add("FIELD_NUMERIC_LABEL_CHANGED", path, "repeated numbers are packed, single ones are not")
 
 
-def _kind(field: Field) -> str:
+def _field_kind(field: MessageField) -> str:
     if field.of is not None and field.of.map_entry:
         return "map"
     return field.type

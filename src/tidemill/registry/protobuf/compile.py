@@ -11,16 +11,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tidemill.base.errors import UnavailableError
-from tidemill.registry.errors import bad_schema
+from tidemill.registry.errors import invalid_schema
 
 TIMEOUT_S = 20.0
 """Wall-clock limit. A schema at its size limit takes a fraction of a second on a free processor."""
 
 CPU_S = 10
 MEMORY_BYTES = 1 << 30
-TOLD_BYTES = 500
+MESSAGE_CHARS_MAX = 500
 
-_LIMITED = """
+_LIMITED_PROTOC = """
 import resource, sys
 cpu_s, memory_bytes, *rest = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s), int(cpu_s)))
@@ -46,7 +46,7 @@ def compile_text(text: str, name: str, imports: Sequence[Any]) -> Any:
         command = [
             sys.executable,
             "-c",
-            _LIMITED,
+            _LIMITED_PROTOC,
             str(CPU_S),
             str(MEMORY_BYTES),
             f"--proto_path={folder / 'src'}",
@@ -70,6 +70,6 @@ def compile_text(text: str, name: str, imports: Sequence[Any]) -> Any:
         if ended.returncode != 0:
             lines = ended.stderr.decode(errors="replace").splitlines()
             told = "; ".join(line[line.index(name) :] for line in lines if f"{name}:" in line)
-            raise bad_schema(told[:TOLD_BYTES] or f"protoc ended with {ended.returncode}")
+            raise invalid_schema(told[:MESSAGE_CHARS_MAX] or f"protoc ended with {ended.returncode}")
         found = FileDescriptorSet.FromString((folder / "out").read_bytes())
     return next(file for file in found.file if file.name == name)

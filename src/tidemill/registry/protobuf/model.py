@@ -34,13 +34,13 @@ class Message:
     def __init__(self, name: str, map_entry: bool) -> None:
         self.name = name
         self.map_entry = map_entry
-        self.fields: dict[int, Field] = {}
+        self.fields: dict[int, MessageField] = {}
         self.oneofs: dict[str, set[int]] = {}
         """Name → numbers of its fields. A oneof that only represents `optional` is left out."""
         self.nested: dict[str, Message] = {}
 
 
-class Field(NamedTuple):
+class MessageField(NamedTuple):
     """A field. `type` is a key of SCALAR_GROUPS, `message` or `group`; `of` is the message type."""
 
     number: int
@@ -50,7 +50,7 @@ class Field(NamedTuple):
     of: Message | None
 
 
-class Proto(NamedTuple):
+class ProtobufModel(NamedTuple):
     """Model of a file. `everything` maps full names to messages, imported ones included; `descriptor` is a
     FileDescriptorProto."""
 
@@ -59,20 +59,20 @@ class Proto(NamedTuple):
     descriptor: Any
 
 
-def model_of(descriptor: Any, imported: Iterable[Any]) -> Proto:
+def build_model(descriptor: Any, imported: Iterable[Any]) -> ProtobufModel:
     """Build the model from linked FileDescriptorProtos, in which every type's name is full and begins with a dot."""
     everything: dict[str, Message] = {}
     open_fields: list[tuple[Message, Any]] = []
     for file in imported:
-        _collect(file.message_type, file.package, "", everything, open_fields)
-    own = _collect(descriptor.message_type, descriptor.package, "", everything, open_fields)
+        _collect_messages(file.message_type, file.package, "", everything, open_fields)
+    own = _collect_messages(descriptor.message_type, descriptor.package, "", everything, open_fields)
     for message, field in open_fields:
         of = everything.get(field.type_name.removeprefix(".")) if field.type in (10, 11) else None
-        message.fields[field.number] = Field(field.number, field.name, TYPES[field.type], field.label, of)
-    return Proto(own, everything, descriptor)
+        message.fields[field.number] = MessageField(field.number, field.name, TYPES[field.type], field.label, of)
+    return ProtobufModel(own, everything, descriptor)
 
 
-def _collect(
+def _collect_messages(
     types: Iterable[Any],
     package: str,
     outer: str,
@@ -89,5 +89,5 @@ def _collect(
             open_fields.append((message, field))
             if field.HasField("oneof_index") and not field.proto3_optional:
                 message.oneofs.setdefault(described.oneof_decl[field.oneof_index].name, set()).add(field.number)
-        message.nested = _collect(described.nested_type, package, name, everything, open_fields)
+        message.nested = _collect_messages(described.nested_type, package, name, everything, open_fields)
     return found

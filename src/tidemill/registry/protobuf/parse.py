@@ -15,15 +15,15 @@ from importlib import import_module
 from typing import Any
 
 from tidemill.metastore.rows.registry import Reference
-from tidemill.registry.errors import bad_schema
-from tidemill.registry.limits import shown
-from tidemill.registry.parsed_schema import Parsed, Resolved, digest_of
+from tidemill.registry.errors import invalid_schema
+from tidemill.registry.limits import shorten
+from tidemill.registry.parsed_schema import ParsedSchema, ResolvedReference, schema_digest
 from tidemill.registry.protobuf.compile import compile_text
-from tidemill.registry.protobuf.model import model_of
-from tidemill.registry.protobuf.text import text_of
+from tidemill.registry.protobuf.model import build_model
+from tidemill.registry.protobuf.text import proto_text
 
 OWN_NAME = "schema.proto"
-KNOWN = {
+WELL_KNOWN_FILES = {
     "google.protobuf": (
         "any", "source_context", "type", "api", "descriptor", "duration", "empty", "field_mask", "struct", "timestamp",
         "wrappers",
@@ -36,35 +36,39 @@ KNOWN = {
 """Files that every schema may import, imported files before those that import them."""
 
 
-def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolved], normalize: bool) -> Parsed:
+def parse(
+    text: str, references: Sequence[Reference], resolved: Sequence[ResolvedReference], normalize: bool
+) -> ParsedSchema:
     """Parse a schema. `resolved` has every schema that is referred to, imported schemas before those that import
     them. Raises RegistryError."""
     imported = []
     for found in resolved:
         if found.parsed.kind != "PROTOBUF":
-            raise bad_schema(f"it refers to a schema that is not Protobuf: {shown(found.name)}")
-        file = _decoded(found.parsed.descriptor)
+            raise invalid_schema(f"it refers to a schema that is not Protobuf: {shorten(found.name)}")
+        file = _decode_descriptor(found.parsed.descriptor)
         file.name = found.name
         imported.append(file)
     given = _from_base64(text)
-    descriptor = given if given is not None else _compiled(text, imported)
+    descriptor = given if given is not None else _compile_text(text, imported)
     name = descriptor.name
     descriptor.name = OWN_NAME
     if normalize:
-        _sort(descriptor)
-    imported = [*_known(descriptor, imported), *imported]
-    linked = _linked(descriptor, imported)
-    _without_derived(linked)
+        _sort_file(descriptor)
+    imported = [*_well_known_imports(descriptor, imported), *imported]
+    linked = _link(descriptor, imported)
+    _remove_derived(linked)
     linked.ClearField("name")
     meaning = linked.SerializeToString(deterministic=True)
     linked.name = name if given is not None and name else OWN_NAME
-    model = model_of(linked, imported)
-    stored = text if given is None and not normalize else text_of(linked) or ""
-    digest = digest_of("PROTOBUF", meaning, references)
-    return Parsed("PROTOBUF", stored, tuple(references), model, digest, linked.SerializeToString(deterministic=True))
+    model = build_model(linked, imported)
+    stored = text if given is None and not normalize else proto_text(linked) or ""
+    digest = schema_digest("PROTOBUF", meaning, references)
+    return ParsedSchema(
+        "PROTOBUF", stored, tuple(references), model, digest, linked.SerializeToString(deterministic=True)
+    )
 
 
-def _sort(file: Any) -> None:
+def _sort_file(file: Any) -> None:
     """Sort into the normal order of Confluent's registry: imports by name, fields and reserved ranges by number.
     Enum values are not sorted: the first one is the default."""
     public = {file.dependency[index] for index in file.public_dependency}
@@ -92,8 +96,8 @@ def _sort_by(items: Any, name: str) -> None:
     items.sort(key=lambda item: getattr(item, name))
 
 
-def serialized(descriptor: bytes) -> str:
-    """Return the descriptor in the format that Confluent's clients call `serialized`."""
+def encode_descriptor(descriptor: bytes) -> str:
+    """Return the descriptor in the format that Confluent's clients call `encode_descriptor`."""
     return base64.standard_b64encode(descriptor).decode("ascii")
 
 
@@ -110,15 +114,15 @@ def _from_base64(text: str) -> Any:
     return file if data and (file.name or file.message_type or file.enum_type or file.syntax) else None
 
 
-def _compiled(text: str, imported: Sequence[Any]) -> Any:
+def _compile_text(text: str, imported: Sequence[Any]) -> Any:
     given = {file.name for file in imported}
-    return compile_text(text, OWN_NAME, [*(file for file in known_files() if file.name not in given), *imported])
+    return compile_text(text, OWN_NAME, [*(file for file in well_known_files() if file.name not in given), *imported])
 
 
-def _known(descriptor: Any, imported: Sequence[Any]) -> list[Any]:
+def _well_known_imports(descriptor: Any, imported: Sequence[Any]) -> list[Any]:
     """Return the known files that are imported, directly or by each other, except those that a reference provides."""
     given = {file.name for file in imported}
-    known = {file.name: file for file in known_files()}
+    known = {file.name: file for file in well_known_files()}
     found: dict[str, Any] = {}
 
     def take(names: Sequence[str]) -> None:
@@ -132,13 +136,13 @@ def _known(descriptor: Any, imported: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _decoded(data: bytes) -> Any:
+def _decode_descriptor(data: bytes) -> Any:
     from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
     return FileDescriptorProto.FromString(data)
 
 
-def _linked(descriptor: Any, imported: Sequence[Any]) -> Any:
+def _link(descriptor: Any, imported: Sequence[Any]) -> Any:
     """Link a file in a descriptor pool: types must exist, and names and numbers must be unique."""
     from google.protobuf.descriptor_pb2 import FileDescriptorProto
     from google.protobuf.descriptor_pool import DescriptorPool
@@ -150,13 +154,13 @@ def _linked(descriptor: Any, imported: Sequence[Any]) -> Any:
         pool.Add(descriptor)
         found = pool.FindFileByName(descriptor.name)
     except (TypeError, KeyError) as error:
-        raise bad_schema(" ".join(str(error).split())[:300]) from error
+        raise invalid_schema(" ".join(str(error).split())[:300]) from error
     linked = FileDescriptorProto()
     found.CopyToProto(linked)
     return linked
 
 
-def _without_derived(linked: Any) -> None:
+def _remove_derived(linked: Any) -> None:
     """Remove comments, and JSON names that follow from the fields' own names: clients derive them, and they are half
     of the size."""
     linked.ClearField("source_code_info")
@@ -178,7 +182,7 @@ def _json_name(name: str) -> str:
 
 
 @cache
-def known_files() -> tuple[Any, ...]:
+def well_known_files() -> tuple[Any, ...]:
     """Return the FileDescriptorProtos of KNOWN, in an order in which a pool can add them."""
     from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
@@ -192,7 +196,7 @@ def known_files() -> tuple[Any, ...]:
             descriptor.CopyToProto(file)
             found[descriptor.name] = file
 
-    for package, names in KNOWN.items():
+    for package, names in WELL_KNOWN_FILES.items():
         for name in names:
             take(import_module(f"{package}.{name}_pb2").DESCRIPTOR)
     return tuple(found.values())

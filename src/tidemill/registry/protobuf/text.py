@@ -19,15 +19,15 @@ LAST_ENUM = 2_147_483_647
 INDENT = "  "
 
 
-class _Unsayable(Exception):
+class _NotExpressibleError(Exception):
     """Raised when a text cannot express the whole descriptor."""
 
 
-def text_of(file: Any) -> str | None:
+def proto_text(file: Any) -> str | None:
     """Return the .proto text of a linked descriptor, or None if the text would be incomplete."""
     try:
         return "\n".join(_file(file)) + "\n"
-    except _Unsayable:
+    except _NotExpressibleError:
         return None
 
 
@@ -65,10 +65,10 @@ def _block(head: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 def _message(message: Any, syntax: str) -> Iterator[str]:
-    yield from _block(f"message {message.name}", _inside(message, syntax))
+    yield from _block(f"message {message.name}", _message_body(message, syntax))
 
 
-def _inside(message: Any, syntax: str) -> Iterator[str]:
+def _message_body(message: Any, syntax: str) -> Iterator[str]:
     nested = {one.name: one for one in message.nested_type}
     groups = {
         field.type_name.rpartition(".")[2] for field in (*message.field, *message.extension) if field.type == GROUP
@@ -90,7 +90,7 @@ def _inside(message: Any, syntax: str) -> Iterator[str]:
     yield from _extensions(message.extension, syntax, nested)
     for ranged in message.extension_range:
         if ranged.HasField("options"):
-            raise _Unsayable
+            raise _NotExpressibleError
         yield f"extensions {_range(ranged.start, ranged.end, LAST_FIELD)};"
     for ranged in message.reserved_range:
         yield f"reserved {_range(ranged.start, ranged.end, LAST_FIELD)};"
@@ -114,8 +114,8 @@ def _field(field: Any, syntax: str, nested: dict[str, Any], *, labelled: bool = 
     options = _field_options(field)
     if field.type == GROUP:
         if local is None:
-            raise _Unsayable
-        yield from _block(f"{label}group {local.name} = {field.number}{options}", _inside(local, syntax))
+            raise _NotExpressibleError
+        yield from _block(f"{label}group {local.name} = {field.number}{options}", _message_body(local, syntax))
     else:
         yield f"{label}{kind} {field.name} = {field.number}{options};"
 
@@ -138,7 +138,7 @@ def _field_options(field: Any) -> str:
         found.append(f"default = {_default(field)}")
     if field.HasField("json_name"):
         found.append(f"json_name = {_quoted(field.json_name)}")
-    found += [f"{name} = {value}" for name, value in _said(field.options)]
+    found += [f"{name} = {value}" for name, value in _option_literals(field.options)]
     return f" [{', '.join(found)}]" if found else ""
 
 
@@ -164,7 +164,7 @@ def _enum(enum: Any) -> Iterator[str]:
 def _constants(enum: Any) -> Iterator[str]:
     yield from _options(enum.options)
     for value in enum.value:
-        said = ", ".join(f"{name} = {text}" for name, text in _said(value.options))
+        said = ", ".join(f"{name} = {text}" for name, text in _option_literals(value.options))
         yield f"{value.name} = {value.number}{f' [{said}]' if said else ''};"
     for ranged in enum.reserved_range:
         yield f"reserved {_range(ranged.start, ranged.end + 1, LAST_ENUM + 1)};"
@@ -188,21 +188,21 @@ def _service(service: Any) -> Iterator[str]:
 
 
 def _options(options: Any) -> Iterator[str]:
-    for name, value in _said(options):
+    for name, value in _option_literals(options):
         if name != "map_entry":
             yield f"option {name} = {value};"
 
 
-def _said(options: Any) -> list[tuple[str, str]]:
+def _option_literals(options: Any) -> list[tuple[str, str]]:
     """Return every option that is set, with its value as a literal."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
     if len(UnknownFieldSet(options)):
-        raise _Unsayable
+        raise _NotExpressibleError
     found = []
     for field, value in options.ListFields():
         if field.is_extension:
-            raise _Unsayable
+            raise _NotExpressibleError
         for one in value if field.is_repeated else [value]:
             found.append((field.name, _literal(field, one)))
     return found

@@ -40,12 +40,12 @@ class CompilerThread:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, compile_request, request, types, schema, table)
 
-    async def many(self, asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
+    async def compile_many(self, asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
         """Compile many clauses in one job; return each clause or the exception that it raised. Other requests wait for
         the job."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, compile_each, asked)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, compile_all, asked)
 
-    async def subset(self, request: SubsetRequest, scope: SubsetScope) -> Subset:
+    async def compile_subset(self, request: SubsetRequest, scope: SubsetScope) -> Subset:
         """Compile a subset. Raises FieldError."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, compile_subset, request, scope)
 
@@ -54,7 +54,7 @@ class CompilerThread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def compile_each(asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
+def compile_all(asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
     found: list[Where | BaseException | None] = []
     for each in asked:
         try:

@@ -51,7 +51,7 @@ class ShapeDefinition(msgspec.Struct, frozen=True):
         return str(int.from_bytes(hashlib.blake2b(msgspec.json.encode(self), digest_size=5).digest(), "big"))
 
 
-DIGEST_DIGITS = 20
+MAX_DIGEST_DIGITS = 20
 """Longest digest in a handle."""
 
 
@@ -69,10 +69,10 @@ class HandleMint:
     def mint(self, definition: ShapeDefinition) -> str:
         return self._mint(definition.digest())
 
-    def after(self, handle: str) -> str:
+    def mint_successor(self, handle: str) -> str:
         """Create another handle for the same definition as that of `handle`."""
         digest = handle.partition("-")[0]
-        return self._mint(digest if digest.isascii() and digest.isdigit() and len(digest) <= DIGEST_DIGITS else "0")
+        return self._mint(digest if digest.isascii() and digest.isdigit() and len(digest) <= MAX_DIGEST_DIGITS else "0")
 
     def _mint(self, digest: str) -> str:
         self._last_ms = max(self._clock.now_ms(), self._last_ms + 1)

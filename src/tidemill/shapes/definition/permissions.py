@@ -26,7 +26,7 @@ class AccessDeniedError(InvalidError):
         self.status = status
 
 
-def _always() -> bool:
+def _always_allowed() -> bool:
     return True
 
 
@@ -40,7 +40,7 @@ class Requester(msgspec.Struct, frozen=True):
     principal: str
     claims: Mapping[str, object] = {}
     ends_ms: int | None = None
-    allowed: Callable[[], bool] = _always
+    allowed: Callable[[], bool] = _always_allowed
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -63,23 +63,23 @@ class Grant(msgspec.Struct, frozen=True):
     signed: bool = False
     fresh_ms: int | None = None
     ends_ms: int | None = None
-    allowed: Callable[[], bool] = _always
+    allowed: Callable[[], bool] = _always_allowed
 
     @property
-    def defined(self) -> bool:
+    def is_server_defined(self) -> bool:
         """True if the client does not define the rows; then the reason why one of them fails must not be shown to
         it."""
         return self.request is not None
 
-    def left_s(self, now_ms: int) -> float:
+    def remaining_s(self, now_ms: int) -> float:
         return float("inf") if self.ends_ms is None else (self.ends_ms - now_ms) / 1000
 
-    def holds(self, now_ms: int) -> bool:
-        return self.left_s(now_ms) > 0 and self.allowed()
+    def is_valid(self, now_ms: int) -> bool:
+        return self.remaining_s(now_ms) > 0 and self.allowed()
 
-    def check(self, now_ms: int) -> None:
+    def check_valid(self, now_ms: int) -> None:
         """Raise AccessDeniedError if the grant has expired or was revoked."""
-        if self.left_s(now_ms) <= 0:
+        if self.remaining_s(now_ms) <= 0:
             what = "the signed URL" if self.signed else "the authentication"
             raise AccessDeniedError(401, f"{what} has expired.", fix="Get a new one.")
         if not self.allowed():

@@ -15,16 +15,16 @@ import msgspec
 from tidemill.base.errors import InvalidError
 from tidemill.capture.changes import Relation
 from tidemill.shapes.definition.definition import LogMode, Replica, ShapeDefinition, Source
-from tidemill.shapes.where import Type, Where, WhereError, both, compile_where
+from tidemill.shapes.where import Type, Where, WhereError, combine, compile_where
 
 if TYPE_CHECKING:
-    from tidemill.shapes.definition.subset import Metadata, Subset, SubsetRequest, SubsetScope
+    from tidemill.shapes.definition.subset import Subset, SubsetMetadata, SubsetRequest, SubsetScope
     from tidemill.shapes.live_shape import LiveShape
     from tidemill.shapes.response_memory import ResponseMemory
 
 SHARD_SCHEMA = "shard"
 
-WITHIN = "shape"
+SERVER_CLAUSE_FIELD = "shape"
 """Field name in errors of the server's own clause."""
 
 
@@ -52,7 +52,7 @@ class ShapeRequest(msgspec.Struct, frozen=True):
     within: ServerBounds | None = None
 
 
-def definition_of(
+def build_definition(
     request: ShapeRequest, source: Source, columns: tuple[str, ...], where: Where | None
 ) -> ShapeDefinition:
     """Return the definition of a checked request, with the `columns` and `where` that the check returned."""
@@ -73,7 +73,7 @@ class SubsetReader(Protocol):
     Raises FieldError, InvalidError, OverBudgetError or UnavailableError.
     """
 
-    async def __call__(self, request: SubsetRequest, rows: ResponseMemory, mark: int) -> Metadata: ...
+    async def __call__(self, request: SubsetRequest, rows: ResponseMemory, mark: int) -> SubsetMetadata: ...
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -95,22 +95,22 @@ class FieldError(InvalidError):
         self.field = field
 
 
-def shard_name(table: str) -> str | None:
+def parse_shard_name(table: str) -> str | None:
     """Return the shard that a table parameter names, None for a table."""
     if table.startswith("shard:"):
         return table[len("shard:") :]
     if table.startswith('shard."'):
-        return split_table(table)[1]
+        return parse_table_name(table)[1]
     return table[len("shard.") :] if table.startswith("shard.") else None
 
 
-def split_table(text: str) -> tuple[str, str]:
+def parse_table_name(text: str) -> tuple[str, str]:
     """Return (schema, table) of `table` or `schema.table`, with parts optionally double-quoted. Raises FieldError."""
     parts: list[str] = []
     at = 0
     while True:
         if text[at : at + 1] == '"':
-            end = closing_quote(text, at)
+            end = find_closing_quote(text, at)
             if end < 0:
                 raise FieldError("table", f"unterminated quote in table name: table={text!r}.")
             parts.append(text[at + 1 : end].replace('""', '"'))
@@ -129,7 +129,7 @@ def split_table(text: str) -> tuple[str, str]:
     return (parts[0], parts[1]) if len(parts) == 2 else ("public", parts[0])
 
 
-def closing_quote(text: str, opening: int) -> int:
+def find_closing_quote(text: str, opening: int) -> int:
     """Return the index of the quote that ends the identifier opened at `opening`, -1 if none does. Doubled quotes are
     part of it."""
     end = opening + 1
@@ -144,20 +144,22 @@ def check_columns(request: ShapeRequest, names: tuple[str, ...], key: tuple[str,
 
     Raises FieldError.
     """
-    queryable = queryable_columns(request, names, key)
-    columns = _existing("columns", request.columns, names, key)
+    queryable = check_queryable_columns(request, names, key)
+    columns = _check_existing("columns", request.columns, names, key)
     refused = ", ".join(name for name in request.columns if queryable and name not in queryable)
     if refused:
         raise FieldError("columns", f"columns are not among queryable_columns: {refused}")
     return columns if request.columns else queryable
 
 
-def queryable_columns(request: ShapeRequest, names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
+def check_queryable_columns(request: ShapeRequest, names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
     """Return the columns that the shape may show, and a subset may filter and order by; () = all. Raises FieldError."""
-    return _existing("queryable_columns", request.queryable, names, key)
+    return _check_existing("queryable_columns", request.queryable, names, key)
 
 
-def _existing(field: str, wanted: tuple[str, ...], names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
+def _check_existing(
+    field: str, wanted: tuple[str, ...], names: tuple[str, ...], key: tuple[str, ...]
+) -> tuple[str, ...]:
     """Return the wanted columns in table order, () if none are named. Naming all columns is not the same: columns added
     later are not included."""
     if not wanted:
@@ -178,7 +180,7 @@ class Compiler(Protocol):
         self, request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str
     ) -> Where | None: ...
 
-    async def subset(self, request: SubsetRequest, scope: SubsetScope) -> Subset: ...
+    async def compile_subset(self, request: SubsetRequest, scope: SubsetScope) -> Subset: ...
 
 
 MAX_PARAMS = 1_000
@@ -188,23 +190,23 @@ def compile_request(request: ShapeRequest, types: Mapping[str, Type], schema: st
     """Compile the client's clause within the server's. Raises FieldError."""
     within = request.within
     if within is None:
-        return _compile(request, types, schema, table, 1)
-    outer = _outer(within, types, schema, table)
+        return _compile_client_clause(request, types, schema, table, 1)
+    outer = _compile_server_clause(within, types, schema, table)
     seen = {name: type_ for name, type_ in types.items() if not within.columns or name in within.columns}
-    inner = _compile(request, seen, schema, table, len(outer.params) + 1 if outer is not None else 1)
-    return outer or inner if outer is None or inner is None else both(outer, inner)
+    inner = _compile_client_clause(request, seen, schema, table, len(outer.params) + 1 if outer is not None else 1)
+    return outer or inner if outer is None or inner is None else combine(outer, inner)
 
 
-def _outer(within: ServerBounds, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
+def _compile_server_clause(within: ServerBounds, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
     if not within.where:
         return None
     try:
         return compile_where(within.where, within.params, types, schema=schema, table=table)
     except WhereError as error:
-        raise FieldError(WITHIN, error.message, fix=error.fix) from error
+        raise FieldError(SERVER_CLAUSE_FIELD, error.message, fix=error.fix) from error
 
 
-def _compile(
+def _compile_client_clause(
     request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str, first_param: int
 ) -> Where | None:
     if not request.where:

@@ -18,8 +18,14 @@ import msgspec
 from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.definition import LogMode, Replica
 from tidemill.shapes.definition.permissions import AccessDeniedError
-from tidemill.shapes.definition.planner import MAX_PARAMS, ServerBounds, ShapeRequest, shard_name, split_table
-from tidemill.shapes.where import WhereError, params_of
+from tidemill.shapes.definition.planner import (
+    MAX_PARAMS,
+    ServerBounds,
+    ShapeRequest,
+    parse_shard_name,
+    parse_table_name,
+)
+from tidemill.shapes.where import WhereError, param_numbers
 
 
 class FromClaim(msgspec.Struct, frozen=True):
@@ -35,7 +41,7 @@ class FromClient(msgspec.Struct, frozen=True):
 Param = str | FromClaim | FromClient
 
 
-class NamedShape(msgspec.Struct, frozen=True):
+class ServerDefinedShape(msgspec.Struct, frozen=True):
     """One definition. `columns` () = all; a subset, or a client's own clause, may use only these columns."""
 
     name: str
@@ -47,17 +53,17 @@ class NamedShape(msgspec.Struct, frozen=True):
     narrow: bool = False
 
     @property
-    def asks(self) -> int:
+    def client_param_count(self) -> int:
         """Number of values that the client must send."""
         return max((param.number for param in self.params if isinstance(param, FromClient)), default=0)
 
-    def check(self) -> None:
+    def check_servable(self) -> None:
         """Raise InvalidError if the definition could never be served."""
         key = f"shape.{self.name}"
         try:
-            if shard_name(self.table) is None:
-                split_table(self.table)
-            used = params_of(self.where) if self.where else set()
+            if parse_shard_name(self.table) is None:
+                parse_table_name(self.table)
+            used = param_numbers(self.where) if self.where else set()
         except WhereError as error:
             raise InvalidError(
                 f"bad value: {key}.where: {error.message.rstrip('.')}.", fix=f"Correct {key}.where."
@@ -73,14 +79,14 @@ class NamedShape(msgspec.Struct, frozen=True):
                 fix="Make the parameters of the clause match the list of values.",
             )
 
-    def bind(self, claims: Mapping[str, object] | None, given: Sequence[str]) -> tuple[str, ...]:
+    def bind_params(self, claims: Mapping[str, object] | None, given: Sequence[str]) -> tuple[str, ...]:
         """Return the values for the clause. Raises AccessDeniedError.
 
-        `claims`: None if the client is not authenticated. `given`: the client's values, `asks` of them.
+        `claims`: None if the client is not authenticated. `given`: the client's values, `client_param_count` of them.
         """
-        return tuple(self._value(param, claims, given) for param in self.params)
+        return tuple(self._param_value(param, claims, given) for param in self.params)
 
-    def _value(self, param: Param, claims: Mapping[str, object] | None, given: Sequence[str]) -> str:
+    def _param_value(self, param: Param, claims: Mapping[str, object] | None, given: Sequence[str]) -> str:
         if isinstance(param, str):
             return param
         if isinstance(param, FromClient):
@@ -92,18 +98,19 @@ class NamedShape(msgspec.Struct, frozen=True):
             raise AccessDeniedError(403, f"the token lacks a claim that this shape requires: claim={param.name}.")
         return text
 
-    def fixed(self, values: tuple[str, ...], log_mode: LogMode) -> ShapeRequest:
+    def fixed_request(self, values: tuple[str, ...], log_mode: LogMode) -> ShapeRequest:
         return ShapeRequest(self.table, self.where, values, self.columns, self.replica, log_mode, self.columns)
 
-    def narrowed(self, values: tuple[str, ...], own: ShapeRequest) -> ShapeRequest:
-        """Return the client's request within this definition. `own`: its parameters; its columns must pass `hidden`."""
+    def narrowed_request(self, values: tuple[str, ...], own: ShapeRequest) -> ShapeRequest:
+        """Return the client's request within this definition. `own`: its parameters; its columns must pass
+        `hidden_columns`."""
         within = ServerBounds(self.where, values, self.columns)
         queryable = own.queryable or self.columns
         return ShapeRequest(
             self.table, own.where, own.params, own.columns, self.replica, own.log_mode, queryable, within
         )
 
-    def hidden(self, columns: Iterable[str]) -> list[str]:
+    def hidden_columns(self, columns: Iterable[str]) -> list[str]:
         """Return the columns among `columns` that a client may not name."""
         return [name for name in columns if self.columns and name not in self.columns]
 

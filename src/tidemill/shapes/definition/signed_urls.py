@@ -21,12 +21,12 @@ from typing import Final
 import msgspec
 
 from tidemill.base.config.section import NAME
-from tidemill.shapes.definition.planner import ShapeRequest, shard_name, split_table
+from tidemill.shapes.definition.planner import ShapeRequest, parse_shard_name, parse_table_name
 
-LABEL: Final = b"tidemill shape url 1\n"
+HMAC_LABEL: Final = b"tidemill shape url 1\n"
 
 
-class Signing(msgspec.Struct, frozen=True):
+class SigningKeys(msgspec.Struct, frozen=True):
     """Keys by id: the current one, and earlier ones that are still accepted. Their values are never shown, not even by
     `repr`."""
 
@@ -38,58 +38,58 @@ class Signing(msgspec.Struct, frozen=True):
         return f"Signing(keys={sorted(self.keys)}, max_s={self.max_s}, leeway_s={self.leeway_s})"
 
 
-def canonical(request: ShapeRequest) -> ShapeRequest:
+def canonical_request(request: ShapeRequest) -> ShapeRequest:
     """Return the canonical form of a request. Raises FieldError for an invalid table name."""
     columns = tuple(sorted(set(request.columns)))
     # a URL that fixes the columns also fixes the columns that a subset may query
     queryable = tuple(sorted(set(request.queryable))) or columns
     return msgspec.structs.replace(
-        request, table=_table(request.table), columns=columns, queryable=queryable, within=None
+        request, table=_canonical_table(request.table), columns=columns, queryable=queryable, within=None
     )
 
 
-def _table(text: str) -> str:
-    shard = shard_name(text)
+def _canonical_table(text: str) -> str:
+    shard = parse_shard_name(text)
     if shard is not None:
         return f"shard:{shard}"
     capture, colon, rest = text.partition(":")
     named = bool(colon) and NAME.match(capture) is not None
-    parts = (part.replace('"', '""') for part in split_table(rest if named else text))
+    parts = (part.replace('"', '""') for part in parse_table_name(rest if named else text))
     return (f"{capture}:" if named else "") + ".".join(f'"{part}"' for part in parts)
 
 
-def signature(request: ShapeRequest, expires_s: int, key_id: str, key: str) -> str:
+def sign_request(request: ShapeRequest, expires_s: int, key_id: str, key: str) -> str:
     """Return the signature of a canonical request, in lower-case hex."""
     said = (
         *(request.table, request.where, request.params, request.columns, request.queryable),
         *(request.replica, request.log_mode, expires_s, key_id),
     )
-    return hmac.new(key.encode(), LABEL + msgspec.json.encode(said), hashlib.sha256).hexdigest()
+    return hmac.new(key.encode(), HMAC_LABEL + msgspec.json.encode(said), hashlib.sha256).hexdigest()
 
 
-def fits(request: ShapeRequest, expires_s: int, key_id: str, key: str, given: str) -> bool:
+def is_signature_valid(request: ShapeRequest, expires_s: int, key_id: str, key: str, given: str) -> bool:
     """Return whether the signature is correct, in constant time."""
-    wanted = signature(request, expires_s, key_id, key)
+    wanted = sign_request(request, expires_s, key_id, key)
     return hmac.compare_digest(wanted.encode(), given.encode("utf-8", "replace"))
 
 
-def parameters(request: ShapeRequest, expires_s: int, key_id: str, key: str) -> list[tuple[str, str]]:
+def signed_url_params(request: ShapeRequest, expires_s: int, key_id: str, key: str) -> list[tuple[str, str]]:
     """Return the query parameters of the URL of a canonical request, including the signature."""
     found = [("table", request.table)]
     if request.where:
         found.append(("where", request.where))
     found += [(f"params[{number}]", value) for number, value in enumerate(request.params, 1)]
     if request.columns:
-        found.append(("columns", _names(request.columns)))
+        found.append(("columns", _quoted_list(request.columns)))
     if request.queryable != request.columns:
-        found.append(("queryable_columns", _names(request.queryable)))
+        found.append(("queryable_columns", _quoted_list(request.queryable)))
     if request.replica != "default":
         found.append(("replica", request.replica))
     if request.log_mode != "full":
         found.append(("log", request.log_mode))
     found += [("expires", str(expires_s)), ("key", key_id)]
-    return [*found, ("signature", signature(request, expires_s, key_id, key))]
+    return [*found, ("signature", sign_request(request, expires_s, key_id, key))]
 
 
-def _names(columns: tuple[str, ...]) -> str:
+def _quoted_list(columns: tuple[str, ...]) -> str:
     return ",".join('"' + name.replace('"', '""') + '"' for name in columns)

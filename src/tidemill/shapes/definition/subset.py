@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from tidemill.shapes.definition.planner import MAX_PARAMS, FieldError
-from tidemill.shapes.where import Ordering, Type, Where, WhereError, both_sql, compile_order_by, compile_where
+from tidemill.shapes.where import Ordering, Type, Where, WhereError, combined_sql, compile_order_by, compile_where
 from tidemill.shapes.where.sql_printer import identifier
 
 
@@ -53,7 +53,7 @@ class SubsetScope(msgspec.Struct, frozen=True):
     params_count: int
 
 
-class Metadata(msgspec.Struct, frozen=True):
+class SubsetMetadata(msgspec.Struct, frozen=True):
     """Information for the client about which changes the rows already show, so that it can drop them. 64-bit numbers
     are text."""
 
@@ -72,12 +72,12 @@ def compile_subset(request: SubsetRequest, scope: SubsetScope) -> Subset:
         raise FieldError("subset__params", f"too many parameters: limit={MAX_PARAMS}.")
     if request.params and not request.where:
         raise FieldError("subset__params", "params were given without a where clause.")
-    where = _where(request, scope) if request.where else None
-    order_by = _order_by(request, scope) if request.order_by else None
+    where = _compile_subset_where(request, scope) if request.where else None
+    order_by = _compile_subset_order(request, scope) if request.order_by else None
     return Subset(where, order_by, request.limit, request.offset)
 
 
-def _where(request: SubsetRequest, scope: SubsetScope) -> Where:
+def _compile_subset_where(request: SubsetRequest, scope: SubsetScope) -> Where:
     try:
         where = compile_where(
             request.where,
@@ -94,7 +94,7 @@ def _where(request: SubsetRequest, scope: SubsetScope) -> Where:
     return where
 
 
-def _order_by(request: SubsetRequest, scope: SubsetScope) -> Ordering:
+def _compile_subset_order(request: SubsetRequest, scope: SubsetScope) -> Ordering:
     try:
         ordering = compile_order_by(request.order_by, scope.types, schema=scope.schema, table=scope.table)
     except WhereError as error:
@@ -109,14 +109,14 @@ def _check_queryable(field: str, used: Collection[str], scope: SubsetScope) -> N
         raise FieldError(field, f"columns may not be queried: {', '.join(refused)}")
 
 
-def subset_sql(
+def build_subset_sql(
     shown: Sequence[str], scope: str, key: Sequence[str], own: Where | None, subset: Subset
 ) -> tuple[str, tuple[str, ...]]:
     """Return (query, values of its parameters). `scope`: the table for FROM (TableColumns)."""
     query = f"SELECT {', '.join(map(identifier, shown))} FROM {scope}"
     clauses = [where for where in (own, subset.where) if where is not None]
     if own is not None and subset.where is not None:
-        query += f" WHERE {both_sql(own, subset.where)}"
+        query += f" WHERE {combined_sql(own, subset.where)}"
     elif clauses:
         query += f" WHERE ({clauses[0].sql})"
     if subset.order_by is not None:

@@ -12,7 +12,7 @@ import msgspec
 
 from tidemill.base.errors import MissingError
 from tidemill.capture.changes import Relation
-from tidemill.capture.postgres.connection import scope
+from tidemill.capture.postgres.connection import from_clause_name
 from tidemill.shapes.where import Type
 from tidemill.shapes.where.types import Folding
 
@@ -87,7 +87,7 @@ class TableColumns(msgspec.Struct, frozen=True):
     def scope(self) -> str:
         """The table's name for FROM and LOCK."""
         whole = any(column.partitioned for column in self.columns)
-        return scope(self.relation.schema, self.relation.table, partitioned=whole)
+        return from_clause_name(self.relation.schema, self.relation.table, partitioned=whole)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ class TableColumns(msgspec.Struct, frozen=True):
         return json.dumps(schema, separators=(",", ":")).encode()
 
 
-def table_columns(relation: Relation, rows: list[ColumnInfo]) -> TableColumns:
+def build_table_columns(relation: Relation, rows: list[ColumnInfo]) -> TableColumns:
     """Combine a relation with the catalog's rows. Raises MissingError if the catalog lacks columns of the relation."""
     by_name = {row.name: row for row in rows}
     missing = [column.name for column in relation.columns if column.name not in by_name]
@@ -129,10 +129,10 @@ def _column_schema(column: ColumnInfo, key_index: int | None) -> dict[str, objec
         schema["pk_index"] = key_index
     if column.not_null and not column.dimensions:
         schema["not_null"] = True
-    return schema | _modifiers(column.type_name, column.type_mod)
+    return schema | _type_modifiers(column.type_name, column.type_mod)
 
 
-def _modifiers(name: str, mod: int) -> dict[str, object]:
+def _type_modifiers(name: str, mod: int) -> dict[str, object]:
     """Decode pg_attribute.atttypmod by type: lengths include 4 bytes of header, numeric packs two numbers."""
     if mod < 0:
         return {}
@@ -148,11 +148,11 @@ def _modifiers(name: str, mod: int) -> dict[str, object]:
     if name in _TIMES:
         return {"precision": mod}
     if name == "interval":
-        return _interval(mod)
+        return _interval_modifiers(mod)
     return {}
 
 
-def _interval(mod: int) -> dict[str, object]:
+def _interval_modifiers(mod: int) -> dict[str, object]:
     fields_mask, precision = (mod >> 16) & 0x7FFF, mod & 0xFFFF
     out: dict[str, object] = {} if precision == 0xFFFF else {"precision": precision}
     if fields_mask != 0x7FFF:

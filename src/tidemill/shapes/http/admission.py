@@ -7,11 +7,11 @@ the protocol's client retries.
 from __future__ import annotations
 
 
-class Slot:
+class AdmissionSlot:
     """The place of one request; `release` is idempotent."""
 
-    def __init__(self, admission: Admission, initial: bool) -> None:
-        self._admission: Admission | None = admission
+    def __init__(self, admission: AdmissionControl, initial: bool) -> None:
+        self._admission: AdmissionControl | None = admission
         self._initial = initial
 
     def release(self) -> None:
@@ -20,7 +20,7 @@ class Slot:
             admission.under_way[self._initial] -= 1
 
 
-class Admission:
+class AdmissionControl:
     """Counts requests. `max_initial`: limit of requests for initial rows; `max_existing`: limit of all others."""
 
     def __init__(self, max_initial: int, max_existing: int) -> None:
@@ -28,10 +28,10 @@ class Admission:
         self.under_way = {True: 0, False: 0}
         self.refused = 0
 
-    def take(self, initial: bool) -> Slot | None:
+    def reserve(self, initial: bool) -> AdmissionSlot | None:
         """Reserve a place; return None if the limit is reached."""
         if self.under_way[initial] >= self._limits[initial]:
             self.refused += 1
             return None
         self.under_way[initial] += 1
-        return Slot(self, initial)
+        return AdmissionSlot(self, initial)

@@ -24,139 +24,149 @@ from tidemill.base.clock import Clock
 from tidemill.security.audit import Audit
 from tidemill.shapes.definition.permissions import AccessDeniedError, Grant, Requester
 from tidemill.shapes.definition.planner import ShapeRequest
-from tidemill.shapes.definition.server_defined import FromClaim, NamedShape
-from tidemill.shapes.definition.signed_urls import Signing, canonical, fits
+from tidemill.shapes.definition.server_defined import FromClaim, ServerDefinedShape
+from tidemill.shapes.definition.signed_urls import SigningKeys, canonical_request, is_signature_valid
 from tidemill.shapes.http.param_values import Errors
-from tidemill.shapes.http.params import BadRequestError, definition
-from tidemill.shapes.http.subset_params import PREFIX
-from tidemill.shapes.log.log_offset import number
+from tidemill.shapes.http.params import BadRequestError, parse_definition
+from tidemill.shapes.http.subset_params import SUBSET_PREFIX
+from tidemill.shapes.log.log_offset import parse_number
 
-ASKER: Final = "tidemill.asker"
+REQUESTER_SCOPE_KEY: Final = "tidemill.asker"
 """Key of the ASGI scope with the authenticated client (`permissions.Requester`). Absent = authentication is off."""
 
-NAME: Final = "shape"
-SIGNATURE: Final = "signature"
-SIGNED: Final = frozenset({"expires", "key", SIGNATURE})
-PROTOCOL: Final = frozenset(
+NAME_PARAM: Final = "shape"
+SIGNATURE_PARAM: Final = "signature"
+SIGNED_PARAMS: Final = frozenset({"expires", "key", SIGNATURE_PARAM})
+PROTOCOL_PARAMS: Final = frozenset(
     {"offset", "handle", "live", "live_sse", "experimental_live_sse", "cursor", "log", "expired_handle", "cache-buster"}
 )
-SECRETS: Final = frozenset({"secret", "api_secret"})
-NARROWING: Final = frozenset({"where", "columns", "queryable_columns"})
-DEFINING: Final = NARROWING | {"table", "replica"}
+SECRET_PARAMS: Final = frozenset({"secret", "api_secret"})
+NARROWING_PARAMS: Final = frozenset({"where", "columns", "queryable_columns"})
+DEFINING_PARAMS: Final = NARROWING_PARAMS | {"table", "replica"}
 
 
-def asker_of(scope: Scope) -> Requester | None:
-    found = scope.get(ASKER)
+def requester_of(scope: Scope) -> Requester | None:
+    found = scope.get(REQUESTER_SCOPE_KEY)
     return found if isinstance(found, Requester) else None
 
 
-def host_of(scope: Scope) -> str:
+def client_host(scope: Scope) -> str:
     return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def is_signed(query: QueryParams) -> bool:
-    return SIGNATURE in query
+    return SIGNATURE_PARAM in query
 
 
-class Grants:
+class ShapeAuthorizer:
     """The server's definitions and signing keys. Raises InvalidError for a definition that could never be served."""
 
-    def __init__(self, clock: Clock, named: Iterable[NamedShape] = (), signing: Signing | None = None) -> None:
+    def __init__(
+        self, clock: Clock, named: Iterable[ServerDefinedShape] = (), signing: SigningKeys | None = None
+    ) -> None:
         self._clock = clock
         self._named = {shape.name: shape for shape in named}
-        self._signing = signing or Signing()
+        self._signing = signing or SigningKeys()
         self.audit = Audit(clock)
         for shape in self._named.values():
-            shape.check()
+            shape.check_servable()
 
     @property
-    def claims(self) -> frozenset[str]:
+    def used_claims(self) -> frozenset[str]:
         """Names of the claims that definitions use: no other claims of a token are needed."""
         params = (param for shape in self._named.values() for param in shape.params)
         return frozenset(param.name for param in params if isinstance(param, FromClaim))
 
-    def table_of(self, query: QueryParams) -> str:
+    def requested_table(self, query: QueryParams) -> str:
         """Return the table whose node serves the request; "" if any node may answer that it does not exist."""
-        if NAME in query:
-            found = self._named.get(query[NAME])
+        if NAME_PARAM in query:
+            found = self._named.get(query[NAME_PARAM])
             return found.table if found is not None else ""
         return query.get("table", "")
 
-    def right(self, query: QueryParams, asker: Requester | None, host: str = "") -> Grant:
+    def authorize(self, query: QueryParams, asker: Requester | None, host: str = "") -> Grant:
         """Return what a request may read. Raises AccessDeniedError, BadRequestError."""
         if is_signed(query):
-            return self._signed(query, host)
+            return self._verify_signed(query, host)
         right = Grant()
         if asker is not None:
             right = Grant(fresh_ms=asker.ends_ms, ends_ms=asker.ends_ms, allowed=asker.allowed)
-        if NAME not in query:
+        if NAME_PARAM not in query:
             return right
-        shape = self._named.get(query[NAME])
+        shape = self._named.get(query[NAME_PARAM])
         if shape is None:
             raise AccessDeniedError(404, "the shape does not exist.")
-        request = _bound(shape, query, asker)
+        request = _bind_server_defined(shape, query, asker)
         return msgspec.structs.replace(
-            right, request=request, name=shape.name, narrowed=shape.narrow, takes=shape.asks > 0
+            right, request=request, name=shape.name, narrowed=shape.narrow, takes=shape.client_param_count > 0
         )
 
     # -- signed URLs -------------------------------------------------------------------------------
 
-    def _signed(self, query: QueryParams, host: str) -> Grant:
-        errors = strange(query, PROTOCOL | SECRETS | DEFINING | SIGNED, params=True)
+    def _verify_signed(self, query: QueryParams, host: str) -> Grant:
+        errors = find_unexpected_params(
+            query, PROTOCOL_PARAMS | SECRET_PARAMS | DEFINING_PARAMS | SIGNED_PARAMS, params=True
+        )
         if errors:
             raise BadRequestError(errors)
-        expires_s = number(query.get("expires", ""))
+        expires_s = parse_number(query.get("expires", ""))
         key_id = query.get("key", "")
         key = self._signing.keys.get(key_id)
-        asked = definition(query, errors)
+        asked = parse_definition(query, errors)
         if errors or not asked.table:
             raise BadRequestError(errors or {"table": ["can't be blank"]})
-        request = canonical(asked)
-        if key is None or expires_s is None or not fits(request, expires_s, key_id, key, query[SIGNATURE]):
-            self._refuse(host, key_id, "unknown key id" if key is None else "the definition, key or expiry differs")
+        request = canonical_request(asked)
+        if (
+            key is None
+            or expires_s is None
+            or not is_signature_valid(request, expires_s, key_id, key, query[SIGNATURE_PARAM])
+        ):
+            self._audit_refusal(
+                host, key_id, "unknown key id" if key is None else "the definition, key or expiry differs"
+            )
             raise AccessDeniedError(
                 401, "the signature is invalid.", fix="Change only the protocol parameters of a signed URL."
             )
         now_ms, leeway_ms = self._clock.now_ms(), self._signing.leeway_s * 1000
         fresh_ms = expires_s * 1000
         if fresh_ms + leeway_ms <= now_ms:
-            self._refuse(host, key_id, "expired")
-            raise AccessDeniedError(401, f"the signed URL expired at {_shown(expires_s)}.", fix="Get a new one.")
+            self._audit_refusal(host, key_id, "expired")
+            raise AccessDeniedError(401, f"the signed URL expired at {_format_time(expires_s)}.", fix="Get a new one.")
         if fresh_ms - leeway_ms - now_ms > self._signing.max_s * 1000:
-            self._refuse(host, key_id, "expires too far in the future")
+            self._audit_refusal(host, key_id, "expires too far in the future")
             raise AccessDeniedError(
                 401, f"the signed URL expires too far in the future: limit_s={self._signing.max_s}."
             )
         return Grant(request, signed=True, fresh_ms=fresh_ms, ends_ms=fresh_ms + leeway_ms)
 
-    def _refuse(self, host: str, key_id: str, reason: str) -> None:
-        self.audit.refused("shape.signature_refused", (host, key_id, reason), host=host, key=key_id, reason=reason)
+    def _audit_refusal(self, host: str, key_id: str, reason: str) -> None:
+        self.audit.log_refusal("shape.signature_refused", (host, key_id, reason), host=host, key=key_id, reason=reason)
 
 
-def _bound(shape: NamedShape, query: QueryParams, asker: Requester | None) -> ShapeRequest:
+def _bind_server_defined(shape: ServerDefinedShape, query: QueryParams, asker: Requester | None) -> ShapeRequest:
     """Return the request of a server-defined shape. Raises AccessDeniedError, BadRequestError."""
-    allowed = PROTOCOL | SECRETS | {NAME} | (NARROWING if shape.narrow else frozenset())
-    errors = strange(query, allowed, params=shape.narrow or shape.asks > 0)
+    allowed = PROTOCOL_PARAMS | SECRET_PARAMS | {NAME_PARAM} | (NARROWING_PARAMS if shape.narrow else frozenset())
+    errors = find_unexpected_params(query, allowed, params=shape.narrow or shape.client_param_count > 0)
     if errors:
         raise BadRequestError(errors)
     claims = asker.claims if asker is not None else None
-    own = definition(query, errors)
+    own = parse_definition(query, errors)
     if shape.narrow:
         for field, columns in (("columns", own.columns), ("queryable_columns", own.queryable)):
-            hidden = shape.hidden(columns)
+            hidden = shape.hidden_columns(columns)
             if hidden:
                 errors[field] = [f"The following columns are not found on the table: {', '.join(hidden)}"]
-    elif len(own.params) != shape.asks and "params" not in errors:
-        errors["params"] = [f"this shape takes {shape.asks} parameters, numbered from 1"]
+    elif len(own.params) != shape.client_param_count and "params" not in errors:
+        errors["params"] = [f"this shape takes {shape.client_param_count} parameters, numbered from 1"]
     if errors:
         raise BadRequestError(errors)
-    values = shape.bind(claims, own.params)
+    values = shape.bind_params(claims, own.params)
     if shape.narrow:
-        return shape.narrowed(values, own)
-    return shape.fixed(values, own.log_mode)
+        return shape.narrowed_request(values, own)
+    return shape.fixed_request(values, own.log_mode)
 
 
-def strange(query: QueryParams, allowed: frozenset[str], *, params: bool) -> Errors:
+def find_unexpected_params(query: QueryParams, allowed: frozenset[str], *, params: bool) -> Errors:
     """Return an error for each parameter that is repeated or not allowed. `params`: values, as `params` or `params[n]`,
     are allowed."""
     errors: Errors = {}
@@ -166,12 +176,12 @@ def strange(query: QueryParams, allowed: frozenset[str], *, params: bool) -> Err
             errors[name[:100]] = ["is given more than once"]
         seen.add(name)
         value = params and (name == "params" or (name.startswith("params[") and name.endswith("]")))
-        if not (name in allowed or name.startswith(PREFIX) or value):
+        if not (name in allowed or name.startswith(SUBSET_PREFIX) or value):
             errors[name[:100]] = ["is not allowed here"]
     return errors
 
 
-def _shown(time_s: int) -> str:
+def _format_time(time_s: int) -> str:
     try:
         return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")
     except (ValueError, OverflowError, OSError):

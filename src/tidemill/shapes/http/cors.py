@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Origins:
+class AllowedOrigins:
     def __init__(self, allowed: Sequence[str]) -> None:
         self._all = "*" in allowed
         self._exact = frozenset(origin.rstrip("/").lower() for origin in allowed if not origin.endswith(":*"))
         self._any_port = frozenset(origin[:-2].lower() for origin in allowed if origin.endswith(":*"))
 
-    def allows(self, origin: str) -> bool:
+    def is_allowed(self, origin: str) -> bool:
         origin = origin.lower()
         if self._all or origin in self._exact or origin in self._any_port:
             return True
@@ -29,6 +29,6 @@ class Origins:
         if self._all:
             return {"access-control-allow-origin": "*"}
         found = {"vary": "Origin"}
-        if origin and self.allows(origin):
+        if origin and self.is_allowed(origin):
             found["access-control-allow-origin"] = origin
         return found

@@ -8,27 +8,27 @@ from typing import Any, Self
 import structlog
 from starlette.requests import Request
 
-from tidemill.base.runtime.tasks import Tasks, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence
 
 _log = structlog.get_logger()
 
 
-class Disconnect:
+class DisconnectWatcher:
     """Watches for a disconnect: in `async with Disconnect(request) as d`, `d.future` is done and `d.happened` is true
     after it."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._tasks = Tasks(self._lost)
+        self._tasks = Tasks(self._log_lost_connection)
         self.future: asyncio.Future[None]
 
     @property
-    def happened(self) -> bool:
+    def has_happened(self) -> bool:
         return self.future.done()
 
-    def _lost(self, name: str, error: BaseException) -> None:
+    def _log_lost_connection(self, name: str, error: BaseException) -> None:
         """Treat a connection that cannot be watched any more as disconnected: `future` is done either way."""
-        _log.debug("connection lost", error=sentence(error))
+        _log.debug("connection lost", error=error_sentence(error))
 
     async def _watch(self) -> None:
         while True:

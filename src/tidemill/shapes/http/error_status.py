@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
-from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shapes.definition.permissions import AccessDeniedError, Grant
 from tidemill.shapes.definition.planner import FieldError
-from tidemill.shapes.http.authorization import NARROWING, Grants
+from tidemill.shapes.http.authorization import NARROWING_PARAMS, ShapeAuthorizer
 from tidemill.shapes.http.params import BadRequestError, ShapeParams
 from tidemill.shapes.http.responses import error_response, must_refetch
 from tidemill.shapes.memory_budget import OverBudgetError
@@ -33,53 +33,53 @@ from tidemill.shapes.tables.table_shapes import NotCapturedError, TablePausedErr
 
 _log = structlog.get_logger()
 
-_RIGHT = "tidemill.shapes.right"
-_HELD_HANDLE = "tidemill.shapes.held_handle"
+_GRANT_KEY = "tidemill.shapes.right"
+_HELD_HANDLE_KEY = "tidemill.shapes.held_handle"
 
 
-def note_right(request: Request, right: Grant) -> None:
-    request.scope[_RIGHT] = right
+def store_grant(request: Request, right: Grant) -> None:
+    request.scope[_GRANT_KEY] = right
 
 
-def right_of(request: Request) -> Grant | None:
+def stored_grant(request: Request) -> Grant | None:
     """Return the grant of a request; None if it was not determined yet."""
-    found = request.scope.get(_RIGHT)
+    found = request.scope.get(_GRANT_KEY)
     return found if isinstance(found, Grant) else None
 
 
-def holds(params: ShapeParams) -> bool:
+def has_position(params: ShapeParams) -> bool:
     """Return whether the client has rows, or a position in a log, under its handle."""
-    return bool(params.handle) and params.offset is not None and not params.initial and params.subset is None
+    return bool(params.handle) and params.offset is not None and not params.is_initial and params.subset is None
 
 
-def note_holder(request: Request, params: ShapeParams) -> None:
-    if holds(params):
-        request.scope[_HELD_HANDLE] = params.handle
+def store_held_handle(request: Request, params: ShapeParams) -> None:
+    if has_position(params):
+        request.scope[_HELD_HANDLE_KEY] = params.handle
 
 
-class Refusing:
-    def __init__(self, service: ShapeService, grants: Grants) -> None:
+class ErrorResponder:
+    def __init__(self, service: ShapeService, grants: ShapeAuthorizer) -> None:
         self._service = service
         self._grants = grants
 
-    def answer(self, request: Request, error: BaseException) -> Response:
+    def respond(self, request: Request, error: BaseException) -> Response:
         """Return the response to an error. Raises the error if it is not an error of a request."""
-        right = right_of(request) or Grant()
-        held = request.scope.get(_HELD_HANDLE, "")
+        right = stored_grant(request) or Grant()
+        held = request.scope.get(_HELD_HANDLE_KEY, "")
         match error:
             case AccessDeniedError():
                 return error_response(error.status, str(error))
             case BadRequestError():
                 return error_response(400, "Invalid request", error.errors)
             case TablePausedError() | NotCapturedError() if held:
-                return must_refetch(self._service.successor(held), True)
+                return must_refetch(self._service.successor_handle(held), True)
             case InvalidError():
-                return self._invalid(request, right, error)
+                return self._respond_invalid(request, right, error)
             case OverBudgetError():
                 return error_response(503, str(error), retry_after_s=error.retry_after_s)
             case UnavailableError():
                 # The error may quote a row, which a client that does not define the rows must not see.
-                said = "This shape cannot be served at the moment." if right.defined else str(error)
+                said = "This shape cannot be served at the moment." if right.is_server_defined else str(error)
                 after_s = error.retry_after_s if isinstance(error, TablePausedError) else 1
                 return error_response(503, said, retry_after_s=after_s)
             case TidemillError():
@@ -87,10 +87,10 @@ class Refusing:
                 return error_response(500, "Internal error")
         if not is_fault(error):
             raise error
-        _log.error("shape request failed", error=sentence(error), exc_info=error)
+        _log.error("shape request failed", error=error_sentence(error), exc_info=error)
         return error_response(500, "Internal error")
 
-    def _invalid(self, request: Request, right: Grant, error: InvalidError) -> Response:
+    def _respond_invalid(self, request: Request, right: Grant, error: InvalidError) -> Response:
         """Return the response to an invalid request.
 
         A client cannot correct a definition that it did not write, and may not always see the reason: the database may
@@ -106,8 +106,8 @@ class Refusing:
                 return error_response(400, "Invalid request", {"where": ["A row cannot be read with this clause."]})
         if right.takes and field in ("where", "params"):
             return error_response(400, "Invalid request", {"params": ["The values do not fit this shape."]})
-        own = field.startswith("subset__") or (right.narrowed and field in (*NARROWING, "params"))
+        own = field.startswith("subset__") or (right.narrowed and field in (*NARROWING_PARAMS, "params"))
         if not right.name or own:
             return error_response(400, "Invalid request", {field: [str(error)]})
-        self._grants.audit.refused("shape.not_as_defined", (right.name, field), shape=right.name, reason=str(error))
+        self._grants.audit.log_refusal("shape.not_as_defined", (right.name, field), shape=right.name, reason=str(error))
         return error_response(503, "This shape cannot be served as it is defined.", retry_after_s=5)

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 import orjson
 
-from tidemill.shapes.definition.planner import MAX_PARAMS, closing_quote
-from tidemill.shapes.log.log_offset import number
+from tidemill.shapes.definition.planner import MAX_PARAMS, find_closing_quote
+from tidemill.shapes.log.log_offset import parse_number
 
 Errors = dict[str, list[str]]
 
-COUNT_MAX = (1 << 63) - 1
+MAX_ROW_COUNT = (1 << 63) - 1
 """Maximum of LIMIT and OFFSET."""
 
 
-def column_names(text: str | None, field: str, errors: Errors) -> tuple[str, ...]:
+def parse_column_names(text: str | None, field: str, errors: Errors) -> tuple[str, ...]:
     """Parse comma-separated names; a double-quoted name keeps its case, commas and doubled quotes."""
     if not text:
         return ()
@@ -23,7 +23,7 @@ def column_names(text: str | None, field: str, errors: Errors) -> tuple[str, ...
     at = 0
     while at <= len(text):
         if text[at : at + 1] == '"':
-            end = closing_quote(text, at)
+            end = find_closing_quote(text, at)
             if end < 0 or text[end + 1 : end + 2] not in ("", ","):
                 errors[field] = ["Invalid quoted identifier"]
                 return ()
@@ -39,7 +39,7 @@ def column_names(text: str | None, field: str, errors: Errors) -> tuple[str, ...
     return tuple(dict.fromkeys(names))
 
 
-def query_params(items: Iterable[tuple[str, str]], field: str, errors: Errors) -> tuple[str, ...]:
+def parse_query_params(items: Iterable[tuple[str, str]], field: str, errors: Errors) -> tuple[str, ...]:
     """Parse field[1]=a&field[2]=b, or field={"1":"a","2":"b"}; numbers must start at 1."""
     found: dict[str, str] = {}
     whole = ""
@@ -54,10 +54,12 @@ def query_params(items: Iterable[tuple[str, str]], field: str, errors: Errors) -
             decoded = orjson.loads(whole)
         except orjson.JSONDecodeError:
             decoded = whole
-    return numbered(decoded, field, errors, found)
+    return parse_numbered_values(decoded, field, errors, found)
 
 
-def numbered(given: object, field: str, errors: Errors, more: dict[str, str] | None = None) -> tuple[str, ...]:
+def parse_numbered_values(
+    given: object, field: str, errors: Errors, more: dict[str, str] | None = None
+) -> tuple[str, ...]:
     """Convert {"1": a, "2": b} or [a, b] to (a, b), as text. None = not given."""
     if given is None:
         given = {}
@@ -69,7 +71,7 @@ def numbered(given: object, field: str, errors: Errors, more: dict[str, str] | N
     if not isinstance(given, dict) or not all(isinstance(value, str | int | float) for value in given.values()):
         errors[field] = ["Params must be a JSON object of numbers to strings"]
         return ()
-    found = {**(more or {}), **{str(key): _text(value) for key, value in given.items()}}
+    found = {**(more or {}), **{str(key): _value_text(value) for key, value in given.items()}}
     if any("\0" in value for value in found.values()):
         errors[field] = ["a parameter contains a zero byte, which PostgreSQL's text cannot"]
         return ()
@@ -79,18 +81,18 @@ def numbered(given: object, field: str, errors: Errors, more: dict[str, str] | N
     return tuple(found[str(index)] for index in range(1, len(found) + 1))
 
 
-def _text(value: str | int | float) -> str:
+def _value_text(value: str | int | float) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
 
 
-def count(given: object, field: str, errors: Errors) -> int | None:
+def parse_row_count(given: object, field: str, errors: Errors) -> int | None:
     """Parse a number of rows, as JSON or as text; None and "" = not given."""
     if given is None or given == "":
         return None
-    found = number(given) if isinstance(given, str) else given
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= COUNT_MAX:
+    found = parse_number(given) if isinstance(given, str) else given
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= MAX_ROW_COUNT:
         errors[field] = ["must be a number of rows, 0 or more"]
         return None
     return found

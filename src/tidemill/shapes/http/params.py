@@ -23,11 +23,11 @@ from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.permissions import Grant
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.subset import SubsetRequest
-from tidemill.shapes.http.param_values import Errors, column_names, query_params
-from tidemill.shapes.http.subset_params import decode_body, of_body, of_query
-from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset, number
+from tidemill.shapes.http.param_values import Errors, parse_column_names, parse_query_params
+from tidemill.shapes.http.subset_params import decode_body, subset_from_body, subset_from_query
+from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset, parse_number
 
-REQUIRED = "can't be blank"
+REQUIRED_MESSAGE = "can't be blank"
 
 
 class BadRequestError(InvalidError):
@@ -51,20 +51,20 @@ class ShapeParams(msgspec.Struct, frozen=True):
     right: Grant = Grant()
 
     @property
-    def initial(self) -> bool:
+    def is_initial(self) -> bool:
         return self.offset == BEFORE_ALL
 
 
-def check_text(query: bytes) -> None:
+def check_utf8(query: bytes) -> None:
     """Raise BadRequestError if the query is not UTF-8: decoding with replacements would give another text, and another
     shape."""
     try:
         unquote_to_bytes(query).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadRequestError({_bad_name(query): ["is not UTF-8"]}) from error
+        raise BadRequestError({_invalid_param_name(query): ["is not UTF-8"]}) from error
 
 
-def _bad_name(query: bytes) -> str:
+def _invalid_param_name(query: bytes) -> str:
     """Return the name of the first parameter that is not UTF-8."""
     for part in query.split(b"&"):
         whole = unquote_to_bytes(part).decode("utf-8", "replace")
@@ -73,7 +73,7 @@ def _bad_name(query: bytes) -> str:
     return "query"
 
 
-def parse(query: QueryParams, body: bytes | None = None, right: Grant | None = None) -> ShapeParams:
+def parse_params(query: QueryParams, body: bytes | None = None, right: Grant | None = None) -> ShapeParams:
     """Parse the parameters of a request.
 
     `body`: that of a POST, which requests a subset. `right`: what the request may read. Raises BadRequestError with all
@@ -81,47 +81,47 @@ def parse(query: QueryParams, body: bytes | None = None, right: Grant | None = N
     """
     errors: Errors = {}
     right = right or Grant()
-    subset = of_query(query, errors) if body is None else of_body(decode_body(body, errors), errors)
+    subset = subset_from_query(query, errors) if body is None else subset_from_body(decode_body(body, errors), errors)
     if right.request is None and not query.get("table"):
-        errors["table"] = [REQUIRED]
-    offset = _offset(query.get("offset") or (None if subset is None else "now"), errors)
+        errors["table"] = [REQUIRED_MESSAGE]
+    offset = _parse_offset(query.get("offset") or (None if subset is None else "now"), errors)
     handle = query.get("handle", "")
     starts = offset is None or offset == BEFORE_ALL
     if not starts and not handle and "offset" not in errors:
         errors["handle"] = ["can't be blank when offset != -1"]
-    live = _flag(query, "live", errors)
-    sse = _flag(query, "live_sse", errors) or _flag(query, "experimental_live_sse", errors)
+    live = _parse_flag(query, "live", errors)
+    sse = _parse_flag(query, "live_sse", errors) or _parse_flag(query, "experimental_live_sse", errors)
     if live and starts and "offset" not in errors:
         errors["live"] = ["can't be true when offset == -1 or now"]
     if sse and not live:
         errors["live_sse"] = ["can't be true unless live is also true"]
     if live and subset is not None:
         errors["live"] = ["can't be true for a subset"]
-    request = right.request or definition(query, errors)
+    request = right.request or parse_definition(query, errors)
     cursor_text = query.get("cursor", "")
     if errors:
         raise BadRequestError(errors)
-    return ShapeParams(request, offset, handle, live, sse, number(cursor_text), subset, right)
+    return ShapeParams(request, offset, handle, live, sse, parse_number(cursor_text), subset, right)
 
 
-def definition(query: QueryParams, errors: Errors) -> ShapeRequest:
+def parse_definition(query: QueryParams, errors: Errors) -> ShapeRequest:
     """Parse the parameters that define the shape. The result is not valid if `errors` is not empty."""
-    replica = _choice(query, "replica", ("default", "full"), errors)
-    log_mode = _choice(query, "log", ("full", "changes_only"), errors)
+    replica = _parse_choice(query, "replica", ("default", "full"), errors)
+    log_mode = _parse_choice(query, "log", ("full", "changes_only"), errors)
     return ShapeRequest(
         query.get("table", ""),
         query.get("where", ""),
-        query_params(query.multi_items(), "params", errors),
-        column_names(query.get("columns"), "columns", errors),
+        parse_query_params(query.multi_items(), "params", errors),
+        parse_column_names(query.get("columns"), "columns", errors),
         "full" if replica == "full" else "default",
         "changes_only" if log_mode == "changes_only" else "full",
-        column_names(query.get("queryable_columns"), "queryable_columns", errors),
+        parse_column_names(query.get("queryable_columns"), "queryable_columns", errors),
     )
 
 
-def _offset(text: str | None, errors: Errors) -> LogOffset | None:
+def _parse_offset(text: str | None, errors: Errors) -> LogOffset | None:
     if text is None or text == "":
-        errors["offset"] = [REQUIRED]
+        errors["offset"] = [REQUIRED_MESSAGE]
         return None
     if text == "now":
         return None
@@ -132,14 +132,14 @@ def _offset(text: str | None, errors: Errors) -> LogOffset | None:
         return None
 
 
-def _flag(query: QueryParams, name: str, errors: Errors) -> bool:
+def _parse_flag(query: QueryParams, name: str, errors: Errors) -> bool:
     text = query.get(name, "false").lower()
     if text not in ("true", "false", "1", "0", ""):
         errors[name] = ["is invalid"]
     return text in ("true", "1")
 
 
-def _choice(query: QueryParams, name: str, allowed: tuple[str, str], errors: Errors) -> str:
+def _parse_choice(query: QueryParams, name: str, allowed: tuple[str, str], errors: Errors) -> str:
     text = query.get(name, allowed[0])
     if text not in allowed:
         errors[name] = [f"is invalid, must be one of: {', '.join(allowed)}"]

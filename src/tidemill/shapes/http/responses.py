@@ -28,12 +28,12 @@ from tidemill.shapes.log.items import MUST_REFETCH
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.settings import CacheAges, ShapeSettings
 
-EXPOSED = (
+EXPOSED_HEADERS = (
     "electric-cursor, electric-handle, electric-offset, electric-schema, electric-up-to-date, "
     "electric-has-data, electric-snapshot, electric-internal-known-error, etag, retry-after, x-request-id"
 )
 BASE_HEADERS = {
-    "access-control-expose-headers": EXPOSED,
+    "access-control-expose-headers": EXPOSED_HEADERS,
     "access-control-allow-methods": "GET, POST, HEAD, DELETE, OPTIONS",
     "electric-server": f"tidemill/{__version__}",
 }
@@ -43,15 +43,15 @@ CURSOR_EPOCH_MS = 1_728_432_000_000
 NO_STORE = {"cache-control": "no-store", "surrogate-control": "no-store"}
 
 
-def cache_control(params: ShapeParams, ages: CacheAges) -> str:
+def build_cache_control(params: ShapeParams, ages: CacheAges) -> str:
     if params.live:
         return f"public, max-age={ages.live_s}, stale-while-revalidate={ages.live_s}"
-    if params.initial:
+    if params.is_initial:
         return f"public, max-age=604800, s-maxage={ages.initial_s}, stale-while-revalidate=2629746"
     return f"public, max-age={ages.later_s}, stale-while-revalidate={ages.stale_s}"
 
 
-def fresh_until(header: str, left_s: float) -> str:
+def limit_cache_control(header: str, left_s: float) -> str:
     """Limit a cache-control header so that no cache serves the response, fresh or stale, after `left_s`."""
     if left_s < 1:
         return "no-store"
@@ -80,7 +80,7 @@ def next_cursor(now_ms: int, sent: int | None, interval_s: float, rand: Rand) ->
     return cursor
 
 
-def shape_headers(
+def build_shape_headers(
     shape: LiveShape,
     params: ShapeParams,
     end: LogOffset,
@@ -97,11 +97,13 @@ def shape_headers(
         headers["electric-cursor"] = str(cursor)
     else:
         headers["electric-schema"] = shape.schema_json.decode("utf-8")
-    headers["cache-control"] = cache_control(params, settings.cache)
+    headers["cache-control"] = build_cache_control(params, settings.cache)
     return headers
 
 
-def etag(shape: LiveShape, params: ShapeParams, end: LogOffset, current: bool, unchanged: int | None = None) -> str:
+def build_etag(
+    shape: LiveShape, params: ShapeParams, end: LogOffset, current: bool, unchanged: int | None = None
+) -> str:
     """Return `"handle:request:response"`.
 
     A response without news adds a counter, so it never validates. A response that does not end up to date has another

@@ -16,32 +16,32 @@ from starlette.types import Message, Send
 
 from tidemill.shapes.definition.permissions import Grant
 from tidemill.shapes.http.params import ShapeParams
-from tidemill.shapes.http.responses import shape_headers
-from tidemill.shapes.http.streaming import PIECE_BYTES, STALLED_S, StalledReaderError
+from tidemill.shapes.http.responses import build_shape_headers
+from tidemill.shapes.http.streaming import PIECE_BYTES, STALL_TIMEOUT_S, StalledReaderError
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log.items import up_to_date
+from tidemill.shapes.log.items import up_to_date_item
 from tidemill.shapes.log.log import split_chunk
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.memory_budget import OverBudgetError
 from tidemill.shapes.service import ShapeService
 
-END = b"\n\n"
-KEEP_ALIVE = b": keep-alive" + END
+EVENT_END = b"\n\n"
+KEEP_ALIVE = b": keep-alive" + EVENT_END
 
 
-def response(service: ShapeService, shape: LiveShape, params: ShapeParams) -> StreamingResponse:
+def event_stream_response(service: ShapeService, shape: LiveShape, params: ShapeParams) -> StreamingResponse:
     assert params.offset is not None
     settings = service.settings
-    headers = shape_headers(shape, params, params.offset, False, service.clock, service.rand, settings)
+    headers = build_shape_headers(shape, params, params.offset, False, service.clock, service.rand, settings)
     headers["cache-control"] = f"public, max-age={max(1, int(settings.sse_s) - 1)}"
     headers["x-accel-buffering"] = "no"
-    stream = _events(service, shape, params.offset, params.right)
+    stream = _event_frames(service, shape, params.offset, params.right)
     return _EventStream(stream, 200, headers, media_type="text/event-stream")
 
 
 class _EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
-        """Send the stream. Raises StalledReaderError if the client reads nothing for STALLED_S.
+        """Send the stream. Raises StalledReaderError if the client reads nothing for STALL_TIMEOUT_S.
 
         One timer checks this for the whole stream; it fires no earlier than a send could be that old.
         """
@@ -49,33 +49,33 @@ class _EventStream(StreamingResponse):
         timer: asyncio.TimerHandle
         since_s: float | None = None
 
-        async def patiently(message: Message) -> None:
+        async def timed_send(message: Message) -> None:
             nonlocal since_s
             since_s = loop.time()
             await send(message)
             since_s = None
 
-        def look() -> None:
+        def check_stalled() -> None:
             nonlocal timer
             now_s = loop.time()
-            if since_s is not None and now_s - since_s >= STALLED_S:
+            if since_s is not None and now_s - since_s >= STALL_TIMEOUT_S:
                 limit.reschedule(now_s)
             else:
-                timer = loop.call_at((now_s if since_s is None else since_s) + STALLED_S, look)
+                timer = loop.call_at((now_s if since_s is None else since_s) + STALL_TIMEOUT_S, check_stalled)
 
-        timer = loop.call_later(STALLED_S, look)
+        timer = loop.call_later(STALL_TIMEOUT_S, check_stalled)
         try:
             async with asyncio.timeout(None) as limit:
-                await super().stream_response(patiently)
+                await super().stream_response(timed_send)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise StalledReaderError(f"the client reads nothing: stalled_s={STALLED_S}.") from error
+            raise StalledReaderError(f"the client reads nothing: stalled_s={STALL_TIMEOUT_S}.") from error
         finally:
             timer.cancel()
 
 
-class _Quiet:
+class _NewsTimer:
     """Waits for news of one stream. There are thousands of waits, and nearly all end with news: one timer serves them,
     and is set again only if it fires too early."""
 
@@ -85,21 +85,21 @@ class _Quiet:
         self._news: asyncio.Future[None]
         self._due_s = 0.0
 
-    async def wait(self, news: asyncio.Future[None], for_s: float) -> bool:
+    async def wait_for_news(self, news: asyncio.Future[None], for_s: float) -> bool:
         """Return whether there is news within `for_s`. `news` is done either way."""
         self._news, self._due_s, self._came = news, self._loop.time() + for_s, True
         if self._timer is None or self._timer.when() > self._due_s:
             self.close()
-            self._timer = self._loop.call_at(self._due_s, self._look)
+            self._timer = self._loop.call_at(self._due_s, self._check_deadline)
         await news
         return self._came
 
-    def _look(self) -> None:
+    def _check_deadline(self) -> None:
         self._timer = None
         if self._news.done():
             return  # the next wait sets the timer
         if self._loop.time() < self._due_s:
-            self._timer = self._loop.call_at(self._due_s, self._look)
+            self._timer = self._loop.call_at(self._due_s, self._check_deadline)
         else:
             self._came = False
             self._news.set_result(None)
@@ -109,11 +109,11 @@ class _Quiet:
             self._timer.cancel()
 
 
-def _frames(items: Iterable[bytes]) -> Iterator[bytes]:
+def _render_frames(items: Iterable[bytes]) -> Iterator[bytes]:
     """Yield one `data:` line per item, in pieces of about PIECE_BYTES."""
     held = bytearray()
     for item in split_chunk(items):
-        held += b"data: " + item + END
+        held += b"data: " + item + EVENT_END
         if len(held) >= PIECE_BYTES:
             yield bytes(held)
             held.clear()
@@ -121,15 +121,17 @@ def _frames(items: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(held)
 
 
-async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, right: Grant) -> AsyncIterator[bytes]:
+async def _event_frames(
+    service: ShapeService, shape: LiveShape, offset: LogOffset, right: Grant
+) -> AsyncIterator[bytes]:
     """Yield the events. The stream ends when the grant does, or if there is no memory for reading; a new request then
     gets the reason."""
     settings, clock = service.settings, service.clock
     deadline = clock.monotonic_s() + settings.sse_s
-    quiet = _Quiet()
+    quiet = _NewsTimer()
     behind: bool | None = None
     try:
-        while not shape.gone and right.holds(clock.now_ms()):
+        while not shape.has_ended and right.is_valid(clock.now_ms()):
             news = shape.subscribe()
             try:
                 told = shape.told
@@ -138,16 +140,16 @@ async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, ri
                     yield told.frames
                 elif behind is None or shape.log.end > offset.read:
                     chunk = await shape.fetch(offset)
-                    if shape.gone:
+                    if shape.has_ended:
                         return
                     if behind is None:
                         behind = not chunk.complete
                     if chunk.items or not chunk.complete:
                         after, offset = offset, chunk.end
-                        control = [up_to_date(offset.tx)] if chunk.complete else []
-                        for number, piece in enumerate(_frames([*chunk.items, *control])):
-                            if chunk.complete and not number and piece.endswith(control[0] + END):
-                                shape.tell(after, offset, piece)
+                        control = [up_to_date_item(offset.tx)] if chunk.complete else []
+                        for number, piece in enumerate(_render_frames([*chunk.items, *control])):
+                            if chunk.complete and not number and piece.endswith(control[0] + EVENT_END):
+                                shape.share_frames(after, offset, piece)
                             yield piece
                         if chunk.complete and (behind or clock.monotonic_s() >= deadline):
                             return
@@ -156,7 +158,9 @@ async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, ri
                 left_s = deadline - clock.monotonic_s()
                 if left_s <= 0:
                     return
-                if not await quiet.wait(news, min(left_s, settings.keep_alive_s, right.left_s(clock.now_ms()))):
+                if not await quiet.wait_for_news(
+                    news, min(left_s, settings.keep_alive_s, right.remaining_s(clock.now_ms()))
+                ):
                     yield KEEP_ALIVE
             finally:
                 news.cancel()

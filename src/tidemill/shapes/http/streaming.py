@@ -16,10 +16,10 @@ PIECE_BYTES = 64 << 10
 SMALL_BYTES = 16 << 10
 """Responses up to this size are sent in one piece: they fit into the socket's buffers."""
 
-STALLED_S = 30.0
+STALL_TIMEOUT_S = 30.0
 """Time after which a client that reads nothing is disconnected."""
 
-SLOWEST_S = 600.0
+RESPONSE_TIMEOUT_S = 600.0
 """Time limit of any response, also for a client that reads a byte now and then: its data stays in memory for that
 time."""
 
@@ -57,16 +57,16 @@ class ItemsResponse(Response):
             await send({"type": "http.response.body", "body": whole, "more_body": False})
             return
         try:
-            async with asyncio.timeout(SLOWEST_S):
-                for piece in pieces(self._items, self._opening, self._closing):
-                    async with asyncio.timeout(STALLED_S):
+            async with asyncio.timeout(RESPONSE_TIMEOUT_S):
+                for piece in split_pieces(self._items, self._opening, self._closing):
+                    async with asyncio.timeout(STALL_TIMEOUT_S):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError as error:
-            raise StalledReaderError(f"the client reads nothing: stalled_s={STALLED_S}.") from error
+            raise StalledReaderError(f"the client reads nothing: stalled_s={STALL_TIMEOUT_S}.") from error
 
 
-def pieces(items: Sequence[bytes], opening: bytes = b"[", closing: bytes = b"]") -> Iterator[bytes]:
+def split_pieces(items: Sequence[bytes], opening: bytes = b"[", closing: bytes = b"]") -> Iterator[bytes]:
     """Yield `opening`, the items joined, and `closing`, in pieces of about PIECE_BYTES."""
     held = bytearray(opening)
     for number, item in enumerate(items):

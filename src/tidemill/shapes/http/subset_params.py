@@ -16,17 +16,17 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from tidemill.shapes.definition.subset import SubsetRequest
-from tidemill.shapes.http.param_values import Errors, count, numbered, query_params
+from tidemill.shapes.http.param_values import Errors, parse_numbered_values, parse_query_params, parse_row_count
 
-PREFIX = "subset__"
-FIELDS = ("where", "limit", "offset", "order_by")
-BODY_BYTES = 1 << 20
+SUBSET_PREFIX = "subset__"
+BODY_FIELDS = ("where", "limit", "offset", "order_by")
+MAX_BODY_BYTES = 1 << 20
 """Largest body of a POST; 413 beyond. A clause takes 64 KiB at most, so most of it is for parameter values."""
 
 Value = str | int | float | bool | None
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _SubsetFields(msgspec.Struct, frozen=True):
     where: str | None = None
     params: list[Value] | dict[str, Value] | None = None
     limit: int | str | None = None
@@ -34,54 +34,54 @@ class _Fields(msgspec.Struct, frozen=True):
     order_by: str | None = None
 
 
-class Body(_Fields, frozen=True):
+class SubsetBody(_SubsetFields, frozen=True):
     """The body, decoded by its types: unknown fields are skipped, however large they are."""
 
-    subset: _Fields | None = None
+    subset: _SubsetFields | None = None
 
 
-_AT = re.compile(r"`\$(?:\.subset)?\.(where|params|limit|offset|order_by)\b")
+_FIELD_PATH = re.compile(r"`\$(?:\.subset)?\.(where|params|limit|offset|order_by)\b")
 
 
-def decode_body(data: bytes, errors: Errors) -> _Fields:
+def decode_body(data: bytes, errors: Errors) -> _SubsetFields:
     """Decode a body; an empty one requests all rows."""
     try:
-        body = msgspec.json.decode(data if data.strip() else b"{}", type=Body)
+        body = msgspec.json.decode(data if data.strip() else b"{}", type=SubsetBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        found = _AT.search(str(error))
-        errors[f"{PREFIX}{found.group(1)}" if found else "body"] = [str(error)]
-        return _Fields()
+        found = _FIELD_PATH.search(str(error))
+        errors[f"{SUBSET_PREFIX}{found.group(1)}" if found else "body"] = [str(error)]
+        return _SubsetFields()
     return body.subset or body
 
 
-def of_query(query: QueryParams, errors: Errors) -> SubsetRequest | None:
+def subset_from_query(query: QueryParams, errors: Errors) -> SubsetRequest | None:
     """Return the subset of a query, None if it requests none."""
-    if not any(name.startswith(PREFIX) for name in query):
+    if not any(name.startswith(SUBSET_PREFIX) for name in query):
         return None
-    params = query_params(query.multi_items(), f"{PREFIX}params", errors)
-    return _checked({**query, f"{PREFIX}params": None}, params, errors)
+    params = parse_query_params(query.multi_items(), f"{SUBSET_PREFIX}params", errors)
+    return _build_request({**query, f"{SUBSET_PREFIX}params": None}, params, errors)
 
 
-def of_body(body: _Fields, errors: Errors) -> SubsetRequest:
-    params = numbered(body.params, f"{PREFIX}params", errors)
-    return _checked({f"{PREFIX}{name}": getattr(body, name) for name in FIELDS}, params, errors)
+def subset_from_body(body: _SubsetFields, errors: Errors) -> SubsetRequest:
+    params = parse_numbered_values(body.params, f"{SUBSET_PREFIX}params", errors)
+    return _build_request({f"{SUBSET_PREFIX}{name}": getattr(body, name) for name in BODY_FIELDS}, params, errors)
 
 
-def _checked(given: Mapping[str, object], params: tuple[str, ...], errors: Errors) -> SubsetRequest:
+def _build_request(given: Mapping[str, object], params: tuple[str, ...], errors: Errors) -> SubsetRequest:
     return SubsetRequest(
-        _string(given, "where", errors),
+        _checked_string(given, "where", errors),
         params,
-        count(given.get(f"{PREFIX}limit"), f"{PREFIX}limit", errors),
-        count(given.get(f"{PREFIX}offset"), f"{PREFIX}offset", errors),
-        _string(given, "order_by", errors),
+        parse_row_count(given.get(f"{SUBSET_PREFIX}limit"), f"{SUBSET_PREFIX}limit", errors),
+        parse_row_count(given.get(f"{SUBSET_PREFIX}offset"), f"{SUBSET_PREFIX}offset", errors),
+        _checked_string(given, "order_by", errors),
     )
 
 
-def _string(given: Mapping[str, object], name: str, errors: Errors) -> str:
-    value = given.get(f"{PREFIX}{name}")
+def _checked_string(given: Mapping[str, object], name: str, errors: Errors) -> str:
+    value = given.get(f"{SUBSET_PREFIX}{name}")
     if value is None:
         return ""
     if not isinstance(value, str):
-        errors[f"{PREFIX}{name}"] = ["must be a string"]
+        errors[f"{SUBSET_PREFIX}{name}"] = ["must be a string"]
         return ""
     return value

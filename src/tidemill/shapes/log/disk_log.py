@@ -20,20 +20,20 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tidemill.base.errors import InvalidError
-from tidemill.shapes.log.items import LogItem, marked_last
+from tidemill.shapes.log.items import LogItem, mark_last
 from tidemill.shapes.log.log import SEPARATOR, Chunk, LogLimits, ReadLease
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, LogOffset
-from tidemill.shapes.log.sqlite_file import Item, Saved
+from tidemill.shapes.log.sqlite_file import StoredItem, StoredShape
 from tidemill.shapes.memory_budget import Budget
 
-UNWRITTEN_CHUNKS = 2
+MAX_UNWRITTEN_CHUNKS = 2
 """Largest number of unwritten chunks while the base is loaded: with more in memory, the loader waits."""
 
 
-class Keeper(Protocol):
+class DiskLogStore(Protocol):
     """The store that reads and writes the file of a log: ShapeStore."""
 
-    def changed(self, log: DiskLog, size_bytes: int) -> None:
+    def mark_changed(self, log: DiskLog, size_bytes: int) -> None:
         """Note that the log has `size_bytes` more to write."""
         ...
 
@@ -41,19 +41,19 @@ class Keeper(Protocol):
         """Note that the log was dropped, and must not exist after a restart."""
         ...
 
-    async def room(self, log: DiskLog) -> None:
+    async def wait_for_room(self, log: DiskLog) -> None:
         """Wait until the log is not crowded any more."""
         ...
 
-    async def base(self, key: int, chunk: int) -> Sequence[bytes]:
+    async def read_base(self, key: int, chunk: int) -> Sequence[bytes]:
         """Return that chunk as a read lease."""
         ...
 
-    def lend(self, items: Sequence[bytes]) -> ReadLease:
+    def lend_items(self, items: Sequence[bytes]) -> ReadLease:
         """Count items that were read for readers. Raises OverBudgetError."""
         ...
 
-    async def items(self, key: int, after: LogOffset, upto: LogOffset, size_bytes: int) -> list[Item]: ...
+    async def items(self, key: int, after: LogOffset, upto: LogOffset, size_bytes: int) -> list[StoredItem]: ...
 
 
 class DiskLog:
@@ -66,11 +66,11 @@ class DiskLog:
     def __init__(
         self,
         key: int,
-        keeper: Keeper,
+        keeper: DiskLogStore,
         limits: LogLimits,
         budget: Budget,
         disk: Budget,
-        saved: Saved | None = None,
+        saved: StoredShape | None = None,
     ) -> None:
         """Create an empty log, or one over `saved`: the log that the file has under this key.
 
@@ -98,7 +98,7 @@ class DiskLog:
         """Offsets of the newest visible item, and of the newest item that is in the file only."""
         self._log_bytes = self._base_bytes = self._held_bytes = 0
         if saved is not None:
-            disk.take(saved.base_bytes + saved.log_bytes)
+            disk.reserve(saved.base_bytes + saved.log_bytes)
             self._base = [None] * saved.chunks
             self._written_chunks = saved.chunks
             self._sealed = True
@@ -129,7 +129,7 @@ class DiskLog:
         return len(self._base)
 
     @property
-    def overgrown(self) -> bool:
+    def is_overgrown(self) -> bool:
         return self._log_bytes > self._limits.log_bytes
 
     @property
@@ -137,9 +137,9 @@ class DiskLog:
         return self._limits.log_bytes
 
     @property
-    def crowded(self) -> bool:
+    def is_crowded(self) -> bool:
         """True if the base arrives faster than the file is written."""
-        return len(self._base) - self._written_chunks >= UNWRITTEN_CHUNKS and not self._dropped
+        return len(self._base) - self._written_chunks >= MAX_UNWRITTEN_CHUNKS and not self._dropped
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class DiskLog:
             return
         if self._sealed:
             raise RuntimeError("base is sealed")
-        self._take(sum(map(len, rows)) + len(SEPARATOR) * len(rows), base=True)
+        self._reserve(sum(map(len, rows)) + len(SEPARATOR) * len(rows), base=True)
         for row in rows:
             self._open_chunk.append(row)
             self._open_bytes += len(row)
@@ -166,7 +166,7 @@ class DiskLog:
         joined = SEPARATOR.join(self._open_chunk)
         self._base.append(joined)
         self._open_chunk, self._open_bytes = [], 0
-        self._keeper.changed(self, len(joined))
+        self._keeper.mark_changed(self, len(joined))
 
     def seal_base(self) -> None:
         if self._open_chunk or not self._base:
@@ -182,7 +182,7 @@ class DiskLog:
         if item.offset <= last:
             raise RuntimeError(f"log offsets must grow: last={last} next={item.offset}")
         size = item.size_bytes
-        self._take(size)
+        self._reserve(size)
         if self._dropped:
             return
         self._items.append(item)
@@ -193,18 +193,18 @@ class DiskLog:
             return False
         last = self._items[-1]
         if mark:
-            self._items[-1] = LogItem(last.offset, marked_last(last.json))
+            self._items[-1] = LogItem(last.offset, mark_last(last.json))
         size = sum(self._charged[self._shown :])
         self._shown = len(self._items)
         self._end = last.offset
-        self._keeper.changed(self, size)
+        self._keeper.mark_changed(self, size)
         return True
 
     def unstage(self) -> None:
         size = sum(self._charged[self._shown :])
         self._log_bytes -= size
-        self._leave(size)
-        self.disk.give(size)
+        self._release_memory(size)
+        self.disk.release(size)
         del self._items[self._shown :], self._charged[self._shown :]
 
     def drop(self) -> None:
@@ -212,23 +212,23 @@ class DiskLog:
             return
         self._dropped = True
         self._keeper.end(self)
-        self.budget.give(self._held_bytes)
-        self.disk.give(self._log_bytes + self._base_bytes)
+        self.budget.release(self._held_bytes)
+        self.disk.release(self._log_bytes + self._base_bytes)
         self._base, self._open_chunk, self._items, self._charged = [], [], [], []
         self._written_chunks = self._written = self._shown = 0
         self._log_bytes = self._base_bytes = self._held_bytes = 0
 
-    def _take(self, size_bytes: int, *, base: bool = False) -> None:
+    def _reserve(self, size_bytes: int, *, base: bool = False) -> None:
         """Reserve memory and disk. Raises OverBudgetError, and reserves nothing then."""
-        self.disk.take(size_bytes)
+        self.disk.reserve(size_bytes)
         try:
-            self.budget.take(size_bytes)
+            self.budget.reserve(size_bytes)
         except BaseException:
-            self.disk.give(size_bytes)
+            self.disk.release(size_bytes)
             raise
         if self._dropped:  # the budget evicted this very shape to make room
-            self.disk.give(size_bytes)
-            self.budget.give(size_bytes)
+            self.disk.release(size_bytes)
+            self.budget.release(size_bytes)
             return
         self._held_bytes += size_bytes
         if base:
@@ -236,9 +236,9 @@ class DiskLog:
         else:
             self._log_bytes += size_bytes
 
-    def _leave(self, size_bytes: int) -> None:
+    def _release_memory(self, size_bytes: int) -> None:
         self._held_bytes -= size_bytes
-        self.budget.give(size_bytes)
+        self.budget.release(size_bytes)
 
     # -- the file ----------------------------------------------------------------------------------------------
 
@@ -248,20 +248,20 @@ class DiskLog:
         chunks = [(first + n, json) for n, json in enumerate(self._base[first:]) if json is not None]
         return chunks, self._items[self._written : self._shown]
 
-    def was_saved(self, chunks: int, items: int) -> None:
+    def mark_saved(self, chunks: int, items: int) -> None:
         """Record that the first `chunks` and `items` of what `unsaved` returned are durable."""
         if not self._dropped:
             self._written_chunks += chunks
             self._written += items
 
-    def cool(self) -> None:
-        """Release from memory what was durable before this flush; called after each flush, before `was_saved`."""
+    def release_durable(self) -> None:
+        """Release from memory what was durable before this flush; called after each flush, before `mark_saved`."""
         for chunk, json in enumerate(self._base[: self._written_chunks]):
             if json is not None:
                 self._base[chunk] = None
-                self._leave(len(json))
+                self._release_memory(len(json))
         if self._written:
-            self._leave(sum(self._charged[: self._written]))
+            self._release_memory(sum(self._charged[: self._written]))
             self._on_disk = self._items[self._written - 1].offset
             del self._items[: self._written], self._charged[: self._written]
             self._shown -= self._written
@@ -269,9 +269,9 @@ class DiskLog:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    async def room(self) -> None:
-        if self.crowded:
-            await self._keeper.room(self)
+    async def wait_for_room(self) -> None:
+        if self.is_crowded:
+            await self._keeper.wait_for_room(self)
 
     async def fetch(self, after: LogOffset) -> Chunk:
         """Return the next chunk, as MemoryLog.read does.
@@ -289,8 +289,8 @@ class DiskLog:
             if self._dropped or not found:
                 return Chunk((), after, False)
             end = LogOffset(found[-1].tx, found[-1].op)
-            return Chunk(self._keeper.lend([item.json for item in found]), end, end == self._end)
-        start = self._place_after(after.read)
+            return Chunk(self._keeper.lend_items([item.json for item in found]), end, end == self._end)
+        start = self._index_after(after.read)
         stop, size = start, 0
         while stop < self._shown and size < self._limits.chunk_bytes:
             size += len(self._items[stop].json)
@@ -298,7 +298,7 @@ class DiskLog:
         items = self._items[start:stop]
         return Chunk([item.json for item in items], items[-1].offset if items else after, stop == self._shown)
 
-    def _place_after(self, after: LogOffset) -> int:
+    def _index_after(self, after: LogOffset) -> int:
         low, high = 0, self._shown
         while low < high:
             middle = (low + high) // 2
@@ -310,5 +310,5 @@ class DiskLog:
 
     async def _read_base(self, index: int) -> Chunk:
         joined = self._base[index]
-        items = await self._keeper.base(self.key, index) if joined is None else (joined,) if joined else ()
+        items = await self._keeper.read_base(self.key, index) if joined is None else (joined,) if joined else ()
         return Chunk(items, LogOffset(0, index), False)

@@ -48,20 +48,20 @@ class KeyWriter:
 
     def key(self, row: Values) -> str:
         columns = self._columns or sorted(row)
-        return self._prefix + "".join([_section(row.get(column)) for column in columns])
+        return self._prefix + "".join([_key_section(row.get(column)) for column in columns])
 
 
-def _section(value: str | None) -> str:
+def _key_section(value: str | None) -> str:
     return "/_" if value is None else f'/"{value.replace("/", "//")}"'
 
 
-def render(
+def render_item(
     key: str,
     value: Values,
     headers: Mapping[str, object],
     old_value: Values | None = None,
 ) -> bytes:
-    """Render an item as JSON. Its headers come last, so that `marked_last` can add to them."""
+    """Render an item as JSON. Its headers come last, so that `mark_last` can add to them."""
     item: dict[str, object] = {"key": key, "value": value}
     if old_value is not None:
         item["old_value"] = old_value
@@ -69,18 +69,18 @@ def render(
     return orjson.dumps(item)
 
 
-def marked_last(item: bytes) -> bytes:
+def mark_last(item: bytes) -> bytes:
     """Return the item with `last: true`: it ends its transaction."""
     return item[:-2] + b',"last":true}}'
 
 
-def up_to_date(last_seen: int) -> bytes:
+def up_to_date_item(last_seen: int) -> bytes:
     """Return the control item that ends a complete response; `last_seen` is written in decimal, as the client reads
     it."""
     return b'{"headers":{"control":"up-to-date","global_last_seen_lsn":"%d"}}' % max(0, last_seen)
 
 
-def snapshot_end(xmin: int, xmax: int, in_progress: Sequence[int]) -> bytes:
+def snapshot_end_item(xmin: int, xmax: int, in_progress: Sequence[int]) -> bytes:
     return orjson.dumps(
         {
             "headers": {

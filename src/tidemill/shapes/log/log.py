@@ -24,7 +24,7 @@ from typing import Protocol
 import msgspec
 
 from tidemill.base.errors import InvalidError
-from tidemill.shapes.log.items import ITEM_BYTES, LogItem, marked_last
+from tidemill.shapes.log.items import ITEM_BYTES, LogItem, mark_last
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, LogOffset
 from tidemill.shapes.memory_budget import Budget
 
@@ -96,7 +96,7 @@ class LogStorage(Protocol):
         ...
 
     @property
-    def overgrown(self) -> bool:
+    def is_overgrown(self) -> bool:
         """True if the log exceeds its limit; the owner then ends the shape."""
         ...
 
@@ -125,7 +125,7 @@ class LogStorage(Protocol):
         UnavailableError."""
         ...
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until more of the base may be added."""
         ...
 
@@ -167,7 +167,7 @@ class MemoryLog:
         return self._log_bytes + self._base_bytes
 
     @property
-    def overgrown(self) -> bool:
+    def is_overgrown(self) -> bool:
         return self._log_bytes > self._limits.log_bytes
 
     def add_base(self, rows: Sequence[bytes]) -> None:
@@ -178,9 +178,9 @@ class MemoryLog:
         if self._sealed:
             raise RuntimeError("base is sealed")
         size = sum(map(len, rows)) + len(SEPARATOR) * len(rows)
-        self.budget.take(size)
+        self.budget.reserve(size)
         if self._dropped:  # the budget evicted this very shape to make room
-            self.budget.give(size)
+            self.budget.release(size)
             return
         self._base_bytes += size
         for row in rows:
@@ -210,9 +210,9 @@ class MemoryLog:
         last = self._offsets[-1] if self._offsets else BASE_END
         if item.offset <= last:
             raise RuntimeError(f"log offsets must grow: last={last} next={item.offset}")
-        self.budget.take(item.size_bytes)
+        self.budget.reserve(item.size_bytes)
         if self._dropped:  # the budget evicted this very shape to make room
-            self.budget.give(item.size_bytes)
+            self.budget.release(item.size_bytes)
             return
         self._log_bytes += item.size_bytes
         self._offsets.append(item.offset)
@@ -222,20 +222,20 @@ class MemoryLog:
         if self._shown == len(self._json):
             return False
         if mark:
-            self._json[-1] = marked_last(self._json[-1])
+            self._json[-1] = mark_last(self._json[-1])
         self._shown = len(self._json)
         return True
 
     def unstage(self) -> None:
         size = sum(map(len, self._json[self._shown :])) + ITEM_BYTES * (len(self._json) - self._shown)
         self._log_bytes -= size
-        self.budget.give(size)
+        self.budget.release(size)
         del self._offsets[self._shown :], self._json[self._shown :]
 
     async def fetch(self, after: LogOffset) -> Chunk:
         return self.read(after)
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Return immediately: memory is always writable, or adding raises OverBudgetError."""
 
     def read(self, after: LogOffset) -> Chunk:
@@ -260,7 +260,7 @@ class MemoryLog:
 
     def drop(self) -> None:
         self._dropped = True
-        self.budget.give(self._log_bytes + self._base_bytes)
+        self.budget.release(self._log_bytes + self._base_bytes)
         self._base, self._open_chunk, self._offsets, self._json = [], [], [], []
         self._shown = 0
         self._log_bytes = self._base_bytes = 0

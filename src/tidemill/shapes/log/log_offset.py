@@ -19,13 +19,13 @@ from tidemill.base.errors import InvalidError
 OP_INFINITY = (1 << 63) - 1
 """Largest LSN, time or op. SQLite cannot store a larger integer."""
 FIRST_OP = 1
-DIGITS = 20
+MAX_DIGITS = 20
 """Longest number on the wire: LSNs, times and ops have 64 bits. (Python rejects very long ones.)"""
 
 
-def number(text: str) -> int | None:
+def parse_number(text: str) -> int | None:
     """Parse a non-negative decimal number; return None if the text is not one."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS else None
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None
 
 
 class LogOffset(msgspec.Struct, frozen=True, order=True, gc=False):
@@ -50,8 +50,8 @@ class LogOffset(msgspec.Struct, frozen=True, order=True, gc=False):
         if text == "-1":
             return BEFORE_ALL
         tx_text, separator, op_text = text.partition("_")
-        tx = number(tx_text)
-        op = OP_INFINITY if op_text == "inf" else number(op_text)
+        tx = parse_number(tx_text)
+        op = OP_INFINITY if op_text == "inf" else parse_number(op_text)
         if separator and tx is not None and op is not None and max(tx, op) <= OP_INFINITY:
             return cls(tx, op)
         raise InvalidError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from tidemill.shapes.definition.definition import Replica
-from tidemill.shapes.log.items import KeyWriter, LogItem, Operation, render, spell_booleans
+from tidemill.shapes.log.items import KeyWriter, LogItem, Operation, render_item, spell_booleans
 from tidemill.shapes.log.log_offset import LogOffset
 
 Row = Mapping[str, str | None]
@@ -41,17 +41,17 @@ class RowWriter:
         self._base_headers: Headers = {"operation": "insert", "relation": self._relation, **(marks or {})}
 
     @property
-    def keyed(self) -> bool:
+    def has_key(self) -> bool:
         return bool(self._key_columns)
 
     def key(self, row: Row) -> str:
         return self._keys.key(row)
 
-    def shows(self, columns: Collection[str]) -> bool:
+    def shows_any(self, columns: Collection[str]) -> bool:
         """Return whether any of these columns is shown."""
         return not set(columns).isdisjoint(self._columns)
 
-    def _shown(self, row: Row, columns: tuple[str, ...]) -> Row:
+    def _shown_values(self, row: Row, columns: tuple[str, ...]) -> Row:
         whole = tuple(row) == columns
         if whole and not self._booleans:
             return row
@@ -60,36 +60,36 @@ class RowWriter:
             spell_booleans(shown, self._booleans)
         return shown
 
-    def base_row(self, row: Row) -> bytes:
-        return render(self.key(row), self._shown(row, self._columns), self._base_headers)
+    def render_base_row(self, row: Row) -> bytes:
+        return render_item(self.key(row), self._shown_values(row, self._columns), self._base_headers)
 
-    def insert(self, offset: LogOffset, row: Row, headers: Headers) -> LogItem:
-        return self._item(offset, "insert", self.key(row), self._shown(row, self._columns), headers)
+    def insert_item(self, offset: LogOffset, row: Row, headers: Headers) -> LogItem:
+        return self._render_item(offset, "insert", self.key(row), self._shown_values(row, self._columns), headers)
 
     def delete(self, offset: LogOffset, row: Row, headers: Headers) -> LogItem:
         columns = self._columns if self.full or not self._key_columns else self._key_columns
-        return self._item(offset, "delete", self.key(row), self._shown(row, columns), headers)
+        return self._render_item(offset, "delete", self.key(row), self._shown_values(row, columns), headers)
 
-    def update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers) -> LogItem | None:
+    def update_item(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers) -> LogItem | None:
         """Return the item of an update, or None if no shown column has changed.
 
         Without the old row, or if it lacks a column, the column counts as changed. Columns that `new` lacks are not
         shown: their values are unchanged.
         """
         if old is None:
-            return self._item(offset, "update", self.key(new), self._shown(new, self._columns), headers)
+            return self._render_item(offset, "update", self.key(new), self._shown_values(new, self._columns), headers)
         changed = [column for column in self._columns if column not in old or old[column] != new.get(column)]
         if not changed:
             return None
         if self.full:
-            old_value = self._shown(old, tuple(changed))
-            value = self._shown(new, self._columns)
-            return self._item(offset, "update", self.key(new), value, headers, old_value)
+            old_value = self._shown_values(old, tuple(changed))
+            value = self._shown_values(new, self._columns)
+            return self._render_item(offset, "update", self.key(new), value, headers, old_value)
         moved = set(changed)
-        value = self._shown(new, tuple(c for c in self._columns if c in moved or c in self._key_columns))
-        return self._item(offset, "update", self.key(new), value, headers)
+        value = self._shown_values(new, tuple(c for c in self._columns if c in moved or c in self._key_columns))
+        return self._render_item(offset, "update", self.key(new), value, headers)
 
-    def _item(
+    def _render_item(
         self,
         offset: LogOffset,
         operation: Operation,
@@ -99,4 +99,4 @@ class RowWriter:
         old_value: Row | None = None,
     ) -> LogItem:
         full = {"operation": operation, "relation": self._relation, **headers, "op_position": offset.op}
-        return LogItem(offset, render(key, value, full, old_value))
+        return LogItem(offset, render_item(key, value, full, old_value))

@@ -17,7 +17,7 @@ from tidemill.shapes.definition.planner import ShapeRequest
 T = TypeVar("T")
 
 
-class SavedDefinition(msgspec.Struct, frozen=True):
+class SavedTableShape(msgspec.Struct, frozen=True):
     """The record of a shape over a table. `relation`: the relation when the record was written."""
 
     request: ShapeRequest
@@ -30,12 +30,12 @@ class SavedDefinition(msgspec.Struct, frozen=True):
         return _ENCODER.encode(self)
 
     @classmethod
-    def decode(cls, record: bytes) -> SavedDefinition:
+    def decode(cls, record: bytes) -> SavedTableShape:
         """Decode a record. Raises CorruptError."""
-        return _decoded(_DECODER, record)
+        return _decode_record(_DECODER, record)
 
 
-class KeptShard(msgspec.Struct, frozen=True):
+class SavedShardShape(msgspec.Struct, frozen=True):
     """The record of a shape over a shard.
 
     `cluster` and `shard_id` identify the shard; `version` is that of its schema; `seen_ms`: all changes of the shape up
@@ -55,12 +55,12 @@ class KeptShard(msgspec.Struct, frozen=True):
         return _ENCODER.encode(self)
 
     @classmethod
-    def decode(cls, record: bytes) -> KeptShard:
+    def decode(cls, record: bytes) -> SavedShardShape:
         """Decode a record. Raises CorruptError."""
-        return _decoded(_SHARD_DECODER, record)
+        return _decode_record(_SHARD_DECODER, record)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], record: bytes) -> T:
+def _decode_record(decoder: msgspec.msgpack.Decoder[T], record: bytes) -> T:
     try:
         return decoder.decode(record)
     except msgspec.MsgspecError as error:
@@ -68,5 +68,5 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], record: bytes) -> T:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(SavedDefinition)
-_SHARD_DECODER = msgspec.msgpack.Decoder(KeptShard)
+_DECODER = msgspec.msgpack.Decoder(SavedTableShape)
+_SHARD_DECODER = msgspec.msgpack.Decoder(SavedShardShape)

@@ -9,8 +9,9 @@
 
 - Invariant (atomic flush): a flush is one transaction, and durable when it returns: new shapes with their base, items,
   ended shapes, and the owner's name.
-- Invariant (row decides): a shape exists if its row exists. Rows of `base` and `items` without it are leftovers: they
-  are never read, their ids are not reused while they exist, and `clear` deletes them a few at a time.
+- Invariant (row decides): a shape exists if its row exists. Rows of `read_base` and `items` without it are leftovers:
+they
+  are never read, their ids are not reused while they exist, and `clear_leftovers` deletes them a few at a time.
 - Invariant (disposable): a file that cannot be read, or has another layout, is deleted: its content can be fetched
   again.
 - Invariant (no silent damage): damaged data is never read as something else. A shape whose record is damaged ends when
@@ -37,28 +38,28 @@ from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.private_directories import make_private_directory
 
 LAYOUT = 3
-TABLES = """
+CREATE_TABLES_SQL = """
 CREATE TABLE owner (one INTEGER PRIMARY KEY CHECK (one = 1), layout INTEGER, name TEXT);
 CREATE TABLE shapes (id INTEGER PRIMARY KEY, handle TEXT, record BLOB, snapshot TEXT, chunks INTEGER,
                      tx INTEGER, op INTEGER, base_bytes INTEGER, log_bytes INTEGER, crc INTEGER);
 CREATE TABLE base (id INTEGER, chunk INTEGER, json BLOB, crc INTEGER, PRIMARY KEY (id, chunk));
 CREATE TABLE items (id INTEGER, tx INTEGER, op INTEGER, json BLOB, crc INTEGER, PRIMARY KEY (id, tx, op)) WITHOUT ROWID;
 """
-LEFTOVERS = """
+LEFTOVERS_SQL = """
 WITH RECURSIVE seen(id) AS (
     SELECT min(id) FROM {table}
     UNION ALL SELECT (SELECT min(id) FROM {table} WHERE id > seen.id) FROM seen WHERE seen.id IS NOT NULL)
 SELECT id FROM seen WHERE id < ? AND NOT EXISTS (SELECT 1 FROM shapes WHERE shapes.id = seen.id)
 """
-NO_ID = (1 << 63) - 1
+MAX_ID = (1 << 63) - 1
 
-CLEARED_ROWS = 2_000
+CLEAR_BATCH_ROWS = 2_000
 """Rows deleted in one transaction, so that a flush never waits for long."""
 
 VACUUM_PAGES = 256
 """Pages returned to the file system after each such transaction."""
 
-DAMAGED = b""
+DAMAGED_RECORD = b""
 """Replacement for a record with a wrong checksum: it cannot be decoded."""
 
 BUSY_MS = 5_000
@@ -67,13 +68,13 @@ SYNCHRONOUS = "FULL"
 """SQLite's `synchronous` setting: a flush that returned is durable even if the machine fails."""
 
 
-class Item(msgspec.Struct, frozen=True, gc=False):
+class StoredItem(msgspec.Struct, frozen=True, gc=False):
     tx: int
     op: int
     json: bytes
 
 
-class Saved(msgspec.Struct, frozen=True):
+class StoredShape(msgspec.Struct, frozen=True):
     """A shape as the file stores it. `end`: tx and op of its newest item, (0, 0) if it has none."""
 
     id: int
@@ -86,14 +87,15 @@ class Saved(msgspec.Struct, frozen=True):
     log_bytes: int
 
 
-class Written(msgspec.Struct, frozen=True):
-    """The part of a flush that belongs to one shape. `saved`: its row, if it is new; before that it has a base only."""
+class ShapeWrite(msgspec.Struct, frozen=True):
+    """The part of a flush that belongs to one shape. `read_shapes`: its row, if it is new; before that it has a base
+    only."""
 
     id: int
     base: Sequence[tuple[int, bytes]]
-    items: Sequence[Item]
+    items: Sequence[StoredItem]
     log_bytes: int
-    saved: Saved | None = None
+    saved: StoredShape | None = None
 
 
 class Flush(msgspec.Struct, frozen=True):
@@ -101,7 +103,7 @@ class Flush(msgspec.Struct, frozen=True):
 
     owner: str
     anew: bool
-    written: Sequence[Written]
+    written: Sequence[ShapeWrite]
     ended: Sequence[int]
 
 
@@ -139,17 +141,17 @@ class ShapeFile:
         """Open the file and return its owner's name, "" if it is new. A file that cannot be read is replaced by an
         empty one."""
         try:
-            return self._open()
-        except (apsw.CorruptError, apsw.NotADBError, _OtherLayout):
+            return self._open_writer()
+        except (apsw.CorruptError, apsw.NotADBError, _OtherLayoutError):
             self.remove()
         except apsw.Error as error:
-            raise self._failed(error) from error
+            raise self._failed_error(error) from error
         try:
-            return self._open()
-        except (apsw.Error, _OtherLayout) as error:
-            raise self._failed(error) from error
+            return self._open_writer()
+        except (apsw.Error, _OtherLayoutError) as error:
+            raise self._failed_error(error) from error
 
-    def known_as(self) -> str:
+    def read_owner_name(self) -> str:
         """Return the owner's name without opening the file; "" if it is empty or cannot be read."""
         if not self.path.exists():
             return ""
@@ -161,12 +163,12 @@ class ShapeFile:
         except (apsw.CorruptError, apsw.NotADBError, apsw.SQLError):
             return ""
         except apsw.Error as error:
-            raise self._failed(error) from error
+            raise self._failed_error(error) from error
         finally:
             if connection is not None:
                 connection.close(True)
 
-    def _open(self) -> str:
+    def _open_writer(self) -> str:
         writer = self._connect()
         self._writer = writer
         writer.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -175,13 +177,13 @@ class ShapeFile:
         writer.execute("PRAGMA journal_size_limit = 16777216")
         writer.execute("BEGIN IMMEDIATE")
         if not writer.execute("SELECT 1 FROM sqlite_schema WHERE name = 'owner'").fetchall():
-            writer.execute(TABLES)
+            writer.execute(CREATE_TABLES_SQL)
             writer.execute("INSERT INTO owner VALUES (1, ?, '')", (LAYOUT,))
         layout, name = writer.execute("SELECT layout, name FROM owner").fetchall()[0]
         writer.execute("COMMIT")
         if layout != LAYOUT:
-            raise _OtherLayout(f"layout={layout} known={LAYOUT}")
-        newest = [_number(writer, f"SELECT max(id) FROM {table}") for table in ("shapes", "base", "items")]
+            raise _OtherLayoutError(f"layout={layout} known={LAYOUT}")
+        newest = [_query_number(writer, f"SELECT max(id) FROM {table}") for table in ("shapes", "base", "items")]
         self.holds_shapes = newest[0] > 0
         self.next_id = 1 + max(newest)
         return str(name)
@@ -191,14 +193,14 @@ class ShapeFile:
         connection.set_busy_timeout(BUSY_MS)
         return connection
 
-    def saved(self) -> list[Saved]:
-        rows: list[tuple[Any, ...]] = self._run(
+    def read_shapes(self) -> list[StoredShape]:
+        rows: list[tuple[Any, ...]] = self._query(
             "SELECT id, handle, record, snapshot, chunks, tx, op, base_bytes, log_bytes, crc FROM shapes ORDER BY id"
         )
         return [
-            Saved(
-                key, handle, record if _crc(record, key) == crc else DAMAGED, snapshot, chunks, (tx, op), base_bytes,
-                log_bytes,
+            StoredShape(
+                key, handle, record if _crc(record, key) == crc else DAMAGED_RECORD, snapshot, chunks, (tx, op),
+                base_bytes, log_bytes,
             )
             for key, handle, record, snapshot, chunks, tx, op, base_bytes, log_bytes, crc in rows
         ]  # fmt: skip
@@ -207,7 +209,7 @@ class ShapeFile:
 
     def flush(self, flush: Flush) -> None:
         """Write one flush in one transaction; it is durable when the call returns."""
-        writer = self._writing()
+        writer = self._writer_connection()
         try:
             writer.execute("BEGIN IMMEDIATE")
             try:
@@ -221,10 +223,10 @@ class ShapeFile:
                 if writer.in_transaction:
                     writer.execute("ROLLBACK")
         except apsw.Error as error:
-            raise self._failed(error) from error
+            raise self._failed_error(error) from error
 
     @staticmethod
-    def _write(writer: apsw.Connection, written: Sequence[Written]) -> None:
+    def _write(writer: apsw.Connection, written: Sequence[ShapeWrite]) -> None:
         """Write the parts of all shapes together: a statement per shape would cost more than the rows."""
         bases = [(each.id, n, json, _crc(json, each.id, n)) for each in written for n, json in each.base]
         writer.executemany("INSERT OR REPLACE INTO base VALUES (?, ?, ?, ?)", bases)
@@ -244,51 +246,51 @@ class ShapeFile:
         ends = [(each.items[-1].tx, each.items[-1].op, each.log_bytes, each.id) for each in known if each.items]
         writer.executemany("UPDATE shapes SET tx = ?, op = ?, log_bytes = ? WHERE id = ?", ends)
 
-    def leftovers(self, before: int = NO_ID) -> list[int]:
-        """Return the ids below `before` that have rows in `base` or `items` but none in `shapes`. Takes one index step
-        per id."""
-        writer = self._writing()
+    def find_leftovers(self, before: int = MAX_ID) -> list[int]:
+        """Return the ids below `before` that have rows in `read_base` or `items` but none in `shapes`. Takes one index
+        step per id."""
+        writer = self._writer_connection()
         found: set[int] = set()
         try:
             for table in ("base", "items"):
-                found.update(int(key) for (key,) in writer.execute(LEFTOVERS.format(table=table), (before,)))
+                found.update(int(key) for (key,) in writer.execute(LEFTOVERS_SQL.format(table=table), (before,)))
         except apsw.Error as error:
-            raise self._failed(error) from error
+            raise self._failed_error(error) from error
         return sorted(found)
 
-    def clear(self, key: int) -> bool:
+    def clear_leftovers(self, key: int) -> bool:
         """Delete some leftovers of an ended shape. Return whether there may be more."""
-        writer = self._writing()
+        writer = self._writer_connection()
         try:
-            for table, order, rows in (("items", "tx, op", CLEARED_ROWS), ("base", "chunk", 1)):
+            for table, order, rows in (("items", "tx, op", CLEAR_BATCH_ROWS), ("base", "chunk", 1)):
                 some = f"SELECT {order} FROM {table} WHERE id = ? ORDER BY {order} LIMIT ?"
                 writer.execute(f"DELETE FROM {table} WHERE id = ? AND ({order}) IN ({some})", (key, key, rows))
                 if writer.changes():
                     writer.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
                     return True
         except apsw.Error as error:
-            raise self._failed(error) from error
+            raise self._failed_error(error) from error
         return False
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def base(self, key: int, chunk: int) -> bytes:
+    def read_base(self, key: int, chunk: int) -> bytes:
         """Return a chunk of the base; b"" if it is deleted because its shape has ended. Raises CorruptError as well."""
-        found = self._run("SELECT json, crc FROM base WHERE id = ? AND chunk = ?", (key, chunk))
+        found = self._query("SELECT json, crc FROM base WHERE id = ? AND chunk = ?", (key, chunk))
         if not found:
             return b""
         json, crc = found[0]
         if _crc(json, key, chunk) != crc:
-            raise self._damaged(f"id={key} chunk={chunk}")
+            raise self._damaged_error(f"id={key} chunk={chunk}")
         return bytes(json)
 
-    def items(self, key: int, after: tuple[int, int], upto: tuple[int, int], size_bytes: int) -> list[Item]:
+    def items(self, key: int, after: tuple[int, int], upto: tuple[int, int], size_bytes: int) -> list[StoredItem]:
         """Return items in order, after `after` and up to `upto`, until they have `size_bytes`; at least one, if any
         exists.
 
         Raises CorruptError as well.
         """
-        connection, found, size = self._reading(), list[Item](), 0
+        connection, found, size = self._reader_connection(), list[StoredItem](), 0
         try:
             rows = connection.execute(
                 "SELECT tx, op, json, crc FROM items WHERE id = ? AND (tx, op) > (?, ?) AND (tx, op) <= (?, ?)"
@@ -297,14 +299,14 @@ class ShapeFile:
             )
             for tx, op, json, crc in rows:
                 if _crc(json, key, tx, op) != crc:
-                    raise self._damaged(f"id={key} tx={tx} op={op}")
-                found.append(Item(tx, op, bytes(json)))
+                    raise self._damaged_error(f"id={key} tx={tx} op={op}")
+                found.append(StoredItem(tx, op, bytes(json)))
                 size += len(json)
                 if size >= size_bytes:
                     break
             rows.close()
         except apsw.Error as error:
-            raise self._failed(error) from error
+            raise self._failed_error(error) from error
         return found
 
     # -- closing -----------------------------------------------------------------------------------------------
@@ -344,13 +346,13 @@ class ShapeFile:
                 total += os.stat(f"{self.path}{end}").st_size
         return total
 
-    def _writing(self) -> apsw.Connection:
+    def _writer_connection(self) -> apsw.Connection:
         if self._writer is None:
             self.open()
         assert self._writer is not None
         return self._writer
 
-    def _reading(self) -> apsw.Connection:
+    def _reader_connection(self) -> apsw.Connection:
         """Return this thread's own connection."""
         connection: apsw.Connection | None = getattr(self._local, "connection", None)
         if self._lock < 0:
@@ -359,23 +361,23 @@ class ShapeFile:
             try:
                 connection = self._connect()
             except apsw.Error as error:
-                raise self._failed(error) from error
+                raise self._failed_error(error) from error
             self._local.connection = connection
             self._readers.append(connection)
         return connection
 
-    def _run(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    def _query(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         try:
-            return self._reading().execute(sql, values).fetchall()
+            return self._reader_connection().execute(sql, values).fetchall()
         except apsw.Error as error:
-            raise self._failed(error) from error
+            raise self._failed_error(error) from error
 
-    def _damaged(self, where: str) -> CorruptError:
+    def _damaged_error(self, where: str) -> CorruptError:
         return CorruptError(
             f"a shape's stored log is damaged: path={self.path} {where}.", fix="Check the health of its disk."
         )
 
-    def _failed(self, error: Exception) -> UnavailableError:
+    def _failed_error(self, error: Exception) -> UnavailableError:
         return UnavailableError(
             f"the file of shape logs failed: path={self.path} error={error}.",
             fix="Check the space and health of its disk.",
@@ -386,10 +388,10 @@ def _crc(data: bytes, *place: int) -> int:
     return int(crc32c.crc32c(data, sum(place) & 0xFFFFFFFF))
 
 
-def _number(db: apsw.Connection, sql: str) -> int:
+def _query_number(db: apsw.Connection, sql: str) -> int:
     ((value,),) = db.execute(sql).fetchall()
     return int(value or 0)
 
 
-class _OtherLayout(Exception):
+class _OtherLayoutError(Exception):
     pass

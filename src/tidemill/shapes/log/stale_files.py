@@ -25,45 +25,45 @@ from tidemill.shapes.log.sqlite_file import ShapeFile
 
 log = structlog.get_logger()
 
-LOOK_S = 300.0
-OVER = ".over"
+INTERVAL_S = 300.0
+STALE_SUFFIX = ".over"
 
-Names = Callable[[str], Awaitable[Collection[str]]]
+NamesInRow = Callable[[str], Awaitable[Collection[str]]]
 """capture → the file names in its row; empty if the capture has no row"""
 
 
-async def watch(directory: Path, names: Names) -> None:
+async def remove_periodically(directory: Path, names: NamesInRow) -> None:
     """Remove stale files periodically, forever. Raises what `names` raises."""
     while True:
-        await take_away(directory, names)
-        await asyncio.sleep(LOOK_S)
+        await remove_stale_files(directory, names)
+        await asyncio.sleep(INTERVAL_S)
 
 
-async def take_away(directory: Path, names: Names) -> None:
+async def remove_stale_files(directory: Path, names: NamesInRow) -> None:
     """Remove the files of captures that cannot be continued. Files in use, or that may be restored, stay. Raises what
     `names` raises."""
-    for path in await asyncio.to_thread(_found, directory, ".db"):
+    for path in await asyncio.to_thread(_list_files, directory, ".db"):
         capture = unquote(path.stem)
-        if _set_aside(path, await names(capture)):
+        if _rename_if_stale(path, await names(capture)):
             log.info("removed stale shape logs: another node continues the capture", database=capture, path=str(path))
-    for path in await asyncio.to_thread(_found, directory, OVER):
+    for path in await asyncio.to_thread(_list_files, directory, STALE_SUFFIX):
         await asyncio.to_thread(path.unlink, missing_ok=True)
 
 
-def _found(directory: Path, suffix: str) -> list[Path]:
+def _list_files(directory: Path, suffix: str) -> list[Path]:
     return sorted(directory.glob(f"*{suffix}"))
 
 
-def _set_aside(path: Path, names: Collection[str]) -> bool:
+def _rename_if_stale(path: Path, names: Collection[str]) -> bool:
     """Rename the file if its name is not in `names`; return whether it was. A failure is retried in the next round."""
     try:
         file = ShapeFile(path)
     except UnavailableError:
         return False
     try:
-        if file.known_as() in names:
+        if file.read_owner_name() in names:
             return False
-        file.remove(path.with_suffix(OVER))
+        file.remove(path.with_suffix(STALE_SUFFIX))
         return True
     except UnavailableError as error:
         log.warning("cannot remove stale shape logs", path=str(path), error=str(error))

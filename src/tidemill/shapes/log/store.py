@@ -37,13 +37,13 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError, UnavailableError
-from tidemill.base.runtime.tasks import sentence
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.log import LogLimits, ReadLease
 from tidemill.shapes.log.log_offset import LogOffset
-from tidemill.shapes.log.sqlite_file import Flush, Item, Saved, ShapeFile, Written
-from tidemill.shapes.memory_budget import Budget, take_of_all
+from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredItem, StoredShape
+from tidemill.shapes.memory_budget import Budget, reserve_in_all
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -57,30 +57,30 @@ FLUSH_BYTES = 1 << 20
 FLUSH_LOGS = 500
 """Logs in one transaction, so that thousands of changed logs do not block the event loop."""
 
-ORDERED_LOGS = 16 * FLUSH_LOGS
+SORTED_LOGS = 16 * FLUSH_LOGS
 """Logs that are sorted by id together. Ids are the order of the file, so neighbours share its pages. Sorting this many
 takes the event loop two milliseconds."""
 
-LENT_OF_MEMORY = 4
+READ_MEMORY_DIVISOR = 4
 """Divisor: data read from disk for slow readers may use this fraction of the memory."""
 
 RETRY_S = 1.0
-PATIENCE_S = 10.0
+ABANDON_AFTER_S = 10.0
 """Time for which a failing disk may hold back a capture's WAL."""
 
 
-class _Taken:
+class _FlushQueue:
     """Logs that a flush has taken over. If the flush fails, those not yet durable are put back. A failed part may have
     been written, and is overwritten."""
 
-    def __init__(self, changed: dict[DiskLog, None], records: dict[DiskLog, Saved]) -> None:
+    def __init__(self, changed: dict[DiskLog, None], records: dict[DiskLog, StoredShape]) -> None:
         self.changed = changed
         self.records = records
         self._ordered: deque[DiskLog] = deque()
 
-    def part(self) -> list[DiskLog]:
+    def next_part(self) -> list[DiskLog]:
         if not self._ordered:
-            self._ordered.extend(sorted(islice(self.changed, ORDERED_LOGS), key=attrgetter("key")))
+            self._ordered.extend(sorted(islice(self.changed, SORTED_LOGS), key=attrgetter("key")))
         return [self._ordered.popleft() for _ in range(min(FLUSH_LOGS, len(self._ordered)))]
 
     def done(self, part: Iterable[DiskLog]) -> None:
@@ -134,7 +134,7 @@ class ShapeStore:
         self._mark = mark
         self._limits = limits
         self._memory = memory
-        self.lent = Budget(memory.limit_bytes // LENT_OF_MEMORY, whose="all that is read from disk for readers")
+        self.lent = Budget(memory.limit_bytes // READ_MEMORY_DIVISOR, whose="all that is read from disk for readers")
         self._bases: WeakValueDictionary[tuple[int, int], ReadLease] = WeakValueDictionary()
         """(log, chunk of its base) → the copy that some reader has"""
         self._disk = disk
@@ -143,7 +143,7 @@ class ShapeStore:
         self._first_key = self._next_key = file.next_id
         self._known: dict[int, DiskLog] = {}
         self._changed: dict[DiskLog, None] = {}
-        self._records: dict[DiskLog, Saved] = {}
+        self._records: dict[DiskLog, StoredShape] = {}
         self._ended: set[int] = set()
         self._anew = False
         self._leftovers: dict[int, None] = {}
@@ -177,12 +177,12 @@ class ShapeStore:
         self._due.set()
         return False
 
-    def went_back(self) -> None:
+    def reset_history(self) -> None:
         """Invalidate all positions: from now on they belong to another history."""
         self._named_from = 0
         self._era += 1
 
-    def start_over(self) -> None:
+    def discard_shapes(self) -> None:
         """Discard all shapes of the file under a new name. Until the row has that name it has the old one, and no file
         matches it. The name is written with the next flush."""
         self.claim(())
@@ -191,38 +191,38 @@ class ShapeStore:
     def _new_name(self) -> str:
         return f"{self._rand.below(1 << 64):016x}"
 
-    async def saved(self) -> list[Saved]:
+    async def read_saved(self) -> list[StoredShape]:
         """Return the shapes that the file has; none if it got a new name."""
-        return [] if self._anew else await self._on_thread(self._readers, self.file.saved)
+        return [] if self._anew else await self._run_on_thread(self._readers, self.file.read_shapes)
 
-    def forget(self, saved: Saved) -> None:
+    def delete_saved(self, saved: StoredShape) -> None:
         """Delete a shape that cannot continue; effective with the next flush."""
         self._forgotten.add(saved.id)
         self._ended.add(saved.id)
         self._due.set()
 
-    def forgets(self, saved: Saved) -> bool:
+    def is_deleted(self, saved: StoredShape) -> bool:
         return saved.id in self._forgotten
 
     # -- logs --------------------------------------------------------------------------------------------------
 
-    def new_log(self) -> DiskLog:
+    def create_log(self) -> DiskLog:
         key, self._next_key = self._next_key, self._next_key + 1
-        return self._keep(DiskLog(key, self, self._limits, self._memory, self._disk))
+        return self._register_log(DiskLog(key, self, self._limits, self._memory, self._disk))
 
-    def old_log(self, saved: Saved) -> DiskLog:
+    def restore_log(self, saved: StoredShape) -> DiskLog:
         """Return the log of a stored shape. Raises OverBudgetError."""
-        return self._keep(DiskLog(saved.id, self, self._limits, self._memory, self._disk, saved))
+        return self._register_log(DiskLog(saved.id, self, self._limits, self._memory, self._disk, saved))
 
-    def _keep(self, made: DiskLog) -> DiskLog:
+    def _register_log(self, made: DiskLog) -> DiskLog:
         self._known[made.key] = made
         return made
 
-    def record(self, log: DiskLog, handle: str, record: bytes, snapshot: str) -> None:
+    def save_record(self, log: DiskLog, handle: str, record: bytes, snapshot: str) -> None:
         """Store a shape's record with the next flush; from then on the shape exists after a restart."""
         if log.key in self._known:
-            self._records[log] = Saved(log.key, handle, record, snapshot, log.chunks, (0, 0), log.base_bytes, 0)
-            self.changed(log, 0)
+            self._records[log] = StoredShape(log.key, handle, record, snapshot, log.chunks, (0, 0), log.base_bytes, 0)
+            self.mark_changed(log, 0)
 
     def end(self, log: DiskLog) -> None:
         """Delete a log with the next flush. Idempotent."""
@@ -234,7 +234,7 @@ class ShapeStore:
             self._room.set()
 
     @property
-    def logs(self) -> Container[int]:
+    def live_log_ids(self) -> Container[int]:
         """Ids of the live logs."""
         return self._known
 
@@ -243,7 +243,7 @@ class ShapeStore:
         """True if the file contains everything."""
         return not (self._flushing or self._changed or self._ended or self._anew)
 
-    def changed(self, log: DiskLog, size_bytes: int) -> None:
+    def mark_changed(self, log: DiskLog, size_bytes: int) -> None:
         if log.key not in self._known:
             return
         self._changed[log] = None
@@ -252,41 +252,41 @@ class ShapeStore:
         if self._waiting_bytes >= FLUSH_BYTES:
             self._much.set()
 
-    async def room(self, log: DiskLog) -> None:
+    async def wait_for_room(self, log: DiskLog) -> None:
         """Wait until the base that is loaded into this log is not too far ahead of the file."""
-        while log.crowded and self._failing_s is None:
+        while log.is_crowded and self._failing_s is None:
             self._room.clear()
             self._much.set()
             await self._room.wait()
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    async def base(self, key: int, chunk: int) -> Sequence[bytes]:
+    async def read_base(self, key: int, chunk: int) -> Sequence[bytes]:
         """Return a chunk of the base, () if it is deleted. Raises UnavailableError, OverBudgetError."""
         place = (key, chunk)
         lent = self._bases.get(place)
         if lent is None:
-            read = await self._on_thread(self._readers, lambda: self.file.base(key, chunk))
+            read = await self._run_on_thread(self._readers, lambda: self.file.read_base(key, chunk))
             lent = self._bases.get(place)  # another reader may have been faster
             if lent is None and read:
-                lent = self._bases[place] = self.lend([read])
+                lent = self._bases[place] = self.lend_items([read])
         return lent if lent is not None else ()
 
-    async def items(self, key: int, after: LogOffset, upto: LogOffset, size_bytes: int) -> list[Item]:
+    async def items(self, key: int, after: LogOffset, upto: LogOffset, size_bytes: int) -> list[StoredItem]:
         places = (after.tx, after.op), (upto.tx, upto.op)
-        return await self._on_thread(self._readers, lambda: self.file.items(key, *places, size_bytes))
+        return await self._run_on_thread(self._readers, lambda: self.file.items(key, *places, size_bytes))
 
-    def lend(self, items: Sequence[bytes]) -> ReadLease:
+    def lend_items(self, items: Sequence[bytes]) -> ReadLease:
         """Count items as read from disk until their last reader releases them. Raises OverBudgetError."""
         size = sum(map(len, items))
-        take_of_all(size, self.lent, self._memory)
+        reserve_in_all(size, self.lent, self._memory)
         lent = ReadLease(items)
-        finalize(lent, self._lent_back, size).atexit = False
+        finalize(lent, self._release_lent, size).atexit = False
         return lent
 
-    def _lent_back(self, size_bytes: int) -> None:
-        self.lent.give(size_bytes)
-        self._memory.give(size_bytes)
+    def _release_lent(self, size_bytes: int) -> None:
+        self.lent.release(size_bytes)
+        self._memory.release(size_bytes)
 
     # -- the flush ---------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class ShapeStore:
             self._much.clear()  # also if nothing is flushed: a set event would turn this into a busy loop
             try:
                 if not self.waited_for:
-                    await self._take_up_again()
+                    await self._resume_file()
                 elif not self.clean:
                     await self.flush()
                 if self._unnamed and self.clean and self.position() >= self._named_from:
@@ -309,13 +309,13 @@ class ShapeStore:
                     self._unnamed = False
                 elif self._unnamed:
                     self._due.set()
-                await self._clear_away()
+                await self._clear_leftovers()
             except UnavailableError as error:
-                await self._failed(error)
+                await self._handle_failure(error)
             else:
                 if self._failing_s is not None:
                     self._failing_s = None
-                    self._tracker.heal(self._mark)
+                    self._tracker.clear_failure(self._mark)
 
     async def flush(self) -> None:
         """Write all changes. Raises UnavailableError; what is not known to be durable is written again by the next
@@ -323,19 +323,19 @@ class ShapeStore:
         self._much.clear()
         self._waiting_bytes = 0
         position, era = self.position(), self._era
-        taken = _Taken(self._changed, self._records)
+        taken = _FlushQueue(self._changed, self._records)
         self._changed, self._records = {}, {}
         owner, ended, anew = self.owner, tuple(self._ended), self._anew
         warm, self._warm = self._warm, {}
         self._flushing = True
         try:
             while True:
-                part = taken.part()
-                written = [self._written(log, taken) for log in part if log.key in self._known]
+                part = taken.next_part()
+                written = [self._shape_write(log, taken) for log in part if log.key in self._known]
                 flush = Flush(owner, anew, written, ended)
-                await self._on_thread(self._writer, lambda flush=flush: self.file.flush(flush))  # type: ignore[misc]
+                await self._run_on_thread(self._writer, lambda flush=flush: self.file.flush(flush))  # type: ignore[misc]
                 taken.done(part)
-                self._saved(written, warm)
+                self._mark_saved(written, warm)
                 self._ended.difference_update(ended)
                 self._leftovers |= dict.fromkeys(ended)
                 self._anew = self._anew and not anew
@@ -343,81 +343,81 @@ class ShapeStore:
                 if not taken.changed:
                     break
         except BaseException:
-            self._put_back(taken)
+            self._requeue(taken)
             self._due.set()
             raise
         finally:
             self._flushing = False
             self._warm |= warm
-        await self._cool(warm)
+        await self._release_warm(warm)
         self._room.set()
         if self._era == era:
             self.durable(position)
 
-    def _saved(self, written: Iterable[Written], warm: dict[DiskLog, None]) -> None:
+    def _mark_saved(self, written: Iterable[ShapeWrite], warm: dict[DiskLog, None]) -> None:
         """Note that these are durable; release from memory what was durable a flush ago in the same logs."""
         for each in written:
             log = self._known.get(each.id)
             if log is not None:
-                log.cool()
-                log.was_saved(len(each.base), len(each.items))
+                log.release_durable()
+                log.mark_saved(len(each.base), len(each.items))
                 warm.pop(log, None)
                 self._warm[log] = None
 
-    async def _cool(self, warm: dict[DiskLog, None]) -> None:
+    async def _release_warm(self, warm: dict[DiskLog, None]) -> None:
         """Release memory of the logs that did not change since."""
         for number, log in enumerate(list(warm)):
-            log.cool()
+            log.release_durable()
             self._warm.pop(log, None)
             if number % FLUSH_LOGS == FLUSH_LOGS - 1:
                 await asyncio.sleep(0)
 
     @staticmethod
-    def _written(log: DiskLog, taken: _Taken) -> Written:
+    def _shape_write(log: DiskLog, taken: _FlushQueue) -> ShapeWrite:
         chunks, items = log.unsaved()
-        made = [Item(item.offset.tx, item.offset.op, item.json) for item in items]
+        made = [StoredItem(item.offset.tx, item.offset.op, item.json) for item in items]
         row = taken.records.get(log)
         if row is not None:
             # Items that were visible before the row was due are in an earlier flush.
             end = (log.end.tx, log.end.op) if log.end.tx else (0, 0)
-            row = Saved(
+            row = StoredShape(
                 row.id, row.handle, row.record, row.snapshot, row.chunks, end, row.base_bytes, log.log_bytes,
             )  # fmt: skip
-        return Written(log.key, chunks, made, log.log_bytes, row)
+        return ShapeWrite(log.key, chunks, made, log.log_bytes, row)
 
-    def _put_back(self, taken: _Taken) -> None:
+    def _requeue(self, taken: _FlushQueue) -> None:
         known = self._known
         self._changed = {log: None for log in (*taken.changed, *self._changed) if log.key in known}
         self._records = {**{log: row for log, row in taken.records.items() if log.key in known}, **self._records}
 
-    async def _clear_away(self) -> None:
+    async def _clear_leftovers(self) -> None:
         """Delete leftovers of ended shapes, for as long as there is nothing to write."""
         if self._unswept and self.clean:
             self._unswept = False
             try:
-                found = await self._on_thread(self._writer, lambda: self.file.leftovers(self._first_key))
+                found = await self._run_on_thread(self._writer, lambda: self.file.find_leftovers(self._first_key))
             except BaseException:
                 self._unswept = True
                 raise
             self._leftovers |= dict.fromkeys(found)
         while self._leftovers and self.clean:
             key = next(reversed(self._leftovers))
-            if not await self._on_thread(self._writer, lambda key=key: self.file.clear(key)):  # type: ignore[misc]
+            if not await self._run_on_thread(self._writer, lambda key=key: self.file.clear_leftovers(key)):  # type: ignore[misc]
                 del self._leftovers[key]
 
-    async def _failed(self, error: UnavailableError) -> None:
+    async def _handle_failure(self, error: UnavailableError) -> None:
         now_s = self._clock.monotonic_s()
         if self._failing_s is None:
             self._failing_s = now_s
         self._room.set()
         self._tracker.fail(self._mark, str(error), now_ms=self._clock.now_ms())
-        if self.waited_for and now_s - self._failing_s >= PATIENCE_S:
-            await self._give_up(error)
+        if self.waited_for and now_s - self._failing_s >= ABANDON_AFTER_S:
+            await self._abandon_file(error)
         await asyncio.sleep(RETRY_S)
         self._due.set()
         self._much.set()
 
-    async def _give_up(self, cause: UnavailableError) -> None:
+    async def _abandon_file(self, cause: UnavailableError) -> None:
         """Stop waiting for a failing disk, after the row has a name that no file has (invariant: named files are
         complete)."""
         try:
@@ -427,9 +427,9 @@ class ShapeStore:
             self._unnamed = True  # the name in the row is unknown
             return
         log.error("shapes are in memory only: the disk of their logs fails", mark=self._mark, error=str(cause))
-        self._let_go()
+        self._stop_waiting()
 
-    async def _take_up_again(self) -> None:
+    async def _resume_file(self) -> None:
         """Start to use the file again, under a new name: a flush with unknown outcome must not leave a name that the
         row may get. Raises UnavailableError."""
         self.owner = self._new_name()
@@ -438,11 +438,11 @@ class ShapeStore:
         try:
             await self.flush()
         except BaseException:
-            self._let_go()
+            self._stop_waiting()
             raise
         self._unnamed = True
 
-    def _let_go(self) -> None:
+    def _stop_waiting(self) -> None:
         self.waited_for = False
         self.durable(self.position())
 
@@ -453,7 +453,7 @@ class ShapeStore:
         try:
             await self.name(name)
         except TidemillError as error:
-            raise UnavailableError(f"the capture's row was not changed: error={sentence(error)}.") from error
+            raise UnavailableError(f"the capture's row was not changed: error={error_sentence(error)}.") from error
 
     async def aclose(self) -> None:
         """Write everything that is not written yet, and release the file. `run` has ended."""
@@ -468,7 +468,7 @@ class ShapeStore:
             await loop.run_in_executor(None, self._writer.shutdown)
             await loop.run_in_executor(None, self.file.release)
 
-    async def _on_thread(self, threads: Executor, work: Callable[[], T]) -> T:
+    async def _run_on_thread(self, threads: Executor, work: Callable[[], T]) -> T:
         """Run `work` on a thread. Raises UnavailableError also if no thread is available."""
         try:
             running = asyncio.get_running_loop().run_in_executor(threads, work)

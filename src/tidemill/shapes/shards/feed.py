@@ -19,8 +19,8 @@ from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.shards.rows import Row, rows_of, slices
-from tidemill.shapes.tables.table_consumer import failed_on_a_row
+from tidemill.shapes.shards.rows import Row, slice_rows, table_slices
+from tidemill.shapes.tables.table_consumer import row_failure_error
 from tidemill.shapes.where import EvaluationError, Type, Where
 from tidemill.shards.api import DIFF, TIME, HistoryLostError, Shard, ShardSchema
 from tidemill.shards.parts.schema import canonical_type
@@ -42,21 +42,21 @@ _PG_NAMES = {
     "timestamp": "timestamptz",
     "timestamp_ntz": "timestamp",
 }
-STORED_BYTES = 64 << 20
+MAX_STORED_BYTES = 64 << 20
 """Largest stored size (history included) of a shard that a shape may be over. The shard is read completely, and is
 several times as large in memory; the table counts against the shapes' memory while it is processed."""
 LOAD_ATTEMPTS = 5
 
 
-def pg_name(type_name: str) -> str:
+def pg_type_name(type_name: str) -> str:
     """Return the PostgreSQL type that a shard column is shown as."""
     if type_name.startswith("decimal"):
         return "numeric"
     return _PG_NAMES[canonical_type(type_name)]
 
 
-def shard_types(schema: ShardSchema) -> dict[str, Type]:
-    return {column.name: Type(pg_name(column.type)) for column in schema.columns}
+def shard_where_types(schema: ShardSchema) -> dict[str, Type]:
+    return {column.name: Type(pg_type_name(column.type)) for column in schema.columns}
 
 
 def shard_schema_json(schema: ShardSchema, shown: tuple[str, ...]) -> bytes:
@@ -66,7 +66,7 @@ def shard_schema_json(schema: ShardSchema, shown: tuple[str, ...]) -> bytes:
     for column in schema.columns:
         if shown and column.name not in shown:
             continue
-        entry: dict[str, object] = {"type": pg_name(column.type), "dims": 0}
+        entry: dict[str, object] = {"type": pg_type_name(column.type), "dims": 0}
         if column.name in key:
             entry["pk_index"] = key[column.name]
         if column.type.startswith("decimal("):
@@ -107,9 +107,9 @@ class ShardFeed:
         Raises what the shard raises; UnavailableError if its history is forgotten faster than it can be read;
         InvalidError if it is too large, or the where clause fails on a row; OverBudgetError.
         """
-        table, self._next = await contents(self._shard)
+        table, self._next = await read_contents(self._shard)
         if table is not None and (self._log_mode == "full" or not self._keyed):
-            await self._each_slice(shape, table, self._base)
+            await self._process_table(shape, table, self._add_base_rows)
         shape.log.seal_base()
         shape.last_seen = max(self._next - 1, 0)
 
@@ -126,64 +126,64 @@ class ShardFeed:
             )
         if not self._keyed:
             await _check_size(self._shard, seen_ms)
-            await self._each_slice(shape, await self._shard.snapshot(seen_ms), self._recount)
+            await self._process_table(shape, await self._shard.snapshot(seen_ms), self._count_rows)
         self._next = seen_ms + 1
         shape.last_seen = seen_ms
 
-    async def _each_slice(
+    async def _process_table(
         self, shape: LiveShape, table: pa.Table, work: Callable[[LiveShape, pa.Table], Iterator[None]]
     ) -> None:
-        """Process a table like `_in_slices`, but no faster than the log can store the result."""
+        """Process a table like `_run_in_slices`, but no faster than the log can store the result."""
         size = table.nbytes
-        shape.log.budget.take(size)
+        shape.log.budget.reserve(size)
         try:
-            for part in slices(table):
-                await self._in_slices(shape, part, work(shape, part))
-                await shape.log.room()
-                if shape.gone:
+            for part in table_slices(table):
+                await self._run_in_slices(shape, part, work(shape, part))
+                await shape.log.wait_for_room()
+                if shape.has_ended:
                     return
         finally:
-            shape.log.budget.give(size)
+            shape.log.budget.release(size)
 
-    def _recount(self, shape: LiveShape, part: pa.Table) -> Iterator[None]:
-        for row in rows_of(part, self._names):
+    def _count_rows(self, shape: LiveShape, part: pa.Table) -> Iterator[None]:
+        for row in slice_rows(part, self._names):
             yield
             if self._where is None or self._where.matches(row):
-                self._count(self._writer.key(row), 1)
+                self._add_copies(self._writer.key(row), 1)
 
-    async def _in_slices(self, shape: LiveShape, table: pa.Table, work: Iterator[None]) -> None:
+    async def _run_in_slices(self, shape: LiveShape, table: pa.Table, work: Iterator[None]) -> None:
         """Run `work` in turns; the memory of `table` is counted during that time. Raises OverBudgetError,
         InvalidError."""
         size = table.nbytes
 
         def step(turn: Turn) -> bool:
             for _ in work:
-                if turn.over:
-                    return not shape.gone
+                if turn.is_over:
+                    return not shape.has_ended
             return False
 
-        shape.log.budget.take(size)
+        shape.log.budget.reserve(size)
         try:
-            await self._share.work(step)
+            await self._share.run_step(step)
         except EvaluationError as error:
-            raise failed_on_a_row(shape.definition.where, error) from error
+            raise row_failure_error(shape.definition.where, error) from error
         finally:
-            shape.log.budget.give(size)
+            shape.log.budget.release(size)
 
-    def _base(self, shape: LiveShape, part: pa.Table) -> Iterator[None]:
+    def _add_base_rows(self, shape: LiveShape, part: pa.Table) -> Iterator[None]:
         rows: list[bytes] = []
-        for row in rows_of(part, self._names):
+        for row in slice_rows(part, self._names):
             yield
             if self._where is not None and not self._where.matches(row):
                 continue
-            if not self._keyed and self._count(self._writer.key(row), 1) != 1:
+            if not self._keyed and self._add_copies(self._writer.key(row), 1) != 1:
                 continue
-            rows.append(self._writer.base_row(row))
+            rows.append(self._writer.render_base_row(row))
         if self._log_mode == "full":
             shape.log.add_base(rows)
             shape.rows_loaded += len(rows)
 
-    def _count(self, key: str, change: int) -> int:
+    def _add_copies(self, key: str, change: int) -> int:
         self._copies[key] += change
         copies = self._copies[key]
         if copies <= 0:
@@ -197,7 +197,7 @@ class ShardFeed:
         Raises what the shard and `apply` raise.
         """
         async for delta in self._shard.listen(self._next):
-            if shape.gone:
+            if shape.has_ended:
                 return
             await self.apply(shape, delta.rows, delta.upper)
             seen(delta.upper - 1)
@@ -208,26 +208,26 @@ class ShardFeed:
         Raises InvalidError, OverBudgetError.
         """
         if rows is not None and rows.num_rows:
-            await self._in_slices(shape, rows, self._collect(shape, rows))
+            await self._run_in_slices(shape, rows, self._stage_updates(shape, rows))
         shape.publish(upper - 1)
 
-    def _collect(self, shape: LiveShape, rows: pa.Table) -> Iterator[None]:
+    def _stage_updates(self, shape: LiveShape, rows: pa.Table) -> Iterator[None]:
         """Stage the items of all times, in ascending order; the order within a time is that of the keys."""
         groups: dict[int, deque[tuple[Row, int]]] = {}
-        for part in slices(rows):
+        for part in table_slices(rows):
             times: list[Any] = part.column(TIME).to_pylist()
             diffs: list[Any] = part.column(DIFF).to_pylist()
-            for time_ms, diff, row in zip(times, diffs, rows_of(part, self._names), strict=True):
+            for time_ms, diff, row in zip(times, diffs, slice_rows(part, self._names), strict=True):
                 yield
                 if self._where is None or self._where.matches(row):
                     groups.setdefault(time_ms, deque()).append((row, diff))
         for time_ms in sorted(groups):
-            for item in self._items(time_ms, groups.pop(time_ms)):
+            for item in self._items_of_time(time_ms, groups.pop(time_ms)):
                 yield
                 if item is not None:
                     shape.stage(item)
 
-    def _items(self, time_ms: int, updates: deque[tuple[Row, int]]) -> Iterator[LogItem | None]:
+    def _items_of_time(self, time_ms: int, updates: deque[tuple[Row, int]]) -> Iterator[LogItem | None]:
         """Yield the items of one time: one insert, update or delete per key, in the order of the keys, so that offsets
         do not depend on how the time was read. None: no item, but a place to pause.
 
@@ -264,22 +264,22 @@ class ShardFeed:
         if new is None:
             return None if old is None else self._writer.delete(offset, old, headers)
         if old is None:
-            return self._writer.insert(offset, new, headers)
-        return self._writer.update(offset, old, new, headers)
+            return self._writer.insert_item(offset, new, headers)
+        return self._writer.update_item(offset, old, new, headers)
 
     def _counted_item(
         self, offset: LogOffset, key: str, change: int, row: Row, headers: dict[str, object]
     ) -> LogItem | None:
         before = self._copies[key]
-        after = self._count(key, change)
+        after = self._add_copies(key, change)
         if before <= 0 < after:
-            return self._writer.insert(offset, row, headers)
+            return self._writer.insert_item(offset, row, headers)
         if before > 0 >= after:
             return self._writer.delete(offset, row, headers)
         return None
 
 
-async def contents(shard: Shard) -> tuple[pa.Table | None, int]:
+async def read_contents(shard: Shard) -> tuple[pa.Table | None, int]:
     """Return (rows at the newest final time, the next time); no rows if no time is final yet.
 
     Raises what the shard raises; UnavailableError if its history is forgotten faster than it can be read; InvalidError
@@ -300,8 +300,8 @@ async def contents(shard: Shard) -> tuple[pa.Table | None, int]:
 async def _check_size(shard: Shard, as_of: int) -> None:
     batches = await shard.batches_until(as_of)
     size = sum(part.size_bytes for batch in batches for part in batch.parts)
-    if size > STORED_BYTES:
+    if size > MAX_STORED_BYTES:
         raise InvalidError(
-            f"the shard is too large for a shape: shard={shard.name} bytes={size} limit={STORED_BYTES}.",
+            f"the shard is too large for a shape: shard={shard.name} bytes={size} limit={MAX_STORED_BYTES}.",
             fix="Derive a smaller table from it, and use a shape over that table.",
         )

@@ -26,34 +26,34 @@ if TYPE_CHECKING:
 
 def text_columns(table: pa.Table, names: Sequence[str]) -> list[list[str | None]]:
     """Return the named columns as lists of text, None for NULL."""
-    return [_column(table.column(name)) for name in names]
+    return [_column_text(table.column(name)) for name in names]
 
 
-def _column(array: pa.ChunkedArray) -> list[str | None]:
+def _column_text(array: pa.ChunkedArray) -> list[str | None]:
     import pyarrow as pa
 
     kind = array.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return list(array.to_pylist())
     if pa.types.is_date32(kind):
-        return _map(array.cast(pa.int32()).to_pylist(), date_text)
+        return _map_values(array.cast(pa.int32()).to_pylist(), date_text)
     if pa.types.is_timestamp(kind):
         micros = array.cast(pa.timestamp("us", kind.tz)).cast(pa.int64())
-        return _map(micros.to_pylist(), timestamp_text if kind.tz else clock_text)
+        return _map_values(micros.to_pylist(), timestamp_text if kind.tz else timestamp_ntz_text)
     if pa.types.is_boolean(kind):
-        return _map(array.to_pylist(), lambda value: "true" if value else "false")
+        return _map_values(array.to_pylist(), lambda value: "true" if value else "false")
     if pa.types.is_float32(kind):
-        return _map(array.to_pylist(), float4_text)
+        return _map_values(array.to_pylist(), float4_text)
     if pa.types.is_float64(kind):
-        return _map(array.to_pylist(), float8_text)
+        return _map_values(array.to_pylist(), float8_text)
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return _map(array.to_pylist(), lambda value: "\\x" + value.hex())
+        return _map_values(array.to_pylist(), lambda value: "\\x" + value.hex())
     if pa.types.is_decimal(kind):
-        return _map(array.to_pylist(), lambda value: format(value, "f"))
-    return _map(array.to_pylist(), str)
+        return _map_values(array.to_pylist(), lambda value: format(value, "f"))
+    return _map_values(array.to_pylist(), str)
 
 
-def _map(values: list[Any], function: Callable[[Any], str]) -> list[str | None]:
+def _map_values(values: list[Any], function: Callable[[Any], str]) -> list[str | None]:
     return [None if value is None else function(value) for value in values]
 
 
@@ -62,7 +62,7 @@ def float8_text(value: float) -> str:
     shortest = repr(value)
     if 2.0**53 <= abs(value) < math.inf:
         beyond = math.copysign(math.inf, value)
-        shortest = _inside(value, shortest, math.nextafter(value, 0.0), math.nextafter(value, beyond))
+        shortest = _avoid_midpoints(value, shortest, math.nextafter(value, 0.0), math.nextafter(value, beyond))
     return _float_text(value, shortest, 15)
 
 
@@ -75,11 +75,11 @@ def float4_text(value: float) -> str:
     if 2.0**24 <= abs(value) < math.inf:
         with np.errstate(over="ignore"):
             above = float(np.nextafter(single, np.float32(np.copysign(np.inf, single))))
-        shortest = _inside(value, shortest, float(np.nextafter(single, np.float32(0))), above)
+        shortest = _avoid_midpoints(value, shortest, float(np.nextafter(single, np.float32(0))), above)
     return _float_text(value, shortest, 6)
 
 
-def _inside(value: float, shortest: str, below: float, above: float) -> str:
+def _avoid_midpoints(value: float, shortest: str, below: float, above: float) -> str:
     """Add digits to a text that is exactly a midpoint between neighbors: PostgreSQL requires a text strictly between
     them.
 
@@ -146,7 +146,7 @@ def timestamp_text(micros: int) -> str:
     return _moment_text(micros, "+00")
 
 
-def clock_text(micros: int) -> str:
+def timestamp_ntz_text(micros: int) -> str:
     """Return the text of a timestamp without a zone."""
     return _moment_text(micros, "")
 

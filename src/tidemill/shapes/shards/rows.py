@@ -16,18 +16,18 @@ SLICE_ROWS = 100
 """Rows converted to text together: one or two milliseconds for wide rows."""
 
 
-def slices(table: pa.Table) -> Iterator[pa.Table]:
+def table_slices(table: pa.Table) -> Iterator[pa.Table]:
     for start in range(0, table.num_rows, SLICE_ROWS):
         yield table.slice(start, SLICE_ROWS)
 
 
-def rows_of(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
+def slice_rows(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
     """Yield the rows of a small table."""
     columns = text_columns(table, names)
     for values in zip(*columns, strict=True):
         yield dict(zip(names, values, strict=True))
 
 
-def row_slices(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
-    for part in slices(table):
-        yield from rows_of(part, names)
+def table_rows(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
+    for part in table_slices(table):
+        yield from slice_rows(part, names)

@@ -26,25 +26,25 @@ from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.memory_budget import Budget
 from tidemill.shapes.response_memory import ResponseMemory
-from tidemill.shapes.shards.rows import row_slices
+from tidemill.shapes.shards.rows import table_rows
 from tidemill.shapes.where import EvaluationError, Where
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 RUN_ROWS = 500
-LEAST_RUN_ROWS = 16
+MIN_RUN_ROWS = 16
 """Rows sorted in one call. With several keys the number is divided by the number of keys, since rows may be equal in
 all but the last key: a call takes milliseconds."""
 
-FAN = 32
+MERGE_FAN_IN = 32
 """Runs merged in one step."""
 
 ROW_BYTES = 400
 """Memory of a row that waits for its position, apart from its JSON."""
 
 
-class SubsetRows:
+class SubsetRowReader:
     """Reads the rows of one subset. Raises FieldError if only a database has the requested order."""
 
     def __init__(self, names: tuple[str, ...], writer: RowWriter, own: Where | None, subset: Subset) -> None:
@@ -57,40 +57,40 @@ class SubsetRows:
             if subset.order_by.keys is None:
                 raise FieldError("subset__order_by", "a shard cannot be ordered by a column of this type.")
             self._order = subset.order_by.keys
-        self._run_rows = max(LEAST_RUN_ROWS, RUN_ROWS // max(1, len(self._order or ())))
+        self._run_rows = max(MIN_RUN_ROWS, RUN_ROWS // max(1, len(self._order or ())))
         self._first = subset.offset or 0
         self._most = None if subset.limit is None else self._first + subset.limit
 
-    async def work(self, table: pa.Table, rows: ResponseMemory, share: LoopShare) -> None:
+    async def read_rows(self, table: pa.Table, rows: ResponseMemory, share: LoopShare) -> None:
         """Read a table's rows into `rows`.
 
         Raises InvalidError if a clause fails on a row, or the result is too large; OverBudgetError.
         """
         budget = rows.budget
-        held = _Held(budget)
-        steps = self._ordered(table, rows, held) if self._order is not None else self._plain(table, rows)
+        held = _HeldBytes(budget)
+        steps = self._read_ordered(table, rows, held) if self._order is not None else self._read_unordered(table, rows)
 
         def step(turn: Turn) -> bool:
-            return any(turn.over for _ in steps)
+            return any(turn.is_over for _ in steps)
 
         size = table.nbytes
-        budget.take(size)
+        budget.reserve(size)
         try:
-            await share.work(step)
+            await share.run_step(step)
         except EvaluationError as error:
             raise InvalidError(str(error)) from error
         finally:
-            held.give_all()
-            budget.give(size)
+            held.release_all()
+            budget.release(size)
 
-    def _matching(self, table: pa.Table) -> Iterator[dict[str, str | None] | None]:
+    def _matching_rows(self, table: pa.Table) -> Iterator[dict[str, str | None] | None]:
         """Yield the matching rows; None: no row, but a place to pause.
 
         The subset's clause is evaluated on the shape's own rows only, so that its errors reveal nothing (subset.py). A
         shard without a key may have several copies of a row; it is yielded once.
         """
-        seen: set[str] | None = None if self._writer.keyed else set()
-        for row in row_slices(table, self._names):
+        seen: set[str] | None = None if self._writer.has_key else set()
+        for row in table_rows(table, self._names):
             if not all(where.matches(row) for where in self._wheres):
                 yield None
                 continue
@@ -102,49 +102,49 @@ class SubsetRows:
                 seen.add(key)
             yield row
 
-    def _plain(self, table: pa.Table, rows: ResponseMemory) -> Iterator[None]:
+    def _read_unordered(self, table: pa.Table, rows: ResponseMemory) -> Iterator[None]:
         """Read without an order, and so without limit and offset."""
         some: list[bytes] = []
-        for row in self._matching(table):
+        for row in self._matching_rows(table):
             yield
             if row is not None:
-                some.append(self._writer.base_row(row))
+                some.append(self._writer.render_base_row(row))
             if len(some) >= RUN_ROWS:
                 rows.add(some)
                 some = []
         rows.add(some)
 
-    def _ordered(self, table: pa.Table, rows: ResponseMemory, held: _Held) -> Iterator[None]:
+    def _read_ordered(self, table: pa.Table, rows: ResponseMemory, held: _HeldBytes) -> Iterator[None]:
         assert self._order is not None
-        place = cmp_to_key(self._before)
+        place = cmp_to_key(self._compare)
         run: list[tuple[Any, bytes]] = []
         runs: list[list[tuple[Any, bytes]]] = []
         waiting = 0
-        for row in self._matching(table):
+        for row in self._matching_rows(table):
             yield
             if row is None:
                 continue
-            item = self._writer.base_row(row)
-            held.take(len(item) + ROW_BYTES)
+            item = self._writer.render_base_row(row)
+            held.reserve(len(item) + ROW_BYTES)
             run.append((place(([key.evaluate(row) for key in self._order], self._writer.key(row))), item))
             if len(run) >= self._run_rows:
-                runs.append(self._sorted(run, held))
+                runs.append(self._sort_run(run, held))
                 waiting += len(runs[-1])
                 run = []
                 if self._most is not None and waiting > 2 * self._most + 8 * RUN_ROWS:
-                    yield from _fewer(runs)
+                    yield from _reduce_runs(runs)
                     kept: list[tuple[Any, bytes]] = []
-                    for number, each in enumerate(merge(*runs, key=_place)):
+                    for number, each in enumerate(merge(*runs, key=_sort_key)):
                         yield
                         if number < self._most:
                             kept.append(each)
                         else:
-                            held.give(len(each[1]) + ROW_BYTES)
+                            held.release(len(each[1]) + ROW_BYTES)
                     runs, waiting = [kept], len(kept)
-        runs.append(self._sorted(run, held))
-        yield from _fewer(runs)
+        runs.append(self._sort_run(run, held))
+        yield from _reduce_runs(runs)
         some: list[bytes] = []
-        for _, item in islice(merge(*runs, key=_place), self._first, self._most):
+        for _, item in islice(merge(*runs, key=_sort_key), self._first, self._most):
             yield
             some.append(item)
             if len(some) >= RUN_ROWS:
@@ -152,15 +152,15 @@ class SubsetRows:
                 some = []
         rows.add(some)
 
-    def _sorted(self, run: list[tuple[Any, bytes]], held: _Held) -> list[tuple[Any, bytes]]:
-        run.sort(key=_place)
+    def _sort_run(self, run: list[tuple[Any, bytes]], held: _HeldBytes) -> list[tuple[Any, bytes]]:
+        run.sort(key=_sort_key)
         if self._most is not None and len(run) > self._most:
             for _, item in run[self._most :]:
-                held.give(len(item) + ROW_BYTES)
+                held.release(len(item) + ROW_BYTES)
             del run[self._most :]
         return run
 
-    def _before(self, a: tuple[list[Any], str], b: tuple[list[Any], str]) -> int:
+    def _compare(self, a: tuple[list[Any], str], b: tuple[list[Any], str]) -> int:
         assert self._order is not None
         for key, left, right in zip(self._order, a[0], b[0], strict=True):
             found: int = key.compare(left, right)
@@ -169,38 +169,38 @@ class SubsetRows:
         return (a[1] > b[1]) - (a[1] < b[1])
 
 
-def _fewer(runs: list[list[tuple[Any, bytes]]]) -> Iterator[None]:
+def _reduce_runs(runs: list[list[tuple[Any, bytes]]]) -> Iterator[None]:
     """Merge until at most FAN runs are left: the first step of a merge reads from all of them."""
-    while len(runs) > FAN:
+    while len(runs) > MERGE_FAN_IN:
         joined: list[list[tuple[Any, bytes]]] = []
-        for first in range(0, len(runs), FAN):
+        for first in range(0, len(runs), MERGE_FAN_IN):
             one: list[tuple[Any, bytes]] = []
-            for each in merge(*runs[first : first + FAN], key=_place):
+            for each in merge(*runs[first : first + MERGE_FAN_IN], key=_sort_key):
                 yield
                 one.append(each)
             joined.append(one)
         runs[:] = joined
 
 
-def _place(entry: tuple[Any, bytes]) -> Any:
+def _sort_key(entry: tuple[Any, bytes]) -> Any:
     return entry[0]
 
 
-class _Held:
+class _HeldBytes:
     """Counts the bytes of rows that wait for their position."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._bytes = 0
 
-    def take(self, size_bytes: int) -> None:
+    def reserve(self, size_bytes: int) -> None:
         """Count bytes. Raises OverBudgetError."""
-        self._budget.take(size_bytes)
+        self._budget.reserve(size_bytes)
         self._bytes += size_bytes
 
-    def give(self, size_bytes: int) -> None:
-        self._budget.give(size_bytes)
+    def release(self, size_bytes: int) -> None:
+        self._budget.release(size_bytes)
         self._bytes -= size_bytes
 
-    def give_all(self) -> None:
-        self.give(self._bytes)
+    def release_all(self) -> None:
+        self.release(self._bytes)

@@ -3,7 +3,8 @@
     take (the capture's turn)    arrivals ──route──► inboxes of the consumers they can match ──evaluate──► logs
                                           (the pump: slices of LoopShare, consumers in turns of QUANTUM_S)
 
-- Invariant (capture never waits): `take` only appends to a queue, however much work shapes have. If the backlog is more
+- Invariant (capture never waits): `process_fragment` only appends to a queue, however much work shapes have. If the
+backlog is more
   than half full, it also routes a few fragments.
 - Invariant (no early confirm): if logs are stored (`store`), each commit is owed: its LSN is confirmed to PostgreSQL
   only after it was evaluated and its items are durable, which takes about a second. The bounded backlog limits the
@@ -37,14 +38,14 @@ import msgspec
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.runtime.tasks import is_fault, is_own_fault, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_fault, is_own_fault_of_await
 from tidemill.capture.changes import Fragment
-from tidemill.capture.decode.row_blocks import counts_of, only
-from tidemill.capture.delivery.taps import Stream
+from tidemill.capture.decode.row_blocks import changes_of_relations, count_by_relation
+from tidemill.capture.delivery.taps import TapSession
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.tables.filter_index import Router
-from tidemill.shapes.tables.table_consumer import Backlog, Entry, TableConsumer, Transaction, Work
+from tidemill.shapes.tables.filter_index import FilterIndex
+from tidemill.shapes.tables.table_consumer import Backlog, InboxEntry, PendingFragment, TableConsumer, Transaction
 
 RECENT_TRANSACTIONS = 4096
 QUANTUM_S = 0.001
@@ -55,19 +56,19 @@ BYTES_FACTOR = 3
 """Memory of a decoded change: its dictionaries and objects (CHANGE_BYTES), and its text as Python stores it (a factor
 of its size)."""
 
-ROUTED_AT_ONCE = 2
-"""Fragments that `take` routes per call while the backlog exceeds half of its bound. This way none is left when the
-bound is reached, and no turn of the capture routes them all."""
+ROUTED_PER_TAKE = 2
+"""Fragments that `process_fragment` routes per call while the backlog exceeds half of its bound. This way none is left
+when the bound is reached, and no turn of the capture routes them all."""
 
 LAST_ORDINAL = (1 << 62) - 1
 """Larger than the ordinal of every change of a transaction."""
 
-CROWD = 10
+LATE_DIVISOR = 10
 """One in this many late shapes is ended per check: the others may catch up without it."""
 
 PAUSE_S = 5.0
-"""`end_the_late` runs once a second. After a longer gap the whole process was paused, and no shape was late because of
-it."""
+"""`end_late_shapes` runs once a second. After a longer gap the whole process was paused, and no shape was late because
+of it."""
 
 
 class BacklogLimits(msgspec.Struct, frozen=True):
@@ -78,8 +79,8 @@ class BacklogLimits(msgspec.Struct, frozen=True):
 
 
 class ShapeTap:
-    """A capture tap for one database. The capture calls `take` and `ended`; `run` is a task for as long as the database
-    is served."""
+    """A capture tap for one database. The capture calls `process_fragment` and `mark_incomplete`; `run` is a task for
+    as long as the database is served."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ShapeTap:
         store: ShapeStore | None = None,
     ) -> None:
         """Create a tap. `consumer`: the name under which commits are owed."""
-        self.router = Router()
+        self.router = FilterIndex()
         self.name = ""
         self.store = store
         self.restoring = store is not None and store.holds_shapes
@@ -106,17 +107,17 @@ class ShapeTap:
         """Set when the stream begins for the first time."""
         self.consumer = consumer
         self._taking = 0
-        self._stream: Stream | None = None
+        self._stream: TapSession | None = None
         self._owed = 0
         self._held = 0
         """Newest transaction that is durable here; owed commits up to it have been reported as flushed."""
         if store is not None:
-            store.position, store.durable, store.name = self.evaluated, self._durable, self._rename
+            store.position, store.durable, store.name = self.evaluated_position, self._on_durable, self._write_file_name
             store.taken = lambda: self.taken
         self._clock = clock
         self._share = share
         self._limits = limits or BacklogLimits()
-        self._arrivals: deque[tuple[Fragment, Work]] = deque()
+        self._arrivals: deque[tuple[Fragment, PendingFragment]] = deque()
         self._arrived = asyncio.Event()
         self._transaction: Transaction | None = None
         self._touched: dict[TableConsumer, None] = {}
@@ -125,11 +126,11 @@ class ShapeTap:
         self._behind: dict[TableConsumer, None] = {}
         """Consumers with a non-empty inbox."""
         self.asking: deque[TableConsumer] = deque()
-        """Consumers with an open question, which `remote_evaluation.answer` sends to the database; `asked` is set when
-        one is added."""
+        """Consumers with an open question, which `remote_evaluation.answer_requests` sends to the database; `asked` is
+        set when one is added."""
         self.asked = asyncio.Event()
         self._tick = 0
-        self._works: deque[Work] = deque()
+        self._works: deque[PendingFragment] = deque()
         """Fragments in order of arrival; the first one has not been evaluated by all consumers."""
         self._backlog = Backlog()
         self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
@@ -154,22 +155,22 @@ class ShapeTap:
     def recent(self) -> frozenset[int]:
         return frozenset(self._recent)
 
-    def seen(self, consumer: TableConsumer) -> int:
+    def last_seen_by(self, consumer: TableConsumer) -> int:
         """Return the newest transaction whose effect on this consumer's shape is in its log."""
         return consumer.floor if consumer.inbox else max(consumer.floor, self.routed)
 
     # -- called by the capture ---------------------------------------------------------------------------------
 
-    def claim(self, last: Collection[str]) -> None:
+    def begin_session(self, last: Collection[str]) -> None:
         if self.store is None:
             return
         if not self.store.claim(last):
             self.restoring, self.resumable = False, frozenset()
             for consumer in self.router.consumers():
-                self._end(consumer, "changes were confirmed that this process did not receive")
+                self._end_shape(consumer, "changes were confirmed that this process did not receive")
         self.name = self.store.owner
 
-    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None:
+    def begin_stream(self, stream: TapSession, confirmed_lsn: int, wal_end: int = 0) -> None:
         """Start a session: everything up to `confirmed_lsn` is in the logs, or concerns none."""
         self._stream = stream
         self._catch_up_lsn = wal_end
@@ -179,26 +180,26 @@ class ShapeTap:
             self._restored_from = self.routed
         self.begun.set()
 
-    def take(self, fragment: Fragment) -> Collection[str]:
+    def process_fragment(self, fragment: Fragment) -> Collection[str]:
         """Queue a fragment in constant time; return the names under which its commit is owed."""
         self._taking = fragment.commit_lsn
         if fragment.commit_lsn > self.taken:
-            self._put(fragment)
-        owed = fragment.commits and fragment.commit_lsn > self._held and self._holds
+            self._enqueue(fragment)
+        owed = fragment.commits and fragment.commit_lsn > self._held and self._must_hold_commit
         if owed:
             self._owed = max(self._owed, fragment.commit_lsn)
         if not self._arrivals:
-            self._settle()
+            self._report_if_clean()
         return (self.consumer,) if owed else ()
 
     @property
-    def _holds(self) -> bool:
+    def _must_hold_commit(self) -> bool:
         """True if some log would be incomplete after a restart without a commit that arrives now."""
         store = self.store
         kept = bool(self.router) or bool(self._arrivals) or self.restoring
         return store is not None and self.name != "" and store.waited_for and (kept or not store.clean)
 
-    def _put(self, fragment: Fragment) -> None:
+    def _enqueue(self, fragment: Fragment) -> None:
         if fragment.begins:
             self._recent.append(fragment.xid)
         before = self.taken
@@ -209,25 +210,25 @@ class ShapeTap:
             if fragment.commits:
                 self.routed = fragment.commit_lsn
             return
-        kept = self._to_keep(fragment) if self.restoring and self._leaves_out else fragment
+        kept = self._resumable_part(fragment) if self.restoring and self._leaves_out else fragment
         if kept is None:
             return
         now_s = self._clock.monotonic_s()
         if fragment.commit_lsn < self._catch_up_lsn:
             self._age_from_s = now_s
-        self._keep(kept, now_s, before)
+        self._append_arrival(kept, now_s, before)
         if 2 * self.held_bytes > self._limits.size_bytes and not self.restoring:
-            for _ in range(min(ROUTED_AT_ONCE, len(self._arrivals))):
+            for _ in range(min(ROUTED_PER_TAKE, len(self._arrivals))):
                 self._route_next()
         if self.held_bytes > self._limits.size_bytes:
-            self._shed()
+            self._enforce_size_limit()
         self._arrived.set()
 
-    def ended(self, reason: str) -> None:
+    def mark_incomplete(self, reason: str) -> None:
         """End all shapes: the stream has a gap after what was taken so far."""
         self.resumable = frozenset()
         for consumer in self.router.consumers():
-            self._end(consumer, f"the stream of changes was interrupted: {reason}")
+            self._end_shape(consumer, f"the stream of changes was interrupted: {reason}")
         self._arrivals.clear()
         self._works.clear()
         self._touched.clear()
@@ -237,14 +238,14 @@ class ShapeTap:
         self.taken = self.routed = max(self.taken, self._taking)
         if self.store is not None and self._taking > self._held:
             self._owed = max(self._owed, self._taking)
-        self._settle()
+        self._report_if_clean()
 
-    def went_back(self) -> None:
+    def reset_history(self) -> None:
         """Reset for another history of the database; stored logs belong to an earlier history that the capture's row no
         longer names."""
         self.restoring, self.resumable = False, frozenset()
         for consumer in self.router.consumers():
-            self._end(consumer, "the captured database has returned to an earlier state")
+            self._end_shape(consumer, "the captured database has returned to an earlier state")
         self._arrivals.clear()
         self._works.clear()
         self._touched.clear()
@@ -253,15 +254,15 @@ class ShapeTap:
         self.taken = self.routed = self._taking = self._owed = self._held = 0
         self._restored_from = None
         if self.store is not None:
-            self.store.went_back()
+            self.store.reset_history()
 
-    def carried(self, oids: Collection[int]) -> None:
+    def set_carried_relations(self, oids: Collection[int]) -> None:
         """End the shapes of relations that are not among `oids`: their logs have a gap."""
         self.resumable = frozenset(oids) if self.resumable is None else self.resumable & frozenset(oids)
         self.parked_oids &= frozenset(oids)
         for oid in self.router.oids:
             if oid not in oids:
-                self._end_all(oid, "its table is re-snapshotted, or no longer captured")
+                self._end_shapes_of(oid, "its table is re-snapshotted, or no longer captured")
 
     def lost(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
         """End the shapes of a relation whose changes the stream omits; return whether some shapes continue.
@@ -269,61 +270,61 @@ class ShapeTap:
         Live shapes that need only `columns` continue. A shape that is being loaded reads all columns, and ends.
         """
         self.resumable = (self.resumable or frozenset()) - {oid}
-        for consumer in self.router.of(oid):
+        for consumer in self.router.consumers_of(oid):
             needed = consumer.needed
             if consumer.shape.state != "live" or needed is None or not needed <= columns:
-                self._end(consumer, reason)
-        goes_on = bool(self.router.of(oid))
+                self._end_shape(consumer, reason)
+        goes_on = bool(self.router.consumers_of(oid))
         self.parked_oids = self.parked_oids | {oid} if goes_on else self.parked_oids - {oid}
         return goes_on
 
     # -- owed commits ------------------------------------------------------------------------------------------
 
-    def evaluated(self) -> int:
+    def evaluated_position(self) -> int:
         """Return the newest transaction that, with all before it, every consumer has evaluated.
 
         While logs are restored, none of them has evaluated anything since its file was written.
         """
-        self._trim()
+        self._drop_evaluated()
         if self.restoring:
             return self._restored_from or 0
         return self._works[0].before if self._works else self.routed
 
-    def _settle(self) -> None:
+    def _report_if_clean(self) -> None:
         """Report owed commits as flushed if there is nothing to write."""
         store = self.store
         if self._owed > self._held and store is not None and (store.clean or not store.waited_for):
-            self._hold(self.evaluated())
+            self._report_durable(self.evaluated_position())
 
-    def _durable(self, position: int) -> None:
+    def _on_durable(self, position: int) -> None:
         """Report a flush. Commits that arrived in the meantime and changed nothing waited for it, so they may be
         reported too."""
-        self._hold(position)
-        self._settle()
+        self._report_durable(position)
+        self._report_if_clean()
 
-    def _hold(self, position: int) -> None:
+    def _report_durable(self, position: int) -> None:
         if position <= self._held:
             return
         self._held = position
         if self._stream is not None and self._owed:
-            self._stream.flushed(self.consumer, ChangePosition(position, LAST_ORDINAL))
+            self._stream.report_flushed(self.consumer, ChangePosition(position, LAST_ORDINAL))
 
-    async def _rename(self, name: str) -> None:
+    async def _write_file_name(self, name: str) -> None:
         """Write a new file name into the capture's row. Raises UnavailableError between two streams, or what the
         metastore raises."""
         if self._stream is None:
             raise UnavailableError("the capture does not stream.")
         self.name = name
-        await self._stream.name_taps()
+        await self._stream.store_tap_names()
 
-    def restored(self) -> None:
+    def finish_restore(self) -> None:
         """Start routing: the logs are restored, and the fragments queued since are routed now."""
         self.restoring = False
         self._age_from_s = self._clock.monotonic_s()
         if not self._arrivals:  # omitted fragments concern no consumer
             self.routed = max(self.routed, self.taken)
         self._arrived.set()
-        self._settle()
+        self._report_if_clean()
 
     # -- consumers ---------------------------------------------------------------------------------------------
 
@@ -331,27 +332,27 @@ class ShapeTap:
         """Offer the consumer every fragment that is not routed yet."""
         self.router.add(consumer)
 
-    def remove(self, consumer: TableConsumer) -> None:
+    def remove_consumer(self, consumer: TableConsumer) -> None:
         """Stop offering changes to the consumer. Idempotent."""
         self.router.remove(consumer)
         self._touched.pop(consumer, None)
         self._behind.pop(consumer, None)
         consumer.clear()
-        self._trim()
+        self._drop_evaluated()
 
-    def resume(self, consumer: TableConsumer) -> None:
+    def resume_consumer(self, consumer: TableConsumer) -> None:
         """Continue to evaluate for a consumer whose question is answered."""
         if consumer in self._behind:
             self._ready.append(consumer)
             self._arrived.set()
 
-    def _end(self, consumer: TableConsumer, reason: str) -> None:
+    def _end_shape(self, consumer: TableConsumer, reason: str) -> None:
         consumer.shape.drop(reason)
-        self.remove(consumer)
+        self.remove_consumer(consumer)
 
-    def _end_all(self, oid: int, reason: str) -> None:
-        for consumer in self.router.of(oid):
-            self._end(consumer, reason)
+    def _end_shapes_of(self, oid: int, reason: str) -> None:
+        for consumer in self.router.consumers_of(oid):
+            self._end_shape(consumer, reason)
 
     # -- the pump ----------------------------------------------------------------------------------------------
 
@@ -361,19 +362,19 @@ class ShapeTap:
             await self._arrived.wait()
             self._arrived.clear()
             try:
-                await self._share.work(self.step)
+                await self._share.run_step(self.run_slice)
             except BaseException as error:
-                if is_own_fault(error):  # an orderly stop leaves the stored logs unchanged
-                    self.ended(sentence(error))
+                if is_own_fault_of_await(error):  # an orderly stop leaves the stored logs unchanged
+                    self.mark_incomplete(error_sentence(error))
                 raise
 
-    def step(self, turn: Turn) -> bool:
+    def run_slice(self, turn: Turn) -> bool:
         """Route arrivals for at most half the turn, then evaluate. Return True if there is more to do."""
         now_s = self._clock.monotonic_s()
         first_half = Turn(self._clock, (now_s + turn.until_s) / 2)
         while self._arrivals:
             self._route_next()
-            if first_half.over:
+            if first_half.is_over:
                 break
         now_s, quantum = self._clock.monotonic_s(), Turn(self._clock, turn.until_s)
         while self._ready:
@@ -387,11 +388,11 @@ class ShapeTap:
             else:
                 self._behind.pop(consumer, None)
             now_s = self._clock.monotonic_s()
-            consumer.spend(now_s - started_s, self._tick)
+            consumer.add_spent_s(now_s - started_s, self._tick)
             if now_s >= turn.until_s:
                 break
-        self._trim()
-        self._settle()
+        self._drop_evaluated()
+        self._report_if_clean()
         return bool(self._arrivals or self._ready)
 
     def _route_next(self) -> None:
@@ -400,30 +401,30 @@ class ShapeTap:
         if not self._arrivals:
             self.routed = max(self.routed, self.taken)
 
-    def _route(self, fragment: Fragment, work: Work) -> None:
+    def _route(self, fragment: Fragment, work: PendingFragment) -> None:
         transaction = self._transaction
         if fragment.begins or transaction is None or transaction.commit_lsn != fragment.commit_lsn:
             transaction = self._transaction = Transaction(fragment.xid, fragment.commit_lsn)
             self._touched.clear()
         touched, commits, handed_bytes = self._touched, fragment.commits, 0
         for consumers, changes in self.router.route(fragment.changes):
-            entry = Entry(transaction, work, changes, commits)
+            entry = InboxEntry(transaction, work, changes, commits)
             handed_bytes += entry.size_bytes
             for consumer in consumers:
                 if not commits:
                     touched[consumer] = None
                 elif touched:
                     touched.pop(consumer, None)
-                self._hand(consumer, entry)
+                self._deliver(consumer, entry)
         if commits:
             for consumer in touched:
-                self._hand(consumer, Entry(transaction, work, (), True))
+                self._deliver(consumer, InboxEntry(transaction, work, (), True))
             touched.clear()
             self.routed = fragment.commit_lsn
         work.shrink(handed_bytes)
         work.release()
 
-    def _hand(self, consumer: TableConsumer, entry: Entry) -> None:
+    def _deliver(self, consumer: TableConsumer, entry: InboxEntry) -> None:
         consumer.offer(entry, self.routed)
         if consumer not in self._behind:
             self._behind[consumer] = None
@@ -436,24 +437,24 @@ class ShapeTap:
         except BaseException as error:
             if not is_fault(error) and not isinstance(error, asyncio.CancelledError):
                 raise
-            consumer.shape.fail(broken(error), broken=True)
+            consumer.shape.fail(unexpected_failure(error), broken=True)
             more = False
-        if consumer.shape.gone:
-            self.remove(consumer)
+        if consumer.shape.has_ended:
+            self.remove_consumer(consumer)
             more = False
         return more
 
     # -- bounds ------------------------------------------------------------------------------------------------
 
-    def _trim(self) -> None:
+    def _drop_evaluated(self) -> None:
         while self._works and not self._works[0].left:
             self._works.popleft()
 
-    def _shed(self) -> None:
+    def _enforce_size_limit(self) -> None:
         """Route all arrivals, then end the shapes that hold most of the backlog, until the rest fits."""
         while self.held_bytes > self._limits.size_bytes and self._arrivals:
             if self.restoring:
-                self._leave_out()
+                self._shrink_while_restoring()
             else:
                 self._route_next()
         while self.held_bytes > self._limits.size_bytes:
@@ -463,10 +464,10 @@ class ShapeTap:
             holders = [each for each in self._behind if 2 * each.inbox_bytes >= most_bytes]
             self.fell_behind += len(holders)
             for consumer in holders:
-                self._end(consumer, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
-        self._trim()
+                self._end_shape(consumer, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+        self._drop_evaluated()
 
-    def _leave_out(self) -> None:
+    def _shrink_while_restoring(self) -> None:
         """Shrink the backlog while logs are restored and nothing can be routed.
 
         The first call drops changes of tables that are not resumable. Each further call ends the table with the largest
@@ -476,41 +477,44 @@ class ShapeTap:
         if self._leaves_out:
             weights: dict[int, float] = {}
             for fragment, work in self._arrivals:
-                for oid, count in counts_of(fragment.changes).items():
+                for oid, count in count_by_relation(fragment.changes).items():
                     if oid in resumable:
                         weights[oid] = weights.get(oid, 0) + work.size_bytes * count / len(fragment.changes)
             over = max(weights, key=weights.__getitem__, default=0)
             self.resumable = resumable - {over}
-            self.fell_behind += len(self.router.of(over))
-            self._end_all(over, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+            self.fell_behind += len(self.router.consumers_of(over))
+            self._end_shapes_of(over, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
         self._leaves_out = True
         arrived, self._arrivals, self._works, self._backlog = self._arrivals, deque(), deque(), Backlog()
         for fragment, work in arrived:
-            found = self._to_keep(fragment)
+            found = self._resumable_part(fragment)
             if found is not None:
-                self._keep(found, work.arrived_s, work.before)
+                self._append_arrival(found, work.arrived_s, work.before)
 
-    def _to_keep(self, fragment: Fragment) -> Fragment | None:
+    def _resumable_part(self, fragment: Fragment) -> Fragment | None:
         """Return the part of a fragment that concerns resumable tables: their changes, and the end of a transaction
         that has some."""
         resumable, all_of_them = self.resumable or frozenset(), len(fragment.changes)
-        count = sum(count for oid, count in counts_of(fragment.changes).items() if oid in resumable)
+        count = sum(count for oid, count in count_by_relation(fragment.changes).items() if oid in resumable)
         if 2 * count > all_of_them:
             return fragment
         if count:
-            changes, size_bytes = tuple(only(fragment.changes, resumable)), fragment.size_bytes * count // all_of_them
+            changes, size_bytes = (
+                tuple(changes_of_relations(fragment.changes, resumable)),
+                fragment.size_bytes * count // all_of_them,
+            )
             return msgspec.structs.replace(fragment, changes=changes, size_bytes=size_bytes)
         if fragment.commits and self._arrivals and self._arrivals[-1][0].commit_lsn == fragment.commit_lsn:
             return msgspec.structs.replace(fragment, changes=(), size_bytes=0)
         return None
 
-    def _keep(self, fragment: Fragment, arrived_s: float, before: int) -> None:
+    def _append_arrival(self, fragment: Fragment, arrived_s: float, before: int) -> None:
         size = CHANGE_BYTES * (1 + len(fragment.changes)) + BYTES_FACTOR * fragment.size_bytes
-        work = Work(self._backlog, len(fragment.changes), size, arrived_s, before)
+        work = PendingFragment(self._backlog, len(fragment.changes), size, arrived_s, before)
         self._arrivals.append((fragment, work))
         self._works.append(work)
 
-    def end_the_late(self) -> None:
+    def end_late_shapes(self) -> None:
         """End the most expensive of the shapes whose oldest change waits for too long; called once a second."""
         now_s, tick = self._clock.monotonic_s(), self._tick
         if self._looked_s and now_s - self._looked_s > PAUSE_S:
@@ -520,14 +524,14 @@ class ShapeTap:
         late: list[TableConsumer] = []
         if before_s > self._age_from_s:
             late = [each for each in self._behind if each.inbox[0].work.arrived_s < before_s]
-        late.sort(key=lambda consumer: consumer.spent_s(tick), reverse=True)
-        ending = late[: -(-len(late) // CROWD)]
+        late.sort(key=lambda consumer: consumer.recent_spent_s(tick), reverse=True)
+        ending = late[: -(-len(late) // LATE_DIVISOR)]
         self.fell_behind += len(ending)
         for consumer in ending:
-            self._end(consumer, f"it fell behind: age_s={self._limits.age_s}")
+            self._end_shape(consumer, f"it fell behind: age_s={self._limits.age_s}")
         self._tick += 1
 
 
-def broken(error: BaseException) -> TidemillError:
+def unexpected_failure(error: BaseException) -> TidemillError:
     """Return the error that clients get when a shape ended with an unexpected exception."""
-    return UnavailableError(f"the shape failed and starts over: error={sentence(error)}.")
+    return UnavailableError(f"the shape failed and starts over: error={error_sentence(error)}.")

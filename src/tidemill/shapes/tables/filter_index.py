@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tidemill.base.runtime.tasks import is_fault
 from tidemill.capture.changes import Change, Relation
-from tidemill.capture.decode.row_blocks import by_relation
+from tidemill.capture.decode.row_blocks import group_by_relation
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Equality, Value
 
@@ -26,7 +26,7 @@ Consumers = dict[TableConsumer, None]
 """An ordered set."""
 
 
-class _Column:
+class _ColumnIndex:
     """The filters that require this column to have one of some values."""
 
     def __init__(self, equality: Equality) -> None:
@@ -46,7 +46,7 @@ class _Column:
             if not found:
                 del self._by_value[value]
 
-    def find(self, change: Change) -> Iterable[TableConsumer]:
+    def find_consumers(self, change: Change) -> Iterable[TableConsumer]:
         if change.stays is not None or change.over is not None:
             return self.members  # a third row is involved
         try:
@@ -65,12 +65,12 @@ class _Column:
         return {**self._by_value.get(new, {}), **self._by_value.get(old, {})}
 
 
-class _Table:
+class _TableIndex:
     """The shapes of one relation."""
 
     def __init__(self, relation: Relation) -> None:
         self._relation = relation
-        self._columns: dict[tuple[str, str], _Column] = {}
+        self._columns: dict[tuple[str, str], _ColumnIndex] = {}
         self.scanned: Consumers = {}
         self.members: Consumers = {}
 
@@ -80,7 +80,7 @@ class _Table:
         if equality is None or len(equality.values) > INDEXED_VALUES:
             self.scanned[consumer] = None
             return
-        column = self._columns.setdefault((equality.column, equality.kind), _Column(equality))
+        column = self._columns.setdefault((equality.column, equality.kind), _ColumnIndex(equality))
         column.add(consumer, equality.values)
 
     def remove(self, consumer: TableConsumer) -> None:
@@ -91,7 +91,7 @@ class _Table:
             if not column.members:
                 del self._columns[key]
 
-    def indexed(self, changes: Sequence[Change]) -> dict[TableConsumer, list[Change]]:
+    def match_indexed(self, changes: Sequence[Change]) -> dict[TableConsumer, list[Change]]:
         hits: dict[TableConsumer, list[Change]] = {}
         columns = list(self._columns.values())
         for change in changes:
@@ -100,7 +100,7 @@ class _Table:
                 everyone = everyone or change.relation != self._relation
                 self._relation = change.relation
             for column in columns:
-                for consumer in column.members if everyone else column.find(change):
+                for consumer in column.members if everyone else column.find_consumers(change):
                     hits.setdefault(consumer, []).append(change)
         return hits
 
@@ -109,15 +109,15 @@ class _Table:
         return bool(self._columns)
 
 
-class Router:
+class FilterIndex:
     def __init__(self) -> None:
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, _TableIndex] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tables)
 
     def add(self, consumer: TableConsumer) -> None:
-        self._tables.setdefault(consumer.oid, _Table(consumer.relation)).add(consumer)
+        self._tables.setdefault(consumer.oid, _TableIndex(consumer.relation)).add(consumer)
 
     def remove(self, consumer: TableConsumer) -> None:
         """Remove a consumer. Idempotent."""
@@ -130,12 +130,12 @@ class Router:
 
     def route(self, changes: Sequence[Change]) -> Iterator[tuple[Iterable[TableConsumer], Sequence[Change]]]:
         """Yield groups of consumers, and the changes that each consumer of the group is offered."""
-        for oid, found in by_relation(changes, self._tables).items():
+        for oid, found in group_by_relation(changes, self._tables).items():
             table = self._tables[oid]
             if table.scanned:
                 yield table.scanned, found
             if table.has_index:
-                for consumer, matched in table.indexed(found).items():
+                for consumer, matched in table.match_indexed(found).items():
                     yield (consumer,), matched
 
     def consumers(self) -> list[TableConsumer]:
@@ -146,7 +146,7 @@ class Router:
         """Oids of the relations that have consumers."""
         return list(self._tables)
 
-    def of(self, oid: int) -> list[TableConsumer]:
+    def consumers_of(self, oid: int) -> list[TableConsumer]:
         """Return the consumers of this relation."""
         table = self._tables.get(oid)
         return list(table.members) if table is not None else []

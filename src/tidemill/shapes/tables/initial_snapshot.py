@@ -25,12 +25,12 @@ from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.postgres.connection import (
     DISPLAY_SETTINGS,
     identifier,
-    qualified,
+    qualified_identifier,
     session_settings,
     settings_statement,
 )
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.shapes.definition.table_columns import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
+from tidemill.shapes.definition.table_columns import DESCRIBE_SQL, ColumnInfo, TableColumns, build_table_columns
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
@@ -48,17 +48,17 @@ SESSION_SETTINGS = {**DISPLAY_SETTINGS, "statement_timeout": f"{STATEMENT_TIMEOU
 """Added to the settings of every session on a captured database."""
 FETCH_BYTES = 1 << 20
 FIRST_ROWS = 50
-MOST_ROWS = 5_000
-SAMPLES = 20
+MAX_FETCH_ROWS = 5_000
+SAMPLED_ROWS = 20
 """Rows of each result that are measured to choose the size of the next fetch."""
 VISIBILITY_RETRY_S = 0.02
 VISIBILITY_TIMEOUT_S = 20.0
-REFUSALS = frozenset({"0A", "21", "22", "23", "42", "54"})
+QUERY_ERROR_CLASSES = frozenset({"0A", "21", "22", "23", "42", "54"})
 """SQLSTATE classes that blame the query: not supported, cardinality, data, constraint, syntax or access, limits."""
-SNAPSHOTS_AT_ONCE = 4
-SUBSETS_AT_ONCE = 4
+MAX_SNAPSHOTS = 4
+MAX_SUBSETS = 4
 """Slots for subsets: these do not wait for shapes that load, which takes much longer."""
-LOOKUPS_AT_ONCE = 2
+MAX_LOOKUPS = 2
 """Slots for catalog queries, which do not wait for snapshots. Questions about rows, for which the stream waits, have
 one slot of their own."""
 
@@ -78,9 +78,9 @@ class PostgresSource:
         """Create a source. `outdated()` is called whenever TableReplacedError is raised."""
         self._dsn = dsn
         self._outdated = outdated
-        self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
-        self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
-        self._subsets = asyncio.Semaphore(SUBSETS_AT_ONCE)
+        self._snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
+        self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
+        self._subsets = asyncio.Semaphore(MAX_SUBSETS)
         self._questions = asyncio.Semaphore(1)
 
     @asynccontextmanager
@@ -104,16 +104,16 @@ class PostgresSource:
                 self._outdated()
                 raise
             except psycopg.Error as error:
-                if (error.sqlstate or "")[:2] in REFUSALS:
-                    raise InvalidError(_message(error)) from error
-                raise UnavailableError(f"the database failed: error={_message(error)!r}.") from error
+                if (error.sqlstate or "")[:2] in QUERY_ERROR_CLASSES:
+                    raise InvalidError(_error_message(error)) from error
+                raise UnavailableError(f"the database failed: error={_error_message(error)!r}.") from error
             finally:
                 await connection.close()
 
-    async def describe(self, relation: Relation) -> TableColumns:
+    async def describe_table(self, relation: Relation) -> TableColumns:
         """Read the columns of a relation from the catalog. Raises TableReplacedError, UnavailableError."""
         async with self._connection(self._lookups) as connection:
-            return await describe(connection, relation)
+            return await describe_relation(connection, relation)
 
     async def columns(self, relation: Relation) -> dict[str, bool]:
         """Return the names of the table's columns, and for each whether it is generated. Raises UnavailableError.
@@ -128,7 +128,7 @@ class PostgresSource:
             )
             return {str(name): bool(generated) for name, generated in await cursor.fetchall()}
 
-    async def says_old_rows(self, relation: Relation) -> bool:
+    async def has_old_rows(self, relation: Relation) -> bool:
         """Return whether the stream carries whole old rows of a table (replica_identity.py).
 
         Raises TableReplacedError, UnavailableError.
@@ -143,7 +143,7 @@ class PostgresSource:
         return bool(row[0])
 
     @asynccontextmanager
-    async def judging(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
+    async def evaluation_connection(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
         """Open a connection for `judge`. Raises UnavailableError or InvalidError, also for queries on the
         connection."""
         async with self._connection(self._questions) as connection:
@@ -166,20 +166,20 @@ class PostgresSource:
             snapshot = msgspec.structs.replace(snapshot, lsn=await _written_lsn(connection))
             if with_rows:
 
-                def take(rows: list[bytes]) -> bool:
+                def add_to_base(rows: list[bytes]) -> bool:
                     shape.log.add_base(rows)
                     shape.rows_loaded += len(rows)
-                    return not shape.gone
+                    return not shape.has_ended
 
-                async for result in _results(connection, *_whole(info, where)):
-                    await share.work(_Rendering(take, result, info.names, writer).step)
-                    await shape.log.room()
-                    if shape.gone:
+                async for result in _fetch_results(connection, *_initial_query(info, where)):
+                    await share.run_step(_RowRenderer(add_to_base, result, info.names, writer).render_slice)
+                    await shape.log.wait_for_room()
+                    if shape.has_ended:
                         break
             await connection.execute("COMMIT")
         return snapshot
 
-    async def subset(
+    async def read_subset(
         self,
         info: TableColumns,
         shown: Sequence[str],
@@ -195,25 +195,27 @@ class PostgresSource:
         Raises UnavailableError, InvalidError or OverBudgetError.
         """
 
-        def take(rendered: list[bytes]) -> bool:
+        def add_to_response(rendered: list[bytes]) -> bool:
             rows.add(rendered)
             return True
 
         async with self._connection(self._subsets) as connection:
             snapshot = await _open_snapshot(connection, info, must_see)
             lsn = await _written_lsn(connection)
-            async for result in _results(connection, *query):
-                await share.work(_Rendering(take, result, shown, writer).step)
+            async for result in _fetch_results(connection, *query):
+                await share.run_step(_RowRenderer(add_to_response, result, shown, writer).render_slice)
             await connection.execute("COMMIT")
         return snapshot, lsn
 
 
-async def describe(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> TableColumns:
+async def describe_relation(
+    connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation
+) -> TableColumns:
     """Read the columns of a relation from the catalog. Raises TableReplacedError."""
     cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
     rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
     try:
-        return table_columns(relation, rows)
+        return build_table_columns(relation, rows)
     except MissingError as error:
         raise TableReplacedError(error.message) from error
 
@@ -236,12 +238,12 @@ async def _open_snapshot(
     must_see |= await _waiting_for_standbys(connection, info.relation.oid)
     while True:
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        await _lock(connection, info)
+        await _lock_table(connection, info)
         cursor = await connection.execute("SELECT pg_current_snapshot()::text")
         row = await cursor.fetchone()
         assert row is not None
         snapshot = PgSnapshot.parse(str(row[0]))
-        unseen = [xid for xid in must_see if not snapshot.sees(xid)]
+        unseen = [xid for xid in must_see if not snapshot.is_visible(xid)]
         if not unseen:
             await _check_identity(connection, info.relation)
             return snapshot
@@ -286,7 +288,7 @@ async def _written_lsn(connection: psycopg.AsyncConnection[tuple[object, ...]]) 
     return int(str(row[0]))
 
 
-async def _lock(connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns) -> None:
+async def _lock_table(connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns) -> None:
     import psycopg
 
     try:
@@ -301,7 +303,7 @@ async def _lock(connection: psycopg.AsyncConnection[tuple[object, ...]], info: T
 
 async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> None:
     """Check that the name still refers to the relation whose changes are routed; a re-created table has another oid."""
-    name = qualified(relation.schema, relation.table)
+    name = qualified_identifier(relation.schema, relation.table)
     cursor = await connection.execute("SELECT to_regclass(%s)::oid::bigint", (name,))
     row = await cursor.fetchone()
     oid = row[0] if row else None
@@ -311,7 +313,7 @@ async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]
         raise TableReplacedError(f"the table was re-created and is not captured yet: table={relation.name} oid={oid}.")
 
 
-class _Rendering:
+class _RowRenderer:
     """Renders the rows of one result in slices; `take` stores them, and returns whether to continue."""
 
     def __init__(
@@ -323,26 +325,26 @@ class _Rendering:
         self._writer = writer
         self._next = 0
 
-    def step(self, turn: Turn) -> bool:
+    def render_slice(self, turn: Turn) -> bool:
         result, names, width = self._result, self._names, range(len(self._names))
         rows: list[bytes] = []
         while self._next < result.ntuples:
             values = (result.get_value(self._next, column) for column in width)
             row = dict(zip(names, (None if v is None else bytes(v).decode() for v in values), strict=True))
-            rows.append(self._writer.base_row(row))
+            rows.append(self._writer.render_base_row(row))
             self._next += 1
-            if turn.over:
+            if turn.is_over:
                 break
         return self._take(rows) and self._next < result.ntuples
 
 
-def _whole(info: TableColumns, where: Where | None) -> tuple[str, tuple[str, ...]]:
+def _initial_query(info: TableColumns, where: Where | None) -> tuple[str, tuple[str, ...]]:
     """Return the query of a shape's initial rows, and the values of its parameters."""
     query = f"SELECT {', '.join(map(identifier, info.names))} FROM {info.scope}"
     return (query, ()) if where is None else (f"{query} WHERE ({where.sql})", where.params)
 
 
-async def _results(
+async def _fetch_results(
     connection: psycopg.AsyncConnection[tuple[object, ...]], query: str, params: tuple[str, ...]
 ) -> AsyncIterator[PGresult]:
     """Yield the rows as text, FETCH_BYTES at a time, through a server-side cursor; the where clause runs in the
@@ -364,13 +366,13 @@ async def _results(
         assert result is not None
         if result.ntuples == 0:
             return
-        sampled = range(0, result.ntuples, max(1, result.ntuples // SAMPLES))
+        sampled = range(0, result.ntuples, max(1, result.ntuples // SAMPLED_ROWS))
         values = (result.get_value(row, column) for row in sampled for column in range(result.nfields))
         size = sum(len(value) for value in values if value is not None)
-        rows = max(1, min(MOST_ROWS, FETCH_BYTES * len(sampled) // max(1, size)))
+        rows = max(1, min(MAX_FETCH_ROWS, FETCH_BYTES * len(sampled) // max(1, size)))
         yield result
 
 
-def _message(error: psycopg.Error) -> str:
+def _error_message(error: psycopg.Error) -> str:
     primary = error.diag.message_primary
     return primary if primary else str(error).strip()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger()
 
 RETRY_S = 0.5
-KEPT_S = 1.0
+CONNECTION_IDLE_S = 1.0
 """Time for which a connection waits for the next question: a row with a new label seldom arrives alone."""
 TYPES_SQL = """
 SELECT format_type(c.type, c.mod),
@@ -48,13 +48,13 @@ collation."""
 Verdict = bool | EvaluationError
 
 
-class Question(NamedTuple):
+class EvaluationRequest(NamedTuple):
     relation: Relation
     where: Where
     rows: tuple[Row, ...]
 
 
-class Judged:
+class WhereWithVerdicts:
     """A clause with PostgreSQL's verdicts on some rows."""
 
     def __init__(self, where: Where, verdicts: Sequence[tuple[Row, Verdict]]) -> None:
@@ -71,10 +71,10 @@ class Judged:
         return self._where.matches(row)
 
 
-Look = Callable[["Connection", "TableConsumer", Question], Awaitable[None]]
+BeforeRequest = Callable[["Connection", "TableConsumer", EvaluationRequest], Awaitable[None]]
 
 
-async def answer(sink: ShapeTap, source: PostgresSource, look: Look) -> None:
+async def answer_requests(sink: ShapeTap, source: PostgresSource, look: BeforeRequest) -> None:
     """Answer the questions of the tap's consumers, forever. While the database does not answer, the consumers wait.
 
     One connection is reused while questions arrive. `look` is called before each question, and may end the shape.
@@ -83,8 +83,8 @@ async def answer(sink: ShapeTap, source: PostgresSource, look: Look) -> None:
         await sink.asked.wait()
         while sink.asking:
             try:
-                async with source.judging() as connection:
-                    while await _asked(sink):
+                async with source.evaluation_connection() as connection:
+                    while await _wait_for_request(sink):
                         await _answer_first(sink, connection, look)
             except UnavailableError as error:
                 handle = sink.asking[0].shape.handle if sink.asking else ""
@@ -93,42 +93,44 @@ async def answer(sink: ShapeTap, source: PostgresSource, look: Look) -> None:
                 await asyncio.sleep(RETRY_S)
             except InvalidError as error:
                 question = sink.asking[0].question
-                _answered(sink, question, [EvaluationError(error.message)] * len(question.rows if question else ()))
+                _deliver_verdicts(
+                    sink, question, [EvaluationError(error.message)] * len(question.rows if question else ())
+                )
 
 
-async def _asked(sink: ShapeTap) -> bool:
+async def _wait_for_request(sink: ShapeTap) -> bool:
     """Return whether there is a question, or one arrives within KEPT_S."""
     sink.asked.clear()
     if not sink.asking:
         try:
-            async with asyncio.timeout(KEPT_S):
+            async with asyncio.timeout(CONNECTION_IDLE_S):
                 await sink.asked.wait()
         except TimeoutError:
             return False
     return True
 
 
-async def _answer_first(sink: ShapeTap, connection: Connection, look: Look) -> None:
+async def _answer_first(sink: ShapeTap, connection: Connection, look: BeforeRequest) -> None:
     """Answer the first question. It remains the first until it is answered, so that errors can be assigned to it."""
     consumer = sink.asking[0]
     question = consumer.question
-    if question is not None and not consumer.shape.gone:
+    if question is not None and not consumer.shape.has_ended:
         await look(connection, consumer, question)
-    if question is None or consumer.shape.gone:
+    if question is None or consumer.shape.has_ended:
         sink.asking.popleft()
         return
-    _answered(sink, question, await judge(connection, question))
+    _deliver_verdicts(sink, question, await evaluate_rows(connection, question))
 
 
-def _answered(sink: ShapeTap, question: Question | None, verdicts: Sequence[Verdict]) -> None:
+def _deliver_verdicts(sink: ShapeTap, question: EvaluationRequest | None, verdicts: Sequence[Verdict]) -> None:
     """Deliver the verdicts to the first waiting consumer, unless its question is void."""
     consumer = sink.asking.popleft()
     if question is not None and consumer.question is question:
-        consumer.answered(verdicts)
-        sink.resume(consumer)
+        consumer.resume_with_verdicts(verdicts)
+        sink.resume_consumer(consumer)
 
 
-async def judge(connection: Connection, question: Question) -> list[Verdict]:
+async def evaluate_rows(connection: Connection, question: EvaluationRequest) -> list[Verdict]:
     """Evaluate the rows of a question on a dedicated connection. Raises psycopg.Error for failures that no row
     causes."""
     import psycopg

@@ -15,7 +15,7 @@ from tidemill.capture.changes import Relation
 from tidemill.shapes.definition.planner import FieldError, ShapeRequest
 from tidemill.shapes.tables.initial_snapshot import PostgresSource
 
-LOOK_S = 5.0
+IDENTITY_INTERVAL_S = 5.0
 """Interval at which a table's identity is read again, however many requests need it."""
 
 
@@ -25,7 +25,7 @@ def needs_old_rows(relation: Relation, request: ShapeRequest) -> bool:
     return relation.old_rows != "whole" and (filtered or request.replica == "full")
 
 
-class OldRows:
+class OldRowCache:
     """Cache of which tables of one database have whole old rows in the stream."""
 
     def __init__(self, source: PostgresSource) -> None:
@@ -33,19 +33,22 @@ class OldRows:
         self._known: dict[int, tuple[bool, float]] = {}
         """oid → (its identity is FULL, time until which that is valid). Tables without recent requests are removed."""
 
-    async def check(self, relation: Relation, request: ShapeRequest, now_s: float) -> None:
+    async def check_old_rows(self, relation: Relation, request: ShapeRequest, now_s: float) -> None:
         """Raise FieldError if the stream does not carry what the shape needs, UnavailableError if that is unknown."""
         known, until_s = self._known.get(relation.oid, (False, 0.0))
         if now_s >= until_s:
             if until_s:
-                self._known[relation.oid] = (known, now_s + LOOK_S)  # one request queries, the others use the old value
+                self._known[relation.oid] = (
+                    known,
+                    now_s + IDENTITY_INTERVAL_S,
+                )  # one request queries, the others use the old value
             self._known = {oid: seen for oid, seen in self._known.items() if now_s < seen[1]}
             try:
-                known = await self._source.says_old_rows(relation)
+                known = await self._source.has_old_rows(relation)
             except UnavailableError:
                 if not until_s:
                     raise
-            self._known[relation.oid] = (known, now_s + LOOK_S)
+            self._known[relation.oid] = (known, now_s + IDENTITY_INTERVAL_S)
         if known:
             return
         field, what = ("where", "a where clause") if request.where else ("replica", "replica=full")

@@ -31,4 +31,4 @@ class SnapshotFilter:
         if commit_lsn >= self._snapshot.lsn:
             self.passed = True
             return True
-        return not self._snapshot.sees(xid)
+        return not self._snapshot.is_visible(xid)

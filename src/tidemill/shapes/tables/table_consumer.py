@@ -1,7 +1,8 @@
 """Evaluates changes for one table shape: an inbox of changes, from which it makes log items. Synchronous, in slices.
 
 Changes are evaluated as they arrive, also before the snapshot of the initial rows is known. Until then transactions
-wait as items. `open` sets the snapshot; `settle` discards what the snapshot had seen, and stages the rest.
+wait as items. `set_snapshot` sets the snapshot; `publish_waiting` discards what the snapshot had seen, and stages the
+rest.
 
 - Invariant (whole transactions): items are staged in the log immediately, and become visible together at their commit.
   A delivery that begins the same transaction again discards what an interrupted one left.
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 
 from tidemill.base.errors import InvalidError
 from tidemill.capture.changes import Change, Relation, Row
-from tidemill.capture.decode.transaction_builder import key_changed
+from tidemill.capture.decode.transaction_builder import is_key_changed
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.items import LogItem
@@ -33,7 +34,7 @@ from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
 from tidemill.shapes.log.row_writer import Headers, RowWriter
 from tidemill.shapes.loop_share import Turn
 from tidemill.shapes.memory_budget import OverBudgetError
-from tidemill.shapes.tables.remote_evaluation import Judged, Question, Verdict
+from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, Verdict, WhereWithVerdicts
 from tidemill.shapes.tables.snapshot_filter import SnapshotFilter
 from tidemill.shapes.where import Equality, EvaluationError, Where
 
@@ -58,7 +59,7 @@ class Backlog:
         self.held_bytes = 0
 
 
-class Work:
+class PendingFragment:
     """A fragment that at least one shape has not evaluated yet."""
 
     __slots__ = ("arrived_s", "backlog", "before", "changes", "left", "size_bytes")
@@ -86,12 +87,14 @@ class Work:
             self.backlog.held_bytes -= self.size_bytes
 
 
-class Entry:
+class InboxEntry:
     """Some changes of a transaction, for one or more consumers. `commits`: the transaction ends with them."""
 
     __slots__ = ("changes", "commits", "size_bytes", "transaction", "work")
 
-    def __init__(self, transaction: Transaction, work: Work, changes: Sequence[Change], commits: bool) -> None:
+    def __init__(
+        self, transaction: Transaction, work: PendingFragment, changes: Sequence[Change], commits: bool
+    ) -> None:
         self.transaction = transaction
         self.work = work
         self.changes = changes
@@ -119,7 +122,8 @@ class _Delivery:
 class TableConsumer:
     """Processes the changes of one relation for one shape.
 
-    The tap calls `offer` and `evaluate`. The loader of the shape calls `open`, then `settle` until it returns False.
+    The tap calls `offer` and `evaluate`. The loader of the shape calls `set_snapshot`, then `publish_waiting` until it
+    returns False.
     """
 
     __slots__ = (
@@ -146,15 +150,15 @@ class TableConsumer:
         self.shape = shape
         self.relation = relation
         self.needed = needed_columns(relation, shape.definition.columns, where)
-        self.inbox: deque[Entry] = deque()
+        self.inbox: deque[InboxEntry] = deque()
         self.inbox_bytes = 0
         self.floor = 0
         """Newest transaction before the first entry of the inbox; valid while there is one."""
         self._spent_s, self._spent_at = 0.0, 0
-        self._where: Where | Judged | None = where
+        self._where: Where | WhereWithVerdicts | None = where
         self._asks = asks
-        self.question: Question | None = None
-        """Rows that PostgreSQL must evaluate before work continues; cleared by `answered`."""
+        self.question: EvaluationRequest | None = None
+        """Rows that PostgreSQL must evaluate before work continues; cleared by `resume_with_verdicts`."""
         self._verdicts: list[tuple[Row, Verdict]] = []
         """PostgreSQL's verdicts on rows of the current change."""
         self._writer = writer
@@ -179,19 +183,19 @@ class TableConsumer:
     def equality(self) -> Equality | None:
         return self._where.equality if isinstance(self._where, Where) else None
 
-    def spend(self, seconds: float, tick: int) -> None:
+    def add_spent_s(self, seconds: float, tick: int) -> None:
         if tick != self._spent_at:
-            self._spent_s, self._spent_at = self.spent_s(tick), tick
+            self._spent_s, self._spent_at = self.recent_spent_s(tick), tick
         self._spent_s += seconds
 
-    def spent_s(self, tick: int) -> float:
+    def recent_spent_s(self, tick: int) -> float:
         """Return the time used lately; it halves with each tick of the tap. Used to select the most expensive
         shapes."""
         return float(self._spent_s * 0.5 ** (tick - self._spent_at))
 
     # -- the stream, called by the tap -------------------------------------------------------------------------------
 
-    def offer(self, entry: Entry, before: int) -> None:
+    def offer(self, entry: InboxEntry, before: int) -> None:
         """Append an entry to the inbox. `before`: the newest transaction that is older than the entry's."""
         if not self.inbox:
             self.floor = max(self.floor, before)
@@ -205,34 +209,34 @@ class TableConsumer:
             entry = self.inbox[0]
             current, changes = self._current, entry.changes
             if current is None or current.transaction is not entry.transaction:
-                self._discard(current)
+                self._discard_delivery(current)
                 current = self._current = _Delivery(entry.transaction)
             while self._at < len(changes):
-                self._convert(current, changes[self._at])
+                self._convert_change(current, changes[self._at])
                 if self.question is not None:
                     return False
-                if self.shape.gone:
+                if self.shape.has_ended:
                     self.clear()
                     return False
                 self._at += 1
-                if self._at < len(changes) and turn.over:
+                if self._at < len(changes) and turn.is_over:
                     return True
-            self._next()
+            self._finish_entry()
             if entry.commits:
                 self._current = None
-                self._commit(current)
+                self._commit_delivery(current)
                 self.floor = max(self.floor, entry.transaction.commit_lsn)
-            if self.inbox and turn.over:
+            if self.inbox and turn.is_over:
                 return True
         return False
 
-    def _next(self) -> None:
+    def _finish_entry(self) -> None:
         entry = self.inbox.popleft()
         self.inbox_bytes -= entry.size_bytes
         entry.work.release()
         self._at = 0
 
-    def answered(self, verdicts: Sequence[Verdict]) -> None:
+    def resume_with_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         """Continue with PostgreSQL's verdicts on the rows of the question."""
         if self.question is not None:
             self._verdicts += zip(self.question.rows, verdicts, strict=True)
@@ -242,60 +246,60 @@ class TableConsumer:
         """Release everything; the shape has ended."""
         self.question = None
         while self.inbox:
-            self._next()
-        self._discard(self._current)
+            self._finish_entry()
+        self._discard_delivery(self._current)
         self._current = None
         while self._waiting:
-            self._discard(self._waiting.popleft())
+            self._discard_delivery(self._waiting.popleft())
 
     # -- the snapshot, called by the loader --------------------------------------------------------------------------
 
-    def open(self, snapshot: PgSnapshot) -> None:
+    def set_snapshot(self, snapshot: PgSnapshot) -> None:
         """Set the snapshot as of which the base is complete."""
         self._filter = SnapshotFilter(snapshot)
 
-    def follow(self) -> None:
+    def follow_immediately(self) -> None:
         """Write directly to the log from now on: a restored log has its snapshot already."""
         self._following = True
 
-    def settle(self, turn: Turn) -> bool:
+    def publish_waiting(self, turn: Turn) -> bool:
         """Publish what committed since the snapshot. Return True if there is more; after False, items go directly to
         the log."""
         while self._waiting:
-            if not self._stage(self._waiting[0], turn):
+            if not self._stage_waiting(self._waiting[0], turn):
                 return True
-            self._show(self._waiting.popleft())
-        if self._current is not None and not self._stage(self._current, turn):
+            self._publish_delivery(self._waiting.popleft())
+        if self._current is not None and not self._stage_waiting(self._current, turn):
             return True
         self._following, self._waiting = True, None
         return False
 
-    def _stage(self, delivery: _Delivery, turn: Turn) -> bool:
+    def _stage_waiting(self, delivery: _Delivery, turn: Turn) -> bool:
         """Move waiting items into the log; return False if the turn ended first."""
         if not self._admits(delivery) or delivery.failure:
-            self._discard(delivery)
+            self._discard_delivery(delivery)
             return True
         while delivery.items:
             self._staged = delivery
             item = delivery.items.popleft()
-            self._forget(item)
+            self._release_waiting_item(item)
             self.shape.stage(item)
-            if turn.over and delivery.items:
+            if turn.is_over and delivery.items:
                 return False
         return True
 
     # -- transactions ------------------------------------------------------------------------------------------
 
-    def _commit(self, delivery: _Delivery) -> None:
+    def _commit_delivery(self, delivery: _Delivery) -> None:
         if self._following:
-            self._show(delivery)
+            self._publish_delivery(delivery)
         else:
             if self._waiting is None:
                 self._waiting = deque()
             self._waiting.append(delivery)
 
-    def _show(self, delivery: _Delivery) -> None:
-        if not self._admits(delivery) or self.shape.gone:
+    def _publish_delivery(self, delivery: _Delivery) -> None:
+        if not self._admits(delivery) or self.shape.has_ended:
             return
         if delivery.error is not None:
             self.shape.fail(delivery.error)
@@ -311,21 +315,21 @@ class TableConsumer:
         assert self._filter is not None, "settle before open"
         return self._filter.admits(delivery.transaction.xid, delivery.transaction.commit_lsn)
 
-    def _discard(self, delivery: _Delivery | None) -> None:
+    def _discard_delivery(self, delivery: _Delivery | None) -> None:
         """Release a delivery that will not be shown."""
         if delivery is None:
             return
         while delivery.items:
-            self._forget(delivery.items.popleft())
+            self._release_waiting_item(delivery.items.popleft())
         if delivery is self._staged:
             self.shape.log.unstage()
             self._staged = None
 
-    def _forget(self, item: LogItem) -> None:
+    def _release_waiting_item(self, item: LogItem) -> None:
         self.pending_bytes -= item.size_bytes
-        self.shape.log.budget.give(item.size_bytes)
+        self.shape.log.budget.release(item.size_bytes)
 
-    def _convert(self, current: _Delivery, change: Change) -> None:
+    def _convert_change(self, current: _Delivery, change: Change) -> None:
         # Consumed even if unused: while PostgreSQL evaluated the change, a snapshot that contains it may have been
         # opened.
         verdicts, self._verdicts = self._verdicts, []
@@ -333,30 +337,30 @@ class TableConsumer:
             return
         if self._following and not self._admits(current):
             return
-        current.failure = self._unfollowable(change)
+        current.failure = self._unfollowable_reason(change)
         if current.failure:
             return
         made: list[LogItem] = []
         try:
             if verdicts:
-                self._judged(verdicts, change, current.transaction.headers, made)
+                self._convert_with_verdicts(verdicts, change, current.transaction.headers, made)
             else:
-                self._items_of(change, current.transaction.headers, made)
+                self._make_items(change, current.transaction.headers, made)
         except EvaluationError as error:
             if self._asks and not verdicts:
-                self._ask(change)
+                self._ask_postgres(change)
                 return
             current.failure = f"the where clause failed on a row: {error}"
-            current.error = failed_on_a_row(self.shape.definition.where, error)
+            current.error = row_failure_error(self.shape.definition.where, error)
             return
         for item in made:
             if self._following:
                 self._staged = current
                 self.shape.stage(item)
             else:
-                self._wait(current, item)
+                self._add_waiting_item(current, item)
 
-    def _ask(self, change: Change) -> None:
+    def _ask_postgres(self, change: Change) -> None:
         """Ask PostgreSQL about each row of the change on which the filter fails."""
         where, failing = self._where, list[Row]()
         assert isinstance(where, Where)
@@ -366,22 +370,22 @@ class TableConsumer:
                     where.matches(row)
                 except EvaluationError:
                     failing.append(row)
-        self.question = Question(change.relation, where, tuple(failing))
+        self.question = EvaluationRequest(change.relation, where, tuple(failing))
 
-    def _judged(
+    def _convert_with_verdicts(
         self, verdicts: Sequence[tuple[Row, Verdict]], change: Change, headers: Headers, items: list[LogItem]
     ) -> None:
         where = self._where
         assert isinstance(where, Where)
-        self._where = Judged(where, verdicts)
+        self._where = WhereWithVerdicts(where, verdicts)
         try:
-            self._items_of(change, headers, items)
+            self._make_items(change, headers, items)
         finally:
             self._where = where
 
-    def _wait(self, current: _Delivery, item: LogItem) -> None:
+    def _add_waiting_item(self, current: _Delivery, item: LogItem) -> None:
         try:
-            self.shape.log.budget.take(item.size_bytes)
+            self.shape.log.budget.reserve(item.size_bytes)
         except OverBudgetError as error:
             self.shape.drop(str(error))
             return
@@ -393,45 +397,45 @@ class TableConsumer:
         if self.pending_bytes > limit:
             self.shape.drop(f"changes during the initial snapshot outgrew the log: log_bytes={limit}")
 
-    def _unfollowable(self, change: Change) -> str:
+    def _unfollowable_reason(self, change: Change) -> str:
         if change.op == "truncate":
             return "the table was truncated"
         known, seen = self.relation, change.relation
-        if seen is not known and not same_layout(seen, known, self.needed):
+        if seen is not known and not has_same_layout(seen, known, self.needed):
             return "the table's definition changed"
         self.relation = seen
-        return "" if seen.old_rows == "whole" else self._unsaid(change)
+        return "" if seen.old_rows == "whole" else self._missing_values_reason(change)
 
-    def _unsaid(self, change: Change) -> str:
+    def _missing_values_reason(self, change: Change) -> str:
         """Return why the shape cannot follow this change without FULL identity, "" if it can: the stream omits
         something that the shape needs."""
         old = change.old
         asked = (self._where is not None or self._writer.full) and change.op != "insert"
         if asked and (old is None or len(old) < len(change.relation.columns)):
             return "the table's REPLICA IDENTITY is no longer FULL"
-        if key_changed(change) and self._writer.shows(change.unchanged):
+        if is_key_changed(change) and self._writer.shows_any(change.unchanged):
             return "the key of a row changed, and the stream does not carry all its values"
         return ""
 
-    def _items_of(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
+    def _make_items(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
         offset = LogOffset(change.position.commit_lsn, FIRST_OP + change.position.ordinal)
         writer, where = self._writer, self._where
         new, old = change.new, change.old
         if change.over is not None or change.stays is not None or change.replaced:
-            self._rival(change, offset, headers, items)
+            self._make_rival_items(change, offset, headers, items)
         elif change.op == "insert":
             assert new is not None
             if where is None or where.matches(new):
-                items.append(writer.insert(offset, new, headers))
+                items.append(writer.insert_item(offset, new, headers))
         elif change.op == "delete":
             assert old is not None
             if where is None or where.matches(old):
                 items.append(writer.delete(offset, old, headers))
         else:
             assert new is not None
-            self._update(offset, old, new, headers, items)
+            self._make_update_items(offset, old, new, headers, items)
 
-    def _rival(self, change: Change, offset: LogOffset, headers: Headers, items: list[LogItem]) -> None:
+    def _make_rival_items(self, change: Change, offset: LogOffset, headers: Headers, items: list[LogItem]) -> None:
         """Emit items for a change where two rows briefly have the same key (capture/delivery/deferrable_keys.py).
 
         Clients store one row per key, so the row with that key is updated.
@@ -441,23 +445,25 @@ class TableConsumer:
         after = LogOffset(offset.tx, offset.op + 1)
         if old is not None and not change.replaced:
             if stays is not None and matches(stays):
-                items += _made(writer.update(offset, None, stays, headers))
+                items += _as_list(writer.update_item(offset, None, stays, headers))
             elif matches(old):
                 items.append(writer.delete(offset, old, headers))
         if new is None:
             return
         over = change.over if change.over is not None and matches(change.over) else None
         if over is None:
-            items += [writer.insert(after, new, headers)] if matches(new) else []
+            items += [writer.insert_item(after, new, headers)] if matches(new) else []
         elif matches(new):
-            items += _made(writer.update(after, over, new, headers))
+            items += _as_list(writer.update_item(after, over, new, headers))
         else:
             items.append(writer.delete(after, over, headers))
 
     def _matches(self, row: Row) -> bool:
         return self._where is None or self._where.matches(row)
 
-    def _update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers, items: list[LogItem]) -> None:
+    def _make_update_items(
+        self, offset: LogOffset, old: Row | None, new: Row, headers: Headers, items: list[LogItem]
+    ) -> None:
         """Emit the items of an update. Without the old row (and so without a filter) every column counts as changed,
         except those that the stream omits."""
         writer, where = self._writer, self._where
@@ -467,30 +473,30 @@ class TableConsumer:
             if old is not None and writer.key(old) != writer.key(new):
                 moved_to, moved_from = {"key_change_to": writer.key(new)}, {"key_change_from": writer.key(old)}
                 items.append(writer.delete(offset, old, {**headers, **moved_to}))
-                items.append(writer.insert(LogOffset(offset.tx, offset.op + 1), new, {**headers, **moved_from}))
+                items.append(writer.insert_item(LogOffset(offset.tx, offset.op + 1), new, {**headers, **moved_from}))
                 return
-            item = writer.update(offset, old, new, headers)
+            item = writer.update_item(offset, old, new, headers)
             if item is not None:
                 items.append(item)
         elif after:
-            items.append(writer.insert(offset, new, headers))
+            items.append(writer.insert_item(offset, new, headers))
         elif before:
             assert old is not None
             items.append(writer.delete(offset, old, headers))
 
 
-def _made(item: LogItem | None) -> list[LogItem]:
+def _as_list(item: LogItem | None) -> list[LogItem]:
     return [] if item is None else [item]
 
 
-def failed_on_a_row(where: str, error: EvaluationError) -> InvalidError:
-    shown = where if len(where) <= SHOWN_CHARS else where[:SHOWN_CHARS] + "…"
+def row_failure_error(where: str, error: EvaluationError) -> InvalidError:
+    shown = where if len(where) <= MAX_CLAUSE_CHARS_SHOWN else where[:MAX_CLAUSE_CHARS_SHOWN] + "…"
     return InvalidError(
         f"the where clause failed on a row: {error} where={shown!r}.", fix="Write a clause that holds for every row."
     )
 
 
-SHOWN_CHARS = 200
+MAX_CLAUSE_CHARS_SHOWN = 200
 
 
 def needed_columns(relation: Relation, shown: Sequence[str], where: Where | None) -> frozenset[str] | None:
@@ -501,12 +507,16 @@ def needed_columns(relation: Relation, shown: Sequence[str], where: Where | None
     return frozenset((*shown, *key, *(where.columns if where is not None else ())))
 
 
-def same_layout(one: Relation, other: Relation, needed: frozenset[str] | None = None) -> bool:
+def has_same_layout(one: Relation, other: Relation, needed: frozenset[str] | None = None) -> bool:
     """Return whether rows of both relations look alike to a client of these columns (None = all)."""
-    return (one.schema, one.table, _layout(one, needed)) == (other.schema, other.table, _layout(other, needed))
+    return (one.schema, one.table, _visible_layout(one, needed)) == (
+        other.schema,
+        other.table,
+        _visible_layout(other, needed),
+    )
 
 
-def _layout(relation: Relation, needed: frozenset[str] | None) -> list[tuple[str, int, int]]:
+def _visible_layout(relation: Relation, needed: frozenset[str] | None) -> list[tuple[str, int, int]]:
     return [
         (column.name, column.type_oid, column.key_index)
         for column in relation.columns

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import MissingError, TidemillError, UnavailableError
-from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_await
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.definition.compiler_thread import CompileRequest, CompilerThread
@@ -26,30 +26,30 @@ from tidemill.shapes.definition.planner import (
     FieldError,
     Plan,
     ShapeRequest,
+    build_definition,
     check_columns,
-    definition_of,
-    queryable_columns,
-    split_table,
+    check_queryable_columns,
+    parse_table_name,
 )
-from tidemill.shapes.definition.subset import Metadata, SubsetRequest
+from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest
 from tidemill.shapes.definition.table_columns import TableColumns
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.items import snapshot_end
+from tidemill.shapes.log.items import snapshot_end_item
 from tidemill.shapes.log.log import LogLimits, LogStorage, MemoryLog
-from tidemill.shapes.log.saved_shape import SavedDefinition
-from tidemill.shapes.log.sqlite_file import Saved
+from tidemill.shapes.log.saved_shape import SavedTableShape
+from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget
 from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
-from tidemill.shapes.tables.captured_database import Database, Relations, Seeker
+from tidemill.shapes.tables.captured_database import CapturedDatabase, Relations, TableFinder
 from tidemill.shapes.tables.initial_snapshot import TransientTableError
-from tidemill.shapes.tables.remote_evaluation import Question, answer
+from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, answer_requests
 from tidemill.shapes.tables.replica_identity import needs_old_rows
 from tidemill.shapes.tables.subsets import subset_reader
-from tidemill.shapes.tables.table_consumer import TableConsumer, needed_columns, same_layout
+from tidemill.shapes.tables.table_consumer import TableConsumer, has_same_layout, needed_columns
 from tidemill.shapes.where import Type, Where
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 
-SEEKING = 50
+MAX_TABLE_WAITS = 50
 """Largest number of requests that wait for new tables; a part of `max_initial`."""
 
-SOUGHT_S = 20.0
+TABLE_WAIT_S = 20.0
 """Time that a request waits for a table to be captured."""
-STARTING_S = 5.0
+STARTING_WAIT_S = 5.0
 """Time that a request waits for a capture that has not reported its tables yet."""
 
 
@@ -78,10 +78,10 @@ class TablePausedError(UnavailableError):
         self.retry_after_s = retry_after_s
 
 
-def _look_failed(name: str, error: BaseException) -> None:
+def _log_failed_search(name: str, error: BaseException) -> None:
     """Log an unexpected error. Its request gets it only if no other capture answered first."""
     if not isinstance(error, TidemillError):
-        _log.error("a search for a table failed", part=name, error=sentence(error), exc_info=error)
+        _log.error("a search for a table failed", part=name, error=error_sentence(error), exc_info=error)
 
 
 class NotCapturedError(FieldError):
@@ -98,21 +98,21 @@ class NotCapturedError(FieldError):
 RESTORE_S = 20.0
 """Deadline for a database that does not answer while its shapes are restored: commits and clients wait for them."""
 RESTORE_RETRY_S = 0.5
-RESTORED_AT_ONCE = 100
+RESTORE_BATCH = 100
 """Shapes compiled together, and added before other tasks get their turn of the loop."""
 
 
-class _Found(NamedTuple):
+class _FoundShape(NamedTuple):
     """A stored shape, and the table that it belongs to now."""
 
-    saved: Saved
-    kept: SavedDefinition
+    saved: StoredShape
+    kept: SavedTableShape
     relation: Relation
     info: TableColumns
     columns: tuple[str, ...]
 
 
-class Registered(NamedTuple):
+class RegisteredConsumer(NamedTuple):
     """A consumer, and the columns of its table when its shape was built."""
 
     sink: ShapeTap
@@ -128,9 +128,9 @@ class TableShapes:
         self._share = share
         self._backlog = backlog
         self._compiler = compiler
-        self._databases: dict[str, Database] = {}
+        self._databases: dict[str, CapturedDatabase] = {}
         self._seeking = 0
-        self._consumers: dict[str, Registered] = {}
+        self._consumers: dict[str, RegisteredConsumer] = {}
 
     def add(
         self,
@@ -138,19 +138,19 @@ class TableShapes:
         dsn: str,
         relations: Relations,
         store: ShapeStore | None = None,
-        seeker: Seeker | None = None,
+        seeker: TableFinder | None = None,
     ) -> ShapeTap:
         """Create the tap of a database. The caller runs `restore` and then the tap's `run` in a task."""
         sink = ShapeTap(self._clock, self._share, self._backlog, consumer=f"shapes:{name}", store=store)
-        self._databases[name] = Database(dsn, relations, sink, store, seeker)
+        self._databases[name] = CapturedDatabase(dsn, relations, sink, store, seeker)
         return sink
 
     def log(self, database: str, limits: LogLimits, budget: Budget) -> LogStorage:
         """Create the log of a new shape of this database."""
         store = self._databases[database].store
-        return MemoryLog(limits, budget) if store is None else store.new_log()
+        return MemoryLog(limits, budget) if store is None else store.create_log()
 
-    def suspend(self, name: str) -> None:
+    def suspend_database(self, name: str) -> None:
         """Treat the database as not captured for now, as if its capture were starting."""
         database = self._databases.get(name)
         if database is not None:
@@ -158,39 +158,45 @@ class TableShapes:
             database.seeker = None
             database.suspended = True
 
-    def starting(self) -> bool:
+    def is_starting(self) -> bool:
         """Return whether some database has not reported its tables yet, or is restoring its shapes."""
-        return any(not each.suspended and (each.sink.restoring or each.starting) for each in self._databases.values())
+        return any(
+            not each.suspended and (each.sink.restoring or each.is_starting) for each in self._databases.values()
+        )
 
-    def uncaptured(self) -> list[TableConsumer]:
+    def uncaptured_consumers(self) -> list[TableConsumer]:
         """Return the consumers whose table is no longer captured; none for a database whose tables are unknown."""
         found: list[TableConsumer] = []
         for each in self._databases.values():
             followed = each.sink.router.oids
-            captured = each.captured() if followed else {}
+            captured = each.captured_by_oid() if followed else {}
             for oid in followed if captured else ():
                 if oid not in captured and oid not in each.sink.parked_oids:
-                    found += each.sink.router.of(oid)
+                    found += each.sink.router.consumers_of(oid)
         return found
 
-    def redefined(self) -> list[TableConsumer]:
+    def redefined_consumers(self) -> list[TableConsumer]:
         """Return the consumers whose table was redefined since the last call, even if no row has arrived since."""
         found: list[TableConsumer] = []
         for each in self._databases.values():
-            captured = each.captured()
+            captured = each.captured_by_oid()
             for oid in each.sink.router.oids:
                 relation = captured.get(oid)
                 if relation is not None and each.looked_at.get(oid) is not relation:
-                    found += [c for c in each.sink.router.of(oid) if not same_layout(relation, c.relation, c.needed)]
+                    found += [
+                        c
+                        for c in each.sink.router.consumers_of(oid)
+                        if not has_same_layout(relation, c.relation, c.needed)
+                    ]
             each.looked_at = captured
         return found
 
-    def forget_gone(self) -> None:
+    def forget_uncaptured(self) -> None:
         """Forget what is known of relations that are no longer captured."""
         for database in self._databases.values():
-            database.forget_others(list(database.relations()))
+            database.forget_uncaptured(list(database.relations()))
 
-    def sinks(self) -> dict[str, ShapeTap]:
+    def taps(self) -> dict[str, ShapeTap]:
         return {name: database.sink for name, database in self._databases.items()}
 
     def last_seen(self, shape: LiveShape) -> int:
@@ -198,60 +204,64 @@ class TableShapes:
         registered = self._consumers.get(shape.handle)
         if registered is None:
             return shape.last_seen
-        return max(shape.last_seen, registered.sink.seen(registered.consumer))
+        return max(shape.last_seen, registered.sink.last_seen_by(registered.consumer))
 
     def pending_bytes(self, shape: LiveShape) -> int:
         registered = self._consumers.get(shape.handle)
         return 0 if registered is None else registered.consumer.pending_bytes
 
-    def find(self, table: str) -> tuple[str, Relation]:
+    def find_relation(self, table: str) -> tuple[str, Relation]:
         """Return the database and the captured relation that a table parameter names.
 
         Raises FieldError (NotCapturedError if no capture has it), TablePausedError, or UnavailableError while a capture
         starts.
         """
-        asked, schema, name = self._asked(table)
+        asked, schema, name = self._parse_table(table)
         for database in asked:
             if self._databases[database].sink.restoring and not self._databases[database].suspended:
                 raise UnavailableError(f"shapes are still being restored after a restart: database={database}.")
-        return self._find(table, asked, schema, name)
+        return self._find_captured(table, asked, schema, name)
 
-    def _asked(self, table: str) -> tuple[list[str], str, str]:
+    def _parse_table(self, table: str) -> tuple[list[str], str, str]:
         """Return the databases that may have the table, its schema and its name. Raises FieldError."""
         prefix, separator, rest = table.partition(":")
         chosen = bool(separator) and prefix in self._databases
-        schema, name = split_table(rest if chosen else table)
+        schema, name = parse_table_name(rest if chosen else table)
         return [prefix] if chosen else list(self._databases), schema, name
 
-    async def _found(self, table: str, *, waits: bool) -> tuple[str, Relation]:
-        """Find a table as `find` does, and wait for a capture between two sessions (STARTING_S). With `waits`, also
-        wait for a table that was created a moment ago (SOUGHT_S)."""
+    async def _wait_for_relation(self, table: str, *, waits: bool) -> tuple[str, Relation]:
+        """Find a table as `find_relation` does, and wait for a capture between two sessions (STARTING_S). With `waits`,
+        also wait for a table that was created a moment ago (SOUGHT_S)."""
         sought = True
-        while sought:  # a paused table may begin to be copied again between the captures' answer and `find`
+        while sought:  # a paused table may begin to be copied again between the captures' answer and `find_relation`
             try:
-                return self.find(table)
+                return self.find_relation(table)
             except NotCapturedError:
                 if not waits:
                     raise
-                sought = await self._sought(*self._asked(table))
+                sought = await self._wait_for_capture(*self._parse_table(table))
             except CaptureStartingError:
-                sought = await self._sought(*self._asked(table), STARTING_S)
-        return self.find(table)
+                sought = await self._wait_for_capture(*self._parse_table(table), STARTING_WAIT_S)
+        return self.find_relation(table)
 
-    async def _sought(self, asked: Sequence[str], schema: str, name: str, within_s: float = SOUGHT_S) -> bool:
+    async def _wait_for_capture(
+        self, asked: Sequence[str], schema: str, name: str, within_s: float = TABLE_WAIT_S
+    ) -> bool:
         """Return whether one of these captures has the table, or has paused it; the first such answer ends the wait.
 
         Raises UnavailableError if none has it and one does not know, or if too many requests wait already. The limit
         keeps requests for missing tables from using up all places while a capture is down.
         """
-        if self._seeking >= SEEKING:
-            raise UnavailableError(f"too many requests wait for new tables: limit={SEEKING}.")
+        if self._seeking >= MAX_TABLE_WAITS:
+            raise UnavailableError(f"too many requests wait for new tables: limit={MAX_TABLE_WAITS}.")
         seekers = [each.seeker for each in map(self._databases.__getitem__, asked) if each.seeker is not None]
         unsaid: TidemillError | None = None
         self._seeking += 1
         try:
-            async with Tasks(_look_failed) as tasks:
-                looks = [tasks.spawn(each.sought(schema, name, within_s), name=f"seek {name}") for each in seekers]
+            async with Tasks(_log_failed_search) as tasks:
+                looks = [
+                    tasks.spawn(each.wait_for_table(schema, name, within_s), name=f"seek {name}") for each in seekers
+                ]
                 for look in asyncio.as_completed(looks):
                     try:
                         if await look:
@@ -264,15 +274,15 @@ class TableShapes:
             raise unsaid
         return False
 
-    def _find(self, table: str, asked: Sequence[str], schema: str, name: str) -> tuple[str, Relation]:
-        known = {database: self._databases[database].named() for database in asked}
+    def _find_captured(self, table: str, asked: Sequence[str], schema: str, name: str) -> tuple[str, Relation]:
+        known = {database: self._databases[database].captured_by_name() for database in asked}
         found = [(database, named[schema, name]) for database, named in known.items() if (schema, name) in named]
         if not found:
             for database in asked:
-                standing = self._databases[database].standing(schema, name)
+                standing = self._databases[database].unavailability(schema, name)
                 if standing is not None and not standing.passing:
                     raise TablePausedError(standing.reason, standing.retry_after_s)
-            starting = [database for database in asked if self._databases[database].starting]
+            starting = [database for database in asked if self._databases[database].is_starting]
             if starting:
                 raise CaptureStartingError(f"the capture is starting: database={starting[0]}.")
             raise NotCapturedError(schema, name)
@@ -281,28 +291,30 @@ class TableShapes:
             raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Use one of these.")
         return found[0]
 
-    async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
+    async def plan_request(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
         """Check a request and return its plan. `waits`: wait for a table that is not captured yet.
 
         Raises FieldError, or UnavailableError for temporary conditions: TablePausedError, or TableReplacedError if the
         database has another table than the captured one.
         """
-        plan = await self._plan_on(request)
-        return plan or await self._plan(request, *(await self._found(request.table, waits=waits)))
+        plan = await self._plan_on_paused(request)
+        return plan or await self._plan_on_relation(
+            request, *(await self._wait_for_relation(request.table, waits=waits))
+        )
 
-    async def _plan_on(self, request: ShapeRequest) -> Plan | None:
+    async def _plan_on_paused(self, request: ShapeRequest) -> Plan | None:
         """Return the plan of a shape that continues while its table is paused, by the columns it was built with.
 
         A request for any other shape waits for the table.
         """
         if not any(each.sink.parked_oids for each in self._databases.values()):
             return None
-        asked, schema, name = self._asked(request.table)
+        asked, schema, name = self._parse_table(request.table)
         infos: dict[int, tuple[str, TableColumns]] = {}
         for database_name in asked:
             database = self._databases[database_name]
-            for oid in database.sink.parked_oids if (schema, name) not in database.named() else ():
-                for consumer in database.sink.router.of(oid):
+            for oid in database.sink.parked_oids if (schema, name) not in database.captured_by_name() else ():
+                for consumer in database.sink.router.consumers_of(oid):
                     info = self._consumers[consumer.shape.handle].info
                     if (info.relation.schema, info.relation.table) == (schema, name):
                         infos[id(info)] = database_name, info
@@ -312,23 +324,23 @@ class TableShapes:
                 where = await self._compiler(request, info.where_types(), schema, name)
             except FieldError:
                 continue
-            plan = self._planned(request, database_name, info, columns, where)
-            following = self._databases[database_name].sink.router.of(info.relation.oid)
+            plan = self._build_plan(request, database_name, info, columns, where)
+            following = self._databases[database_name].sink.router.consumers_of(info.relation.oid)
             if any(consumer.shape.definition == plan.definition for consumer in following):
                 return plan
         return None
 
-    async def _plan(self, request: ShapeRequest, database_name: str, relation: Relation) -> Plan:
+    async def _plan_on_relation(self, request: ShapeRequest, database_name: str, relation: Relation) -> Plan:
         database = self._databases[database_name]
         try:
-            found, columns = await self._check(request, database_name, relation)
+            found, columns = await self._check_request(request, database_name, relation)
             where = await self._compiler(request, found.where_types(), relation.schema, relation.table)
         except FieldError:
-            await database.check_described(relation, self._clock.monotonic_s())
+            await database.check_definition_current(relation, self._clock.monotonic_s())
             raise
-        return self._planned(request, database_name, found, columns, where)
+        return self._build_plan(request, database_name, found, columns, where)
 
-    def _planned(
+    def _build_plan(
         self,
         request: ShapeRequest,
         database_name: str,
@@ -337,50 +349,52 @@ class TableShapes:
         where: Where | None,
     ) -> Plan:
         database, relation = self._databases[database_name], found.relation
-        definition = definition_of(request, _source(database_name, relation), columns, where)
+        definition = build_definition(request, _table_source(database_name, relation), columns, where)
 
         async def build(shape: LiveShape) -> None:
-            await self._build(shape, request, database_name, found, where)
+            await self._build_shape(shape, request, database_name, found, where)
 
         reader = subset_reader(
             database.source,
             found,
             where,
             columns,
-            queryable_columns(request, found.names, found.key),
+            check_queryable_columns(request, found.names, found.key),
             self._compiler,
             self._share,
             lambda: database.sink.recent,
         )
 
-        async def read(request: SubsetRequest, rows: ResponseMemory, mark: int) -> Metadata:
+        async def read(request: SubsetRequest, rows: ResponseMemory, mark: int) -> SubsetMetadata:
             try:
                 return await reader(request, rows, mark)
             except FieldError:
-                await database.check_described(relation, self._clock.monotonic_s())
+                await database.check_definition_current(relation, self._clock.monotonic_s())
                 raise
 
-        return Plan(definition, database.shown(found, columns, request.replica).schema_json, build, read, relation)
+        return Plan(
+            definition, database.column_selection(found, columns, request.replica).schema_json, build, read, relation
+        )
 
-    async def _check(
+    async def _check_request(
         self, request: ShapeRequest, database_name: str, relation: Relation
     ) -> tuple[TableColumns, tuple[str, ...]]:
-        """Return the relation's columns, and those that the request shows. Raises as `plan` does."""
+        """Return the relation's columns, and those that the request shows. Raises as `plan_request` does."""
         database = self._databases[database_name]
         info = database.infos.get(relation)
         if info is None:
-            info = database.infos[relation] = await database.source.describe(relation)
-            database.forget_others(list(database.relations()))
+            info = database.infos[relation] = await database.source.describe_table(relation)
+            database.forget_uncaptured(list(database.relations()))
         if needs_old_rows(relation, request):
-            await database.old_rows.check(relation, request, self._clock.monotonic_s())
+            await database.old_rows.check_old_rows(relation, request, self._clock.monotonic_s())
         return info, check_columns(request, info.names, info.key)
 
-    def follows(self, shape: LiveShape, relation: Relation | None) -> bool:
+    def follows_relation(self, shape: LiveShape, relation: Relation | None) -> bool:
         """Return whether the shape's consumer follows this very relation, not a dropped one of the same name."""
         registered = self._consumers.get(shape.handle)
         return registered is None or relation is None or registered.consumer.oid == relation.oid
 
-    def continues(self, shape: LiveShape) -> bool:
+    def continues_while_paused(self, shape: LiveShape) -> bool:
         """Return whether the table is paused and the shape needs none of the changed columns."""
         registered = self._consumers.get(shape.handle)
         return registered is not None and registered.consumer.oid in registered.sink.parked_oids
@@ -389,33 +403,33 @@ class TableShapes:
         """Stop offering changes to a shape. Idempotent."""
         registered = self._consumers.pop(shape.handle, None)
         if registered is not None:
-            registered.sink.remove(registered.consumer)
+            registered.sink.remove_consumer(registered.consumer)
 
-    async def _build(
+    async def _build_shape(
         self, shape: LiveShape, request: ShapeRequest, database_name: str, info: TableColumns, where: Where | None
     ) -> None:
         database, definition, relation = self._databases[database_name], shape.definition, info.relation
-        writer = database.shown(info, definition.columns, definition.replica).writer
+        writer = database.column_selection(info, definition.columns, definition.replica).writer
         consumer = TableConsumer(shape, relation, where, writer, asks=True)
-        if database.still(relation) is None:
+        if database.find_unchanged(relation) is None:
             raise TransientTableError(f"the table is not captured now, or was redefined: table={relation.name}.")
         must_see = database.sink.recent
         database.sink.add(consumer)
-        self._consumers[shape.handle] = Registered(database.sink, consumer, info)
+        self._consumers[shape.handle] = RegisteredConsumer(database.sink, consumer, info)
         with_rows = definition.log_mode == "full"
         snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
-        if shape.gone:
+        if shape.has_ended:
             return
-        shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
+        shape.log.add_base([snapshot_end_item(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
         shape.log.seal_base()
-        consumer.open(snapshot)
-        await self._share.work(consumer.settle)
-        shape.ready()
+        consumer.set_snapshot(snapshot)
+        await self._share.run_step(consumer.publish_waiting)
+        shape.mark_ready()
         if database.store is not None and isinstance(shape.log, DiskLog):
-            kept = SavedDefinition(request, definition, shape.schema_json, consumer.relation, shape.rows_loaded)
-            database.store.record(shape.log, shape.handle, kept.encode(), str(snapshot))
+            kept = SavedTableShape(request, definition, shape.schema_json, consumer.relation, shape.rows_loaded)
+            database.store.save_record(shape.log, shape.handle, kept.encode(), str(snapshot))
 
-    async def answer(self, name: str) -> None:
+    async def answer_requests(self, name: str) -> None:
         """Send the questions of the database's shapes to the database, forever.
 
         A shape whose column types changed in the catalog ends: compiled again it knows them, and need not ask
@@ -423,21 +437,23 @@ class TableShapes:
         """
         database = self._databases[name]
 
-        async def look(connection: Connection, consumer: TableConsumer, question: Question) -> None:
-            info = await database.look_again(connection, consumer.oid, self._clock.monotonic_s())
+        async def end_if_types_changed(
+            connection: Connection, consumer: TableConsumer, question: EvaluationRequest
+        ) -> None:
+            info = await database.reread_columns(connection, consumer.oid, self._clock.monotonic_s())
             registered = self._consumers.get(consumer.shape.handle)
             if info is None or registered is None:
                 return
             now, then = info.where_types(), registered.info.where_types()
             if any(now.get(column) != then.get(column) for column in question.where.columns):
                 consumer.shape.drop("the types of its columns changed")
-                database.sink.remove(consumer)
+                database.sink.remove_consumer(consumer)
 
-        await answer(database.sink, database.source, look)
+        await answer_requests(database.sink, database.source, end_if_types_changed)
 
     # -- after a restart ---------------------------------------------------------------------------------------
 
-    async def restore(self, name: str, start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape]) -> None:
+    async def restore(self, name: str, start: Callable[[StoredShape, SavedTableShape, DiskLog], LiveShape]) -> None:
         """Restore the stored shapes of a database, before anything is routed; `start` adds each of them.
 
         Shapes that cannot continue are deleted. Idempotent. Raises UnavailableError; the caller retries.
@@ -449,35 +465,35 @@ class TableShapes:
         await sink.begun.wait()
         deadline_s = self._clock.monotonic_s() + RESTORE_S
         try:
-            saved = await store.saved() if sink.restoring else []
+            saved = await store.read_saved() if sink.restoring else []
         except UnavailableError as error:
             _log.error("stored shapes cannot be read", database=name, error=str(error))
-            store.start_over()
+            store.discard_shapes()
             sink.name = store.owner
             saved = []
-        for first in range(0, len(saved), RESTORED_AT_ONCE):
-            some = saved[first : first + RESTORED_AT_ONCE]
-            some = [each for each in some if each.id not in store.logs and not store.forgets(each)]
+        for first in range(0, len(saved), RESTORE_BATCH):
+            some = saved[first : first + RESTORE_BATCH]
+            some = [each for each in some if each.id not in store.live_log_ids and not store.is_deleted(each)]
             if some and sink.restoring:
                 await self._restore_some(name, store, some, start, deadline_s)
-        sink.restored()
+        sink.finish_restore()
 
     async def _restore_some(
         self,
         name: str,
         store: ShapeStore,
-        some: Sequence[Saved],
-        start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape],
+        some: Sequence[StoredShape],
+        start: Callable[[StoredShape, SavedTableShape, DiskLog], LiveShape],
         deadline_s: float,
     ) -> None:
-        over: list[tuple[Saved, BaseException]] = []
-        found: list[_Found] = []
+        over: list[tuple[StoredShape, BaseException]] = []
+        found: list[_FoundShape] = []
         types: dict[int, Mapping[str, Type]] = {}
         for saved in some:
             try:
-                found.append(await self._find_in_time(name, saved, deadline_s))
+                found.append(await self._find_saved_until(name, saved, deadline_s))
             except BaseException as error:
-                if not is_own_fault(error):
+                if not is_own_fault_of_await(error):
                     raise
                 over.append((saved, error))
         for each in found:
@@ -486,20 +502,20 @@ class TableShapes:
         asked = [
             CompileRequest(f.kept.request, types[f.relation.oid], f.relation.schema, f.relation.table) for f in found
         ]
-        for each, where in zip(found, await self._compiler.many(asked), strict=True):
+        for each, where in zip(found, await self._compiler.compile_many(asked), strict=True):
             try:
                 if isinstance(where, BaseException):
                     raise where
-                self._take_back(name, store, each, where, start)
+                self._start_saved(name, store, each, where, start)
             except BaseException as error:
-                if not is_own_fault(error):
+                if not is_own_fault_of_await(error):
                     raise
                 over.append((each.saved, error))
         for saved, why in over:
-            _log.info("a stored shape cannot be restored", handle=saved.handle, why=sentence(why))
-            store.forget(saved)
+            _log.info("a stored shape cannot be restored", handle=saved.handle, why=error_sentence(why))
+            store.delete_saved(saved)
 
-    async def _find_in_time(self, name: str, saved: Saved, deadline_s: float) -> _Found:
+    async def _find_saved_until(self, name: str, saved: StoredShape, deadline_s: float) -> _FoundShape:
         """Find a stored shape's table. If the database does not answer, retry until the deadline; other errors are
         raised.
 
@@ -507,63 +523,65 @@ class TableShapes:
         """
         while True:
             try:
-                return await self._find_again(name, saved)
+                return await self._find_saved(name, saved)
             except UnavailableError:
                 if self._clock.monotonic_s() >= deadline_s:
                     raise
                 await asyncio.sleep(RESTORE_RETRY_S)
 
-    async def _find_again(self, name: str, saved: Saved) -> _Found:
+    async def _find_saved(self, name: str, saved: StoredShape) -> _FoundShape:
         """Return the stored shape with its table's current relation. Raises the error that ends the shape."""
-        kept = SavedDefinition.decode(saved.record)
-        relation = self._databases[name].still(
+        kept = SavedTableShape.decode(saved.record)
+        relation = self._databases[name].find_unchanged(
             kept.relation, needed_columns(kept.relation, kept.definition.columns, None)
         )
         if relation is None:
             raise MissingError("its table was re-created or redefined.")
         try:
-            return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
+            return _FoundShape(saved, kept, relation, *await self._check_request(kept.request, name, relation))
         except TransientTableError as error:  # a retry before the deadline would not help
             raise MissingError(error.message) from error
 
-    def _take_back(
+    def _start_saved(
         self,
         name: str,
         store: ShapeStore,
-        found: _Found,
+        found: _FoundShape,
         where: Where | None,
-        start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape],
+        start: Callable[[StoredShape, SavedTableShape, DiskLog], LiveShape],
     ) -> None:
         """Start a stored shape. A plain def: from here on the tap informs it of changes to its table. Raises the error
         that ends it."""
         sink = self._databases[name].sink
         saved, kept, relation, info, columns = found
-        definition = definition_of(kept.request, _source(name, relation), columns, where)
-        shown = self._databases[name].shown(info, columns, definition.replica)
+        definition = build_definition(kept.request, _table_source(name, relation), columns, where)
+        shown = self._databases[name].column_selection(info, columns, definition.replica)
         if definition != kept.definition or shown.schema_json != kept.schema_json:
             raise MissingError("its table's description changed.")
         if relation.oid not in (sink.resumable or ()):
             raise MissingError("changes of its table were omitted.")
         needed = needed_columns(kept.relation, kept.definition.columns, where)
-        if self._databases[name].still(kept.relation, needed) is not relation:  # may have changed since it was found
+        if (
+            self._databases[name].find_unchanged(kept.relation, needed) is not relation
+        ):  # may have changed since it was found
             raise MissingError("its table was re-created or redefined.")
         snapshot = PgSnapshot.parse(saved.snapshot) if saved.snapshot else None
         if snapshot is None or not snapshot.lsn:
             raise MissingError("its record lacks the LSN of its snapshot.")
-        log = store.old_log(saved)
+        log = store.restore_log(saved)
         try:
             shape = start(saved, replace(kept, schema_json=shown.schema_json), log)
         except BaseException:
             log.drop()
             raise
         consumer = TableConsumer(shape, relation, where, shown.writer, has_lsn=shape.log.end.tx, asks=True)
-        consumer.open(snapshot)
-        consumer.follow()
+        consumer.set_snapshot(snapshot)
+        consumer.follow_immediately()
         sink.add(consumer)
-        self._consumers[shape.handle] = Registered(sink, consumer, info)
+        self._consumers[shape.handle] = RegisteredConsumer(sink, consumer, info)
         shape.rows_loaded = kept.rows_loaded
-        shape.ready()
+        shape.mark_ready()
 
 
-def _source(database: str, relation: Relation) -> Source:
+def _table_source(database: str, relation: Relation) -> Source:
     return Source("table", database, relation.schema, relation.table)

@@ -7,14 +7,14 @@ import operator
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal, Inexact, Overflow
 
-from tidemill.base.pgtypes.text import INTEGERS, check_integer, check_numeric, to_float4, too_wide
+from tidemill.base.pgtypes.text import INTEGERS, check_integer, check_numeric, to_float4, too_many_digits_error
 from tidemill.shapes.where import datetimes
-from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve, strict
-from tidemill.shapes.where.operators import no_operator, promote
+from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve_unknown, strict
+from tidemill.shapes.where.operators import operator_error, promote_numbers
 from tidemill.shapes.where.types import (
+    EXACT_CONTEXT,
     NUMBERS,
-    ROUNDING,
-    WIDE,
+    ROUNDING_CONTEXT,
     EvaluationError,
     Type,
     Value,
@@ -22,20 +22,20 @@ from tidemill.shapes.where.types import (
 )
 
 
-def arithmetic(name: str, left: Expression, right: Expression, location: str) -> Expression:
+def compile_arithmetic(name: str, left: Expression, right: Expression, location: str) -> Expression:
     if left.type == UNKNOWN and right.type == UNKNOWN:
         raise WhereError(f"{location}operator is not unique: unknown {name} unknown", fix="Cast one side.")
-    left, right = resolve(left, right.type, location), resolve(right, left.type, location)
+    left, right = resolve_unknown(left, right.type, location), resolve_unknown(right, left.type, location)
     a, b = left.type, right.type
     if a.array or b.array or a.name not in NUMBERS or b.name not in NUMBERS:
-        raise no_operator(name, a, b, location)
+        raise operator_error(name, a, b, location)
     wider = max(a.name, b.name, key=lambda kind: NUMBERS[kind])
     if wider == "float4" and a.name != b.name:
         wider = "float8"
     if name == "%" and wider.startswith("float"):
-        raise no_operator(name, a, b, location)
+        raise operator_error(name, a, b, location)
     if wider not in INTEGERS:
-        left, right = promote(left, right)
+        left, right = promote_numbers(left, right)
     function = _ARITHMETIC[(name, "int" if wider in INTEGERS else "float" if wider.startswith("float") else "numeric")]
     if wider in INTEGERS:
         result: Callable[..., Value] = lambda x, y: check_integer(wider, function(x, y))  # noqa: E731
@@ -46,11 +46,11 @@ def arithmetic(name: str, left: Expression, right: Expression, location: str) ->
     return Expression(Type(wider), strict(result, left, right), constant=left.constant and right.constant)
 
 
-def negate(operand: Expression, location: str) -> Expression:
+def compile_negation(operand: Expression, location: str) -> Expression:
     if operand.type == Type("interval"):
-        return Expression(operand.type, strict(datetimes.negate, operand), constant=operand.constant)
+        return Expression(operand.type, strict(datetimes.negate_interval, operand), constant=operand.constant)
     if operand.type.array or operand.type.name not in NUMBERS:
-        raise no_operator("-", None, operand.type, location)
+        raise operator_error("-", None, operand.type, location)
     name = operand.type.name
     if name in INTEGERS:
         return Expression(Type(name), strict(lambda x: check_integer(name, -x), operand), constant=operand.constant)
@@ -98,7 +98,7 @@ def _leading_group(value: Decimal) -> tuple[int, int]:
     if value == 0:
         return 0, 0
     weight = value.adjusted() // 4
-    return weight, int(value.copy_abs().scaleb(-4 * weight, ROUNDING))
+    return weight, int(value.copy_abs().scaleb(-4 * weight, ROUNDING_CONTEXT))
 
 
 def _numeric_divide(a: Decimal, b: Decimal) -> Decimal:
@@ -116,7 +116,7 @@ def _numeric_divide(a: Decimal, b: Decimal) -> Decimal:
     scale = max(16 - quotient_weight * 4, -int(a.as_tuple().exponent), -int(b.as_tuple().exponent), 0)
     scale = min(scale, 1000)
     exact_digits = max(a.adjusted() - b.adjusted(), 0) + scale + 5
-    context = ROUNDING.copy()
+    context = ROUNDING_CONTEXT.copy()
     context.prec = exact_digits + 30
     quotient = context.divide(a, b)
     return check_numeric(quotient.quantize(Decimal(1).scaleb(-scale), rounding=ROUND_HALF_UP, context=context))
@@ -128,17 +128,17 @@ def _numeric_modulo(a: Decimal, b: Decimal) -> Decimal:
     _nonzero(b)
     if b.is_infinite():
         return a
-    return WIDE.remainder(a, b)
+    return EXACT_CONTEXT.remainder(a, b)
 
 
-def _decimal(function: Callable[[Decimal, Decimal], Decimal]) -> Callable[[Decimal, Decimal], Decimal]:
+def _numeric_checked(function: Callable[[Decimal, Decimal], Decimal]) -> Callable[[Decimal, Decimal], Decimal]:
     def call(a: Decimal, b: Decimal) -> Decimal:
         if a.is_infinite() or b.is_infinite():
             return function(a, b) if not (a.is_nan() or b.is_nan()) else Decimal("nan")
         try:
             return check_numeric(function(a, b))
         except (Inexact, Overflow) as error:
-            raise too_wide() from error
+            raise too_many_digits_error() from error
 
     return call
 
@@ -153,9 +153,9 @@ _ARITHMETIC: dict[tuple[str, str], Callable[..., Value]] = {
     ("-", "float"): operator.sub,
     ("*", "float"): operator.mul,
     ("/", "float"): _float_divide,
-    ("+", "numeric"): _decimal(WIDE.add),
-    ("-", "numeric"): _decimal(WIDE.subtract),
-    ("*", "numeric"): _decimal(WIDE.multiply),
+    ("+", "numeric"): _numeric_checked(EXACT_CONTEXT.add),
+    ("-", "numeric"): _numeric_checked(EXACT_CONTEXT.subtract),
+    ("*", "numeric"): _numeric_checked(EXACT_CONTEXT.multiply),
     ("/", "numeric"): _numeric_divide,
     ("%", "numeric"): _numeric_modulo,
 }

@@ -12,23 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tidemill.base.pgtypes.arrays import ARRAY_CHARS, MOST_DIMENSIONS, Bounded
+from tidemill.base.pgtypes.arrays import ARRAY_CHARS, DIMENSIONS_MAX, BoundedArray
 from tidemill.base.pgtypes.text import INTEGERS
 from tidemill.shapes.where.array_comparison import flatten
-from tidemill.shapes.where.case_folding import folding_of
-from tidemill.shapes.where.common_type import coerce, common_type
-from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve, strict
-from tidemill.shapes.where.types import TEXTS, EvaluationError, Type, Value, WhereError, canonical
+from tidemill.shapes.where.case_folding import common_folding
+from tidemill.shapes.where.common_type import coerce, find_common_type
+from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve_unknown, strict
+from tidemill.shapes.where.types import TEXTS, EvaluationError, Type, Value, WhereError, canonical_form
 
 INT4 = Type("int4")
 _INT4 = range(-(1 << 31), 1 << 31)
-MOST_ELEMENTS = ARRAY_CHARS
+MAX_ELEMENTS = ARRAY_CHARS
 """Largest result of a function: as many elements as an array that is parsed may have characters."""
 
 Array = list[Value]
 
 
-def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
+def compile_call(name: str, operands: Sequence[Expression], location: str) -> Expression:
     """Compile one of FUNCTIONS. Raises WhereError."""
     kinds = ", ".join(str(operand.type) for operand in operands)
     refused = WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast.")
@@ -38,20 +38,22 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
     if signature is None:
         raise refused
     fixed = [_FIXED.get(kind) for kind in signature]
-    operands = [resolve(each, type_, location) if type_ else each for each, type_ in zip(operands, fixed, strict=True)]
+    operands = [
+        resolve_unknown(each, type_, location) if type_ else each for each, type_ in zip(operands, fixed, strict=True)
+    ]
     shared = [place for place, kind in enumerate(signature) if kind in _POLYMORPHIC]
     if all(operands[place].type == UNKNOWN for place in shared):
         raise WhereError(f"{location}function {name}: the type of the array is unknown.", fix="Cast it.")
     if any(operands[place].type.most_bytes for place in shared):
         raise WhereError(f'{location}function {name} on name or "char" is not supported in a where clause.')
     for operand, kind in zip(operands, signature, strict=True):
-        if not _takes(kind, operand.type):
+        if not _accepts(kind, operand.type):
             raise refused
-    element = common_type([_as_element(operands[place]) for place in shared])
+    element = find_common_type([_as_element(operands[place]) for place in shared])
     if element is None or any(not _same_labels(operands[place].type, element) for place in shared):
         raise refused
     operands = [
-        _of_type(operand, kind, element, location)
+        _convert_operand(operand, kind, element, location)
         if kind in _POLYMORPHIC
         else coerce(operand, TEXT, location)
         if kind == "text"
@@ -68,18 +70,18 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
     return Expression(result, evaluate, constant=constant, collated=any(operand.collated for operand in operands))
 
 
-def joined(left: Expression, right: Expression, location: str) -> Expression:
+def compile_concatenation(left: Expression, right: Expression, location: str) -> Expression:
     """Compile `left || right`, where one side is an array. An unknown literal is read as an array too."""
     if UNKNOWN in (left.type, right.type) or (left.type.array and right.type.array):
-        return call("array_cat", (left, right), location)
-    return call("array_append" if left.type.array else "array_prepend", (left, right), location)
+        return compile_call("array_cat", (left, right), location)
+    return compile_call("array_append" if left.type.array else "array_prepend", (left, right), location)
 
 
 _FIXED = {"int": INT4, "text": TEXT}
 _POLYMORPHIC = ("array", "element")
 
 
-def _takes(kind: str, type_: Type) -> bool:
+def _accepts(kind: str, type_: Type) -> bool:
     if type_ == UNKNOWN:
         return True
     if kind == "array":
@@ -101,21 +103,21 @@ def _as_element(operand: Expression) -> Expression:
     )  # fmt: skip
 
 
-def _of_type(operand: Expression, kind: str, element: Type, location: str) -> Expression:
+def _convert_operand(operand: Expression, kind: str, element: Type, location: str) -> Expression:
     if kind == "element":
         return coerce(operand, element, location)
-    type_ = element.like(element.name, array=True)
+    type_ = element.with_name(element.name, array=True)
     if operand.type == UNKNOWN or operand.type.name == element.name:
-        return resolve(operand, type_, location)
+        return resolve_unknown(operand, type_, location)
     lift = coerce(Expression(operand.type.element, lambda item: item), element, location).evaluate
     return Expression(
-        type_, strict(partial(_mapped, lift), operand), constant=operand.constant, collated=operand.collated
+        type_, strict(partial(_map_elements, lift), operand), constant=operand.constant, collated=operand.collated
     )
 
 
-def _mapped(function: Callable[[Value], Value], items: Array) -> Array:
-    found = [_mapped(function, item) if isinstance(item, list) else function(item) for item in items]
-    return _bounded(found, _lower(items)) if isinstance(items, Bounded) else found
+def _map_elements(function: Callable[[Value], Value], items: Array) -> Array:
+    found = [_map_elements(function, item) if isinstance(item, list) else function(item) for item in items]
+    return _with_bounds(found, _lower_bounds(items)) if isinstance(items, BoundedArray) else found
 
 
 def _dimensions(array: Array) -> tuple[int, ...]:
@@ -130,25 +132,25 @@ def _dimensions(array: Array) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _lower(array: Array) -> tuple[int, ...]:
-    return array.lower if isinstance(array, Bounded) else (1,) * len(_dimensions(array))
+def _lower_bounds(array: Array) -> tuple[int, ...]:
+    return array.lower if isinstance(array, BoundedArray) else (1,) * len(_dimensions(array))
 
 
-def _bounded(items: Array, lower: tuple[int, ...]) -> Array:
+def _with_bounds(items: Array, lower: tuple[int, ...]) -> Array:
     """Return the items with lower bounds. Raises EvaluationError if a subscript would exceed int4, or the array is too
     large."""
-    if len(items) > MOST_ELEMENTS:
-        raise EvaluationError(f"an array of more than {MOST_ELEMENTS} elements is not supported")
+    if len(items) > MAX_ELEMENTS:
+        raise EvaluationError(f"an array of more than {MAX_ELEMENTS} elements is not supported")
     if not items or all(bound == 1 for bound in lower):
         return items
     if lower[0] + len(items) not in _INT4:
         raise EvaluationError("array size exceeds the maximum allowed")
-    found = Bounded(items)
+    found = BoundedArray(items)
     found.lower = lower
     return found
 
 
-def _flat(array: Array, doing: str) -> Array:
+def _require_one_dimension(array: Array, doing: str) -> Array:
     if len(_dimensions(array)) > 1:
         raise EvaluationError(f"{doing} multidimensional arrays is not supported")
     return array
@@ -163,50 +165,50 @@ def _bound(array: Array, dimension: int, *, upper: bool) -> int | None:
     size = _length(array, dimension)
     if size is None:
         return None
-    lower = _lower(array)[dimension - 1]
+    lower = _lower_bounds(array)[dimension - 1]
     return lower + size - 1 if upper else lower
 
 
 def _dims(array: Array) -> str | None:
-    bounds = zip(_lower(array), _dimensions(array), strict=True)
+    bounds = zip(_lower_bounds(array), _dimensions(array), strict=True)
     return "".join(f"[{lower}:{lower + size - 1}]" for lower, size in bounds) or None
 
 
 def _append(array: Array | None, item: Value) -> Array:
-    known = _flat(array or [], "appending to")
-    return _bounded([*known, item], _lower(known) or (1,))
+    known = _require_one_dimension(array or [], "appending to")
+    return _with_bounds([*known, item], _lower_bounds(known) or (1,))
 
 
 def _prepend(item: Value, array: Array | None) -> Array:
-    known = _flat(array or [], "prepending to")
-    return _bounded([item, *known], _lower(known) or (1,))
+    known = _require_one_dimension(array or [], "prepending to")
+    return _with_bounds([item, *known], _lower_bounds(known) or (1,))
 
 
-def _cat(left: Array | None, right: Array | None) -> Array | None:
+def _concatenate(left: Array | None, right: Array | None) -> Array | None:
     if left is None or right is None:
         return right if left is None else left
     a, b = _dimensions(left), _dimensions(right)
     if not a or not b:
         return right if not a else left
     if len(a) == len(b):
-        fits, found, lower = a[1:] == b[1:], [*left, *right], _lower(left)
-        inner = (_lower(left)[1:], _lower(right)[1:])
+        fits, found, lower = a[1:] == b[1:], [*left, *right], _lower_bounds(left)
+        inner = (_lower_bounds(left)[1:], _lower_bounds(right)[1:])
     elif len(a) + 1 == len(b):
-        fits, found, lower = a == b[1:], [_plain(left), *right], _lower(right)
-        inner = (_lower(left), _lower(right)[1:])
+        fits, found, lower = a == b[1:], [_without_bounds(left), *right], _lower_bounds(right)
+        inner = (_lower_bounds(left), _lower_bounds(right)[1:])
     elif len(a) == len(b) + 1:
-        fits, found, lower = a[1:] == b, [*left, _plain(right)], _lower(left)
-        inner = (_lower(left)[1:], _lower(right))
+        fits, found, lower = a[1:] == b, [*left, _without_bounds(right)], _lower_bounds(left)
+        inner = (_lower_bounds(left)[1:], _lower_bounds(right))
     else:
         fits, found, lower, inner = False, [], (), ((), ())
     if not fits or inner[0] != inner[1]:
         raise EvaluationError("cannot concatenate incompatible arrays")
-    if len(flatten(found)) > MOST_ELEMENTS or len(_dimensions(found)) > MOST_DIMENSIONS:
-        raise EvaluationError(f"an array of more than {MOST_ELEMENTS} elements is not supported")
-    return _bounded(found, lower)
+    if len(flatten(found)) > MAX_ELEMENTS or len(_dimensions(found)) > DIMENSIONS_MAX:
+        raise EvaluationError(f"an array of more than {MAX_ELEMENTS} elements is not supported")
+    return _with_bounds(found, lower)
 
 
-def _plain(array: Array) -> Array:
+def _without_bounds(array: Array) -> Array:
     return list(array)
 
 
@@ -219,9 +221,9 @@ def _trim(array: Array, count: int) -> Array:
 Same = Callable[[Value, Value], bool]
 
 
-def _same(element: Type) -> Same:
+def _not_distinct(element: Type) -> Same:
     """Return the function for IS NOT DISTINCT FROM of two elements."""
-    form = canonical(element.name)
+    form = canonical_form(element.name)
 
     def same(a: Value, b: Value) -> bool:
         if a is None or b is None or form is None:
@@ -239,8 +241,8 @@ def _position(same: Same, array: Array | None, wanted: Value, start: Value = _NO
         return None
     if start is None:
         raise EvaluationError("initial position must not be null")
-    known = _flat(array, "searching for elements in")
-    for place, item in enumerate(known, _lower(known)[0] if known else 1):
+    known = _require_one_dimension(array, "searching for elements in")
+    for place, item in enumerate(known, _lower_bounds(known)[0] if known else 1):
         if (start is _NOT_GIVEN or place >= start) and same(item, wanted):
             return place
     return None
@@ -249,19 +251,19 @@ def _position(same: Same, array: Array | None, wanted: Value, start: Value = _NO
 def _positions(same: Same, array: Array | None, wanted: Value) -> Value:
     if array is None:
         return None
-    known = _flat(array, "searching for elements in")
-    return [place for place, item in enumerate(known, _lower(known)[0] if known else 1) if same(item, wanted)]
+    known = _require_one_dimension(array, "searching for elements in")
+    return [place for place, item in enumerate(known, _lower_bounds(known)[0] if known else 1) if same(item, wanted)]
 
 
 def _remove(same: Same, array: Array | None, unwanted: Value) -> Value:
     if array is None:
         return None
-    known = _flat(array, "removing elements from")
-    return _bounded([item for item in known if not same(item, unwanted)], _lower(known))
+    known = _require_one_dimension(array, "removing elements from")
+    return _with_bounds([item for item in known if not same(item, unwanted)], _lower_bounds(known))
 
 
 def _replace(same: Same, array: Array | None, old: Value, new: Value) -> Value:
-    return None if array is None else _mapped(lambda item: new if same(item, old) else item, array)
+    return None if array is None else _map_elements(lambda item: new if same(item, old) else item, array)
 
 
 def _to_string(write: Callable[[Value], str], array: Array | None, between: str | None, *null: str | None) -> Value:
@@ -278,8 +280,8 @@ def _writer(element: Type) -> Callable[[Value], str] | None:
     return (lambda value: "t" if value else "f") if element.name == "bool" else None
 
 
-Made = tuple[Type, Callable[..., Value]]
-Maker = Callable[[Type, Sequence[Expression], WhereError], Made]
+CompiledFunction = tuple[Type, Callable[..., Value]]
+FunctionMaker = Callable[[Type, Sequence[Expression], WhereError], CompiledFunction]
 
 
 def _none_if_null(function: Callable[..., Value]) -> Callable[..., Value]:
@@ -289,49 +291,49 @@ def _none_if_null(function: Callable[..., Value]) -> Callable[..., Value]:
     return call
 
 
-def _measure(function: Callable[..., Value], result: Type = INT4) -> Maker:
+def _returning_value(function: Callable[..., Value], result: Type = INT4) -> FunctionMaker:
     return lambda element, operands, refused: (result, _none_if_null(function))
 
 
-def _another(function: Callable[..., Value]) -> Maker:
-    return lambda element, operands, refused: (element.like(element.name, array=True), function)
+def _returning_array(function: Callable[..., Value]) -> FunctionMaker:
+    return lambda element, operands, refused: (element.with_name(element.name, array=True), function)
 
 
-def _sought(function: Callable[..., Value], result: Type | None = None) -> Maker:
+def _comparing_elements(function: Callable[..., Value], result: Type | None = None) -> FunctionMaker:
     """Return the maker of a function that compares elements; `result` None: the result is an array of the same type."""
 
-    def make(element: Type, operands: Sequence[Expression], refused: WhereError) -> Made:
-        return result or element.like(element.name, array=True), partial(function, _same(element))
+    def make(element: Type, operands: Sequence[Expression], refused: WhereError) -> CompiledFunction:
+        return result or element.with_name(element.name, array=True), partial(function, _not_distinct(element))
 
     return make
 
 
-def _written(element: Type, operands: Sequence[Expression], refused: WhereError) -> Made:
+def _make_to_string(element: Type, operands: Sequence[Expression], refused: WhereError) -> CompiledFunction:
     write = _writer(element)
     if write is None:  # the text of other types is specific to PostgreSQL
         raise WhereError(f"{refused.args[0].partition('function')[0]}array_to_string on {element} is not supported.")
     texts = [_as_element(operand) for operand in operands if operand.type.name in ("text", "bpchar")]
     own = element.name in ("text", "bpchar")
     ordered = own and all(text.type.ordered for text in texts)
-    return Type("text", False, ordered, folding_of(*texts)), partial(_to_string, write)
+    return Type("text", False, ordered, common_folding(*texts)), partial(_to_string, write)
 
 
-_FUNCTIONS: dict[str, Maker] = {
-    "array_length": _measure(_length),
-    "array_lower": _measure(partial(_bound, upper=False)),
-    "array_upper": _measure(partial(_bound, upper=True)),
-    "array_ndims": _measure(lambda array: len(_dimensions(array)) or None),
-    "array_dims": _measure(_dims, Type("text", ordered=False)),
-    "cardinality": _measure(lambda array: len(flatten(array))),
-    "array_append": _another(_append),
-    "array_prepend": _another(_prepend),
-    "array_cat": _another(_cat),
-    "trim_array": _another(_none_if_null(_trim)),
-    "array_position": _sought(_position, INT4),
-    "array_positions": _sought(_positions, Type("int4", array=True)),
-    "array_remove": _sought(_remove),
-    "array_replace": _sought(_replace),
-    "array_to_string": _written,
+_FUNCTIONS: dict[str, FunctionMaker] = {
+    "array_length": _returning_value(_length),
+    "array_lower": _returning_value(partial(_bound, upper=False)),
+    "array_upper": _returning_value(partial(_bound, upper=True)),
+    "array_ndims": _returning_value(lambda array: len(_dimensions(array)) or None),
+    "array_dims": _returning_value(_dims, Type("text", ordered=False)),
+    "cardinality": _returning_value(lambda array: len(flatten(array))),
+    "array_append": _returning_array(_append),
+    "array_prepend": _returning_array(_prepend),
+    "array_cat": _returning_array(_concatenate),
+    "trim_array": _returning_array(_none_if_null(_trim)),
+    "array_position": _comparing_elements(_position, INT4),
+    "array_positions": _comparing_elements(_positions, Type("int4", array=True)),
+    "array_remove": _comparing_elements(_remove),
+    "array_replace": _comparing_elements(_replace),
+    "array_to_string": _make_to_string,
 }
 _SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "array_length": (("array", "int"),),
@@ -354,11 +356,11 @@ FUNCTIONS = (*_FUNCTIONS, "string_to_array")
 
 
 def _string_to_array(operands: Sequence[Expression], refused: WhereError) -> Expression:
-    operands = [resolve(operand, TEXT) for operand in operands]
+    operands = [resolve_unknown(operand, TEXT) for operand in operands]
     textual = all(operand.type.name in ("text", "bpchar") and not operand.type.array for operand in operands)
     if not 2 <= len(operands) <= 3 or not textual:
         raise refused
-    ordered, folding = all(operand.type.ordered for operand in operands), folding_of(*operands)
+    ordered, folding = all(operand.type.ordered for operand in operands), common_folding(*operands)
     tests = [coerce(operand, TEXT, "").evaluate for operand in operands]
 
     def evaluate(row: Row) -> Value:
@@ -367,7 +369,7 @@ def _string_to_array(operands: Sequence[Expression], refused: WhereError) -> Exp
             return None if text is None else []
         parts = list(text) if between is None else [text] if not between else text.split(between)
         found = [None if null and part == null[0] else part for part in parts]
-        return _bounded(found, (1,))
+        return _with_bounds(found, (1,))
 
     return Expression(
         Type("text", True, ordered, folding), evaluate, constant=all(operand.constant for operand in operands),

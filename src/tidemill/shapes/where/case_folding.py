@@ -1,5 +1,5 @@
-"""Converts letters to lower and upper case, as `lower`, `upper` and ILIKE of PostgreSQL do. The result depends on the
-collation:
+"""Converts letters to lower and upper case, as `lower_function`, `upper_function` and ILIKE of PostgreSQL do. The
+result depends on the collation:
 
     simple   letter by letter, as libc and PostgreSQL's own C.UTF-8 do, independent of neighbors: ß remains ß
     ascii    for C, POSIX and ucs_basic: A to Z only
@@ -62,17 +62,17 @@ _UPPER: dict[Folding, Callable[[str], str]] = {
 }
 
 
-def lower(folding: Folding, location: str) -> Callable[[str], str]:
+def lower_function(folding: Folding, location: str) -> Callable[[str], str]:
     """Return the function for lower case. Raises WhereError if the collations differ."""
-    return _LOWER[_decided(folding, location)]
+    return _LOWER[_require_decided(folding, location)]
 
 
-def upper(folding: Folding, location: str) -> Callable[[str], str]:
+def upper_function(folding: Folding, location: str) -> Callable[[str], str]:
     """Return the function for upper case. Raises WhereError if the collations differ."""
-    return _UPPER[_decided(folding, location)]
+    return _UPPER[_require_decided(folding, location)]
 
 
-def _decided(folding: Folding, location: str) -> Folding:
+def _require_decided(folding: Folding, location: str) -> Folding:
     if folding == "undecided":
         raise WhereError(
             f"{location}these texts have different collations.", fix='Write COLLATE "C" after one of them.'
@@ -80,7 +80,7 @@ def _decided(folding: Folding, location: str) -> Folding:
     return folding
 
 
-def folding_of(*operands: Expression) -> Folding:
+def common_folding(*operands: Expression) -> Folding:
     """Return the folding of several operands together.
 
     An explicit collation takes precedence over those of columns, and these over the database's, which constants have.

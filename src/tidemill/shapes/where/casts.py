@@ -9,15 +9,15 @@ from decimal import ROUND_HALF_UP, Decimal
 import msgspec
 
 from tidemill.base.pgtypes.text import DAY_US, INTEGERS, MOMENTS, check_integer, nearest_float4, to_float4
-from tidemill.shapes.where.expressions import UNKNOWN, Expression, Row, resolve, strict
+from tidemill.shapes.where.expressions import UNKNOWN, Expression, Row, resolve_unknown, strict
 from tidemill.shapes.where.types import (
-    ROUNDING,
+    ROUNDING_CONTEXT,
     EvaluationError,
     Type,
     Value,
     WhereError,
-    readable,
-    reader,
+    is_readable,
+    reader_of,
     to_float8,
 )
 
@@ -25,32 +25,32 @@ _DATABASE_TEXT = Type("text", ordered=False)
 """Text that does not come from a column has the collation of the database."""
 
 
-def cast(expression: Expression, target: Type, location: str) -> Expression:
+def compile_cast(expression: Expression, target: Type, location: str) -> Expression:
     """Compile a cast. Raises WhereError if this cast is not supported."""
-    target = target.plain
-    if not readable(target.name) or target.name == "enum":
+    target = target.base_type
+    if not is_readable(target.name) or target.name == "enum":
         raise WhereError(f"{location}cast to type {target} is not supported in a where clause.")
     if expression.type == UNKNOWN:
-        return resolve(expression, target, location)
+        return resolve_unknown(expression, target, location)
     source = expression.type
     if source.name == target.name and source.array == target.array:
-        return as_kind(expression, target)
+        return as_text_kind(expression, target)
     if target.name == "text" and not target.array and not source.array:
-        return as_kind(_to_text(expression, location), target)
+        return as_text_kind(_to_text(expression, location), target)
     if source.array or target.array:
-        raise _refused(source, target, location)
+        raise _cast_error(source, target, location)
     if source.name == "text":
-        type_ = source.like(target.name) if target.name == "bpchar" else target
+        type_ = source.with_name(target.name) if target.name == "bpchar" else target
         return Expression(
-            type_, strict(reader(target), expression), constant=expression.constant, collated=expression.collated
+            type_, strict(reader_of(target), expression), constant=expression.constant, collated=expression.collated
         )
-    function = _between(source.name, target.name)
+    function = _conversion(source.name, target.name)
     if function is None:
-        raise _refused(source, target, location)
+        raise _cast_error(source, target, location)
     return Expression(target, strict(function, expression), constant=expression.constant)
 
 
-def as_kind(expression: Expression, target: Type) -> Expression:
+def as_text_kind(expression: Expression, target: Type) -> Expression:
     """Return the text as the kind of text that `target` is, so that literals compared with it are truncated and padded
     alike."""
     type_ = expression.type
@@ -60,7 +60,7 @@ def as_kind(expression: Expression, target: Type) -> Expression:
     return msgspec.structs.replace(expression, type=type_)
 
 
-def _refused(source: Type, target: Type, location: str) -> WhereError:
+def _cast_error(source: Type, target: Type, location: str) -> WhereError:
     return WhereError(f"{location}cannot cast type {source} to {target} in a where clause.")
 
 
@@ -70,7 +70,7 @@ def _to_text(expression: Expression, location: str) -> Expression:
     kind, name = expression.type.name, expression.column
     if kind == "bpchar":
         return Expression(
-            expression.type.like("text"),
+            expression.type.with_name("text"),
             strict(lambda text: text.rstrip(" "), expression),
             constant=expression.constant,
             collated=expression.collated,
@@ -91,7 +91,7 @@ def _to_text(expression: Expression, location: str) -> Expression:
 def _round_away(value: Decimal) -> int:
     if not value.is_finite():
         raise EvaluationError("cannot convert NaN or infinity to integer")
-    return int(value.quantize(Decimal(1), rounding=ROUND_HALF_UP, context=ROUNDING))
+    return int(value.quantize(Decimal(1), rounding=ROUND_HALF_UP, context=ROUNDING_CONTEXT))
 
 
 def _round_even(value: float) -> int:
@@ -108,7 +108,7 @@ def _to_single(value: int | Decimal | float) -> float:
     return nearest_float4(value, near)
 
 
-def to_moment(days: int | float) -> int | float:
+def date_to_timestamp(days: int | float) -> int | float:
     """Convert a date to a timestamp. Raises EvaluationError."""
     if isinstance(days, float):
         return days
@@ -118,7 +118,7 @@ def to_moment(days: int | float) -> int | float:
     return micros
 
 
-def _between(source: str, target: str) -> Callable[[Value], Value] | None:
+def _conversion(source: str, target: str) -> Callable[[Value], Value] | None:
     if target in INTEGERS:
         to_int: dict[str, Callable[[Value], int]] = {
             "numeric": _round_away,
@@ -140,7 +140,7 @@ def _between(source: str, target: str) -> Callable[[Value], Value] | None:
     if target in ("timestamp", "timestamptz") and source in ("timestamp", "timestamptz"):
         return lambda value: value
     if target in ("timestamp", "timestamptz") and source == "date":
-        return to_moment
+        return date_to_timestamp
     if target == "date" and source in ("timestamp", "timestamptz"):
         return lambda value: value // DAY_US if isinstance(value, int) else value
     return None

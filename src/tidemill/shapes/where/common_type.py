@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 from tidemill.shapes.where import casts
-from tidemill.shapes.where.case_folding import folding_of
-from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, resolve, strict
-from tidemill.shapes.where.types import MOMENTS, NAME_BYTES, NUMBERS, Type, WhereError, cut
+from tidemill.shapes.where.case_folding import common_folding
+from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, resolve_unknown, strict
+from tidemill.shapes.where.types import MOMENTS, NAME_BYTES, NUMBERS, Type, WhereError, truncate
 
 _TEXT_CASTS = {
     "char": {"text"},
@@ -26,14 +26,14 @@ _TEXT_CASTS = {
 _PREFERRED = frozenset({"text", "float8", "timestamptz", "bool", "interval"})
 
 
-def _kind(type_: Type) -> str:
+def _pg_kind(type_: Type) -> str:
     """Return PostgreSQL's name of the type, also for the kinds of text."""
     if type_.most_bytes:
         return "name" if type_.most_bytes == NAME_BYTES else "char"
     return "varchar" if type_.varying else type_.name
 
 
-def _casts(source: str, target: str) -> bool:
+def _has_implicit_cast(source: str, target: str) -> bool:
     """Return whether there is an implicit cast."""
     if source in NUMBERS and target in NUMBERS:
         return NUMBERS[source] <= NUMBERS[target]
@@ -42,7 +42,7 @@ def _casts(source: str, target: str) -> bool:
     return target in _TEXT_CASTS.get(source, ())
 
 
-def common_type(parts: Sequence[Expression]) -> Type | None:
+def find_common_type(parts: Sequence[Expression]) -> Type | None:
     """Return the common type, None if the types cannot be matched."""
     chosen: Type | None = None
     for part in parts:
@@ -52,26 +52,26 @@ def common_type(parts: Sequence[Expression]) -> Type | None:
         if chosen is None:
             chosen = type_
             continue
-        known, new = _kind(chosen), _kind(type_)
+        known, new = _pg_kind(chosen), _pg_kind(type_)
         if chosen.array or type_.array:
             if (chosen.name, chosen.array, chosen.most_bytes) != (type_.name, type_.array, type_.most_bytes):
                 return None
         elif known != new:
-            if "char" in (known, new) or not (_casts(known, new) or _casts(new, known)):
+            if "char" in (known, new) or not (_has_implicit_cast(known, new) or _has_implicit_cast(new, known)):
                 return None
-            if known not in _PREFERRED and not _casts(new, known):
+            if known not in _PREFERRED and not _has_implicit_cast(new, known):
                 chosen = type_
     if chosen is None:
         chosen = TEXT
     typed = [part for part in parts if part.type != UNKNOWN]
     ordered = all(part.type.ordered for part in typed)
     collated = any(part.collated for part in typed)
-    return msgspec.structs.replace(chosen, ordered=ordered or collated, folding=folding_of(*parts))
+    return msgspec.structs.replace(chosen, ordered=ordered or collated, folding=common_folding(*parts))
 
 
-def alike(parts: Sequence[Expression], what: str, location: str) -> tuple[Type, list[Expression]]:
+def convert_to_common_type(parts: Sequence[Expression], what: str, location: str) -> tuple[Type, list[Expression]]:
     """Return the common type, and the parts converted to it. Raises WhereError."""
-    common = common_type(parts)
+    common = find_common_type(parts)
     if common is None:
         kinds = " and ".join(dict.fromkeys(str(part.type) for part in parts if part.type != UNKNOWN))
         raise WhereError(f"{location}{what} types {kinds} cannot be matched", fix="Cast.")
@@ -82,13 +82,13 @@ def coerce(expression: Expression, target: Type, location: str) -> Expression:
     """Convert an expression by an implicit cast, which must exist."""
     source = expression.type
     if source == UNKNOWN:
-        return resolve(expression, target, location)
-    same = expression if source.name == target.name else casts.cast(expression, target, location)
+        return resolve_unknown(expression, target, location)
+    same = expression if source.name == target.name else casts.compile_cast(expression, target, location)
     if target.most_bytes not in (0, source.most_bytes):
 
         def to_name(text: str) -> str:
-            found = cut(target.most_bytes, text)
+            found = truncate(target.most_bytes, text)
             return found.rstrip(" ") if source.name == "bpchar" else found
 
         same = msgspec.structs.replace(same, evaluate=strict(to_name, same), column="")
-    return casts.as_kind(same, target)
+    return casts.as_text_kind(same, target)

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from tidemill.base.pgtypes.text import INTEGER_DIGITS, INTEGERS, read_numeric
-from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shapes.where import (
     arithmetic,
     array_comparison,
@@ -33,7 +33,7 @@ from tidemill.shapes.where import (
     operators,
     strings,
 )
-from tidemill.shapes.where.common_type import alike
+from tidemill.shapes.where.common_type import convert_to_common_type
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
@@ -42,24 +42,24 @@ from tidemill.shapes.where.expressions import (
     Row,
     column,
     constant,
-    either,
-    narrowest,
-    resolve,
+    narrowest_equality,
+    resolve_unknown,
     strict,
+    union_equality,
     unknown,
 )
-from tidemill.shapes.where.parser import guarded, parse_clause
-from tidemill.shapes.where.sql_printer import sql_of
+from tidemill.shapes.where.parser import compile_guarded, parse_clause
+from tidemill.shapes.where.sql_printer import print_sql
 from tidemill.shapes.where.types import (
     CHAR_BYTES,
-    CUT,
+    TRUNCATED_BYTES,
     EvaluationError,
     Type,
     Value,
     WhereError,
 )
 
-PREFIX = "SELECT 1 WHERE "
+WHERE_PREFIX = "SELECT 1 WHERE "
 MAX_DEPTH = 200
 MAX_NODES = 10_000
 """Compiling that many takes 0.1 s (off the event loop), evaluating them on one row a few milliseconds."""
@@ -67,14 +67,14 @@ MAX_VALUES_CHARS = 256 << 10
 """Limit of the total length of parameter values, counted once per use."""
 
 
-def evaluated(evaluate: Evaluate, row: Row) -> Value:
+def evaluate_checked(evaluate: Evaluate, row: Row) -> Value:
     """Evaluate an expression. Raises EvaluationError, as PostgreSQL would, and for any other exception."""
     try:
         return evaluate(row)
     except EvaluationError:
         raise
     except BaseException as error:
-        raise _failure(error) from error
+        raise _as_evaluation_error(error) from error
 
 
 class Where:
@@ -110,15 +110,15 @@ class Where:
     def evaluate(self, row: Row) -> bool | None:
         """Return True, False or None (NULL). Raises EvaluationError, as PostgreSQL would, and for any other
         exception."""
-        value: bool | None = evaluated(self._evaluate, row)
+        value: bool | None = evaluate_checked(self._evaluate, row)
         return value
 
     def matches(self, row: Row) -> bool:
         return self.evaluate(row) is True
 
 
-def _failure(error: BaseException) -> BaseException:
-    return EvaluationError(sentence(error)) if is_fault(error) else error
+def _as_evaluation_error(error: BaseException) -> BaseException:
+    return EvaluationError(error_sentence(error)) if is_fault(error) else error
 
 
 def compile_where(
@@ -135,15 +135,15 @@ def compile_where(
     `first_param`: the number of the first parameter in `sql`, for a clause that is printed after others with
     parameters.
     """
-    return guarded(lambda: _compile(text, params, columns, schema, table, first_param))
+    return compile_guarded(lambda: _compile(text, params, columns, schema, table, first_param))
 
 
 def _compile(
     text: str, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str, first_param: int
 ) -> Where:
-    select = parse_clause(PREFIX, text, "where clause", "where_clause")
+    select = parse_clause(WHERE_PREFIX, text, "where clause", "where_clause")
     compiler = TreeCompiler(params, columns, schema, table)
-    expression = resolve(compiler.visit(select.where_clause, 0), BOOL)
+    expression = resolve_unknown(compiler.visit(select.where_clause, 0), BOOL)
     if expression.type != BOOL:
         raise WhereError(f"argument of WHERE must be type boolean, not type {expression.type}")
     used = compiler.used_params
@@ -154,7 +154,7 @@ def _compile(
         sent.append(params[node.number - 1])
         node.number = first_param - 1 + len(sent)
     return Where(
-        sql_of(select.where_clause),
+        print_sql(select.where_clause),
         tuple(sent),
         frozenset(compiler.used_columns),
         expression,
@@ -163,7 +163,7 @@ def _compile(
     )
 
 
-def _strings(nodes: Any) -> list[str]:
+def _string_values(nodes: Any) -> list[str]:
     return [node.string.sval for node in nodes]
 
 
@@ -195,26 +195,26 @@ class TreeCompiler:
         method = getattr(self, f"_visit_{kind}", None)
         if method is None:
             raise WhereError(
-                f"{_at(getattr(node, kind or '', None))}{kind or 'empty'} is not supported in a where clause."
+                f"{_location(getattr(node, kind or '', None))}{kind or 'empty'} is not supported in a where clause."
             )
         expression: Expression = method(getattr(node, kind), depth + 1)
         return expression
 
     def _visit_column_ref(self, node: Any, depth: int) -> Expression:
         if any(field.WhichOneof("node") != "string" for field in node.fields):
-            raise WhereError(f"{_at(node)}* is not supported in a where clause.")
-        names = _strings(node.fields)
+            raise WhereError(f"{_location(node)}* is not supported in a where clause.")
+        names = _string_values(node.fields)
         qualifier = names[:-1]
         if qualifier not in ([], [self._table], [self._schema, self._table]):
-            raise WhereError(f'{_at(node)}missing FROM-clause entry for table "{".".join(qualifier)}"')
+            raise WhereError(f'{_location(node)}missing FROM-clause entry for table "{".".join(qualifier)}"')
         name = names[-1]
         if name not in self._columns:
-            raise WhereError(f'{_at(node)}unknown reference {name}: column "{name}" does not exist')
+            raise WhereError(f'{_location(node)}unknown reference {name}: column "{name}" does not exist')
         del node.fields[:-1]  # printed without its table: the clause is also evaluated on single rows
         self.used_columns.add(name)
         self._references += 1
         type_ = self._columns[name]
-        return column(name, type_.plain)
+        return column(name, type_.base_type)
 
     def _visit_a_const(self, node: Any, depth: int) -> Expression:
         kind = node.WhichOneof("val")
@@ -235,178 +235,182 @@ class TreeCompiler:
                         return constant(Type(kind), whole)
             if not text.lower().startswith(("0x", "0o", "0b")):
                 return constant(Type("numeric"), read_numeric(text.replace("_", "")))
-        raise WhereError(f"{_at(node)}this kind of constant is not supported in a where clause: {kind}")
+        raise WhereError(f"{_location(node)}this kind of constant is not supported in a where clause: {kind}")
 
     def _visit_param_ref(self, node: Any, depth: int) -> Expression:
         number = node.number
         if not 1 <= number <= len(self._params):
-            raise WhereError(f"{_at(node)}parameter ${number} was not provided.", fix=f"Send params[{number}].")
+            raise WhereError(f"{_location(node)}parameter ${number} was not provided.", fix=f"Send params[{number}].")
         self.used_params.add(number)
         # Each use is read and stored separately: a long value that is used often would exceed the text of the clause by
         # far.
         self._values_chars += len(self._params[number - 1])
         if self._values_chars > MAX_VALUES_CHARS:
-            raise WhereError(f"{_at(node)}parameters are too long, counted once per use: limit={MAX_VALUES_CHARS}.")
+            raise WhereError(
+                f"{_location(node)}parameters are too long, counted once per use: limit={MAX_VALUES_CHARS}."
+            )
         self.param_nodes[node.location] = node
         return unknown(self._params[number - 1])
 
     def _visit_type_cast(self, node: Any, depth: int) -> Expression:
-        target = _type_of(node.type_name)
+        target = _cast_type(node.type_name)
         self.may_fail = self.may_fail or node.arg.WhichOneof("node") not in ("a_const", "param_ref")
         if target.array and node.arg.WhichOneof("node") == "a_array_expr":  # the elements are cast one by one
             elements = [self.visit(each, depth + 1) for each in node.arg.a_array_expr.elements]
-            items = [casts.cast(each, target.element, _at(node)) for each in elements]
-            return _array_of(target.plain.element, items)
-        return casts.cast(self.visit(node.arg, depth), target, _at(node))
+            items = [casts.compile_cast(each, target.element, _location(node)) for each in elements]
+            return _array_expression(target.base_type.element, items)
+        return casts.compile_cast(self.visit(node.arg, depth), target, _location(node))
 
     def _visit_collate_clause(self, node: Any, depth: int) -> Expression:
-        *qualifier, name = _strings(node.collname)
-        if name not in ("C", "POSIX") or qualifier not in _OWN:
-            raise WhereError(f'{_at(node)}collation "{name}" is not supported.', fix='Use COLLATE "C".')
-        operand = resolve(self.visit(node.arg, depth), TEXT)
+        *qualifier, name = _string_values(node.collname)
+        if name not in ("C", "POSIX") or qualifier not in _PG_QUALIFIERS:
+            raise WhereError(f'{_location(node)}collation "{name}" is not supported.', fix='Use COLLATE "C".')
+        operand = resolve_unknown(self.visit(node.arg, depth), TEXT)
         if operand.type.array or operand.type.name not in ("text", "bpchar"):
-            raise WhereError(f"{_at(node)}collations are not supported by type {operand.type}")
+            raise WhereError(f"{_location(node)}collations are not supported by type {operand.type}")
         if operand.type.most_bytes == CHAR_BYTES:
-            raise WhereError(f'{_at(node)}collations are not supported by type "char"')
+            raise WhereError(f'{_location(node)}collations are not supported by type "char"')
         type_ = msgspec.structs.replace(operand.type, ordered=True, folding="ascii")
         return Expression(type_, operand.evaluate, constant=operand.constant, collated=True)
 
     def _visit_bool_expr(self, node: Any, depth: int) -> Expression:
-        arguments = [self._boolean(self.visit(argument, depth), _at(node)) for argument in node.args]
+        arguments = [self._require_boolean(self.visit(argument, depth), _location(node)) for argument in node.args]
         tests = [argument.evaluate for argument in arguments]
-        if node.boolop == _enum("AND_EXPR"):
-            return Expression(BOOL, operators.all_true(tests), equality=narrowest(arguments))
-        if node.boolop == _enum("OR_EXPR"):
-            return Expression(BOOL, operators.any_true(tests), equality=either(arguments))
+        if node.boolop == _enum_value("AND_EXPR"):
+            return Expression(BOOL, operators.all_true(tests), equality=narrowest_equality(arguments))
+        if node.boolop == _enum_value("OR_EXPR"):
+            return Expression(BOOL, operators.any_true(tests), equality=union_equality(arguments))
         return Expression(BOOL, strict(lambda value: not value, arguments[0]))
 
-    def _boolean(self, expression: Expression, location: str) -> Expression:
-        expression = resolve(expression, BOOL, location)
+    def _require_boolean(self, expression: Expression, location: str) -> Expression:
+        expression = resolve_unknown(expression, BOOL, location)
         if expression.type != BOOL:
             raise WhereError(f"{location}argument must be type boolean, not type {expression.type}")
         return expression
 
     def _visit_null_test(self, node: Any, depth: int) -> Expression:
         inner = self.visit(node.arg, depth).evaluate
-        if node.nulltesttype == _enum("IS_NULL"):
+        if node.nulltesttype == _enum_value("IS_NULL"):
             return Expression(BOOL, lambda row: inner(row) is None)
         return Expression(BOOL, lambda row: inner(row) is not None)
 
     def _visit_boolean_test(self, node: Any, depth: int) -> Expression:
-        inner = self._boolean(self.visit(node.arg, depth), _at(node)).evaluate
+        inner = self._require_boolean(self.visit(node.arg, depth), _location(node)).evaluate
         wanted, positive = _BOOLEAN_TESTS[node.booltesttype]
         return Expression(BOOL, lambda row: (inner(row) is wanted) is positive)
 
-    def _parts(self, nodes: Any, depth: int) -> list[Expression]:
+    def _visit_common_typed(self, nodes: Any, depth: int) -> list[Expression]:
         """Compile expressions that take one common type; converting a value to it may fail."""
         parts = [self.visit(node, depth) for node in nodes]
         self.may_fail = self.may_fail or len({part.type.name for part in parts}) > 1
         return parts
 
     def _visit_coalesce_expr(self, node: Any, depth: int) -> Expression:
-        return conditionals.coalesce(self._parts(node.args, depth), _at(node))
+        return conditionals.compile_coalesce(self._visit_common_typed(node.args, depth), _location(node))
 
     def _visit_min_max_expr(self, node: Any, depth: int) -> Expression:
         self.may_fail = True  # enum labels may have changed
-        return conditionals.extreme(node.op == _enum("IS_GREATEST"), self._parts(node.args, depth), _at(node))
+        return conditionals.compile_extreme(
+            node.op == _enum_value("IS_GREATEST"), self._visit_common_typed(node.args, depth), _location(node)
+        )
 
     def _visit_case_expr(self, node: Any, depth: int) -> Expression:
-        location = _at(node)
-        asked = resolve(self.visit(node.arg, depth), TEXT, location) if node.HasField("arg") else None
+        location = _location(node)
+        asked = resolve_unknown(self.visit(node.arg, depth), TEXT, location) if node.HasField("arg") else None
         conditions: list[Evaluate] = []
         for when in node.args:
             found = self.visit(when.case_when.expr, depth)
             if asked is None:
-                conditions.append(self._boolean(found, location).evaluate)
+                conditions.append(self._require_boolean(found, location).evaluate)
             else:
-                self._compared(asked, found)
-                conditions.append(operators.compare("=", asked, found, location).evaluate)
+                self._note_comparison(asked, found)
+                conditions.append(operators.compile_comparison("=", asked, found, location).evaluate)
         default = self.visit(node.defresult, depth) if node.HasField("defresult") else unknown(None)
         results = [self.visit(when.case_when.result, depth) for when in node.args]
         self.may_fail = self.may_fail or len({part.type.name for part in (default, *results)}) > 1
-        return conditionals.case(conditions, results, default, location)
+        return conditionals.compile_case(conditions, results, default, location)
 
     def _visit_func_call(self, node: Any, depth: int) -> Expression:
-        names = _strings(node.funcname)
+        names = _string_values(node.funcname)
         name = names[-1]
         special = (node.agg_star, node.agg_distinct, node.func_variadic, node.agg_order, node.agg_within_group)
         plain = not any(special) and not node.HasField("over") and not node.HasField("agg_filter")
         function = _FUNCTIONS.get(name)
-        if names[:-1] not in _OWN or not plain or function is None:
-            raise WhereError(f"{_at(node)}function {'.'.join(names)} is not supported in a where clause.")
+        if names[:-1] not in _PG_QUALIFIERS or not plain or function is None:
+            raise WhereError(f"{_location(node)}function {'.'.join(names)} is not supported in a where clause.")
         if name == "concat" and any(each.WhichOneof("node") == "param_ref" for each in node.args):
-            raise WhereError(f"{_at(node)}a parameter of concat has no type.", fix="Cast it to text.")
+            raise WhereError(f"{_location(node)}a parameter of concat has no type.", fix="Cast it to text.")
         self.may_fail = True  # the result may be too long
-        return function(name, [self.visit(each, depth) for each in node.args], _at(node))
+        return function(name, [self.visit(each, depth) for each in node.args], _location(node))
 
     def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
-        type_, items = alike(self._parts(node.elements, depth), "ARRAY", _at(node))
+        type_, items = convert_to_common_type(self._visit_common_typed(node.elements, depth), "ARRAY", _location(node))
         if type_.array:
-            raise WhereError(f"{_at(node)}arrays of arrays are not supported in a where clause.")
-        return _array_of(type_, items)
+            raise WhereError(f"{_location(node)}arrays of arrays are not supported in a where clause.")
+        return _array_expression(type_, items)
 
     def _visit_a_expr(self, node: Any, depth: int) -> Expression:
-        location = _at(node)
-        name = _operator(node, location)
+        location = _location(node)
+        name = _operator_name(node, location)
         kind = node.kind
-        if kind in (_enum("AEXPR_IN"), *_betweens()):
-            return self._listed(node, name, location, depth)
+        if kind in (_enum_value("AEXPR_IN"), *_between_kinds()):
+            return self._compile_list(node, name, location, depth)
         right = self.visit(node.rexpr, depth)
         if not node.HasField("lexpr"):
-            if kind == _enum("AEXPR_OP") and name in "+-":
+            if kind == _enum_value("AEXPR_OP") and name in "+-":
                 self.may_fail = self.may_fail or not right.constant
-                return arithmetic.negate(right, location) if name == "-" else right
-            if kind == _enum("AEXPR_OP") and name == "~":
-                return numeric_functions.inverted(right, location)
-            if kind == _enum("AEXPR_OP") and name in numeric_functions.PREFIXES:
+                return arithmetic.compile_negation(right, location) if name == "-" else right
+            if kind == _enum_value("AEXPR_OP") and name == "~":
+                return numeric_functions.compile_bit_not(right, location)
+            if kind == _enum_value("AEXPR_OP") and name in numeric_functions.PREFIXES:
                 self.may_fail = True
-                return numeric_functions.call(numeric_functions.PREFIXES[name], [right], location)
+                return numeric_functions.compile_call(numeric_functions.PREFIXES[name], [right], location)
             raise WhereError(f"{location}operator {name} is not supported in a where clause.")
         left = self.visit(node.lexpr, depth)
-        self._compared(left, right)
-        if kind == _enum("AEXPR_DISTINCT"):
-            return operators.distinct(left, right, False, location)
-        if kind == _enum("AEXPR_NOT_DISTINCT"):
-            return operators.distinct(left, right, True, location)
-        if kind in (_enum("AEXPR_OP_ANY"), _enum("AEXPR_OP_ALL")) and name in operators.COMPARISONS:
-            return operators.quantified(name, left, right, kind == _enum("AEXPR_OP_ALL"), location)
-        if kind == _enum("AEXPR_NULLIF"):
-            return conditionals.nullif(left, right, location)
-        if kind in (_enum("AEXPR_OP"), _enum("AEXPR_LIKE"), _enum("AEXPR_ILIKE")):
-            return self._binary(name, left, right, location)
+        self._note_comparison(left, right)
+        if kind == _enum_value("AEXPR_DISTINCT"):
+            return operators.compile_distinct(left, right, False, location)
+        if kind == _enum_value("AEXPR_NOT_DISTINCT"):
+            return operators.compile_distinct(left, right, True, location)
+        if kind in (_enum_value("AEXPR_OP_ANY"), _enum_value("AEXPR_OP_ALL")) and name in operators.COMPARISONS:
+            return operators.compile_quantified(name, left, right, kind == _enum_value("AEXPR_OP_ALL"), location)
+        if kind == _enum_value("AEXPR_NULLIF"):
+            return conditionals.compile_nullif(left, right, location)
+        if kind in (_enum_value("AEXPR_OP"), _enum_value("AEXPR_LIKE"), _enum_value("AEXPR_ILIKE")):
+            return self._compile_binary(name, left, right, location)
         raise WhereError(f"{location}operator {name} in this form is not supported in a where clause.")
 
-    def _binary(self, name: str, left: Expression, right: Expression, location: str) -> Expression:
+    def _compile_binary(self, name: str, left: Expression, right: Expression, location: str) -> Expression:
         if name in operators.COMPARISONS:
             self.may_fail = self.may_fail or "enum" in (left.type.name, right.type.name)  # a label that was added later
-            return operators.compare(name, left, right, location)
+            return operators.compile_comparison(name, left, right, location)
         if name in numeric_functions.BIT_OPERATORS:
-            return numeric_functions.bits(name, left, right, location)
-        if datetimes.takes(name, left, right):
+            return numeric_functions.compile_bit_operator(name, left, right, location)
+        if datetimes.is_datetime_operator(name, left, right):
             self.may_fail = True
-            return datetimes.arithmetic(name, left, right, location)
+            return datetimes.compile_arithmetic(name, left, right, location)
         if name in arithmetic.ARITHMETIC_NAMES:
             self.may_fail = True
-            return arithmetic.arithmetic(name, left, right, location)
+            return arithmetic.compile_arithmetic(name, left, right, location)
         if name in ("~~", "!~~", "~~*", "!~~*"):
-            self.may_fail = self.may_fail or not right.constant or strings.unfinished(right)
-            return strings.like(name, left, right, location)
+            self.may_fail = self.may_fail or not right.constant or strings.ends_with_escape(right)
+            return strings.compile_like(name, left, right, location)
         if name in array_comparison.SET_OPERATORS:
-            return array_comparison.set_operator(name, left, right, location)
+            return array_comparison.compile_set_operator(name, left, right, location)
         if name == "||":
             self.may_fail = True  # the result may be too long
             if left.type.array or right.type.array:
-                return array_functions.joined(left, right, location)
-            return strings.concat(left, right, location)
+                return array_functions.compile_concatenation(left, right, location)
+            return strings.compile_concatenation(left, right, location)
         raise WhereError(f"{location}operator {name} is not supported in a where clause.")
 
-    def _compared(self, left: Expression, right: Expression) -> None:
+    def _note_comparison(self, left: Expression, right: Expression) -> None:
         """Note that comparing may fail: PostgreSQL casts a numeric compared with a float to float, which may
         overflow."""
         types = {left.type.name, right.type.name}
         self.may_fail = self.may_fail or ("numeric" in types and bool(types & {"float4", "float8"}))
 
-    def _listed(self, node: Any, name: str, location: str, depth: int) -> Expression:
+    def _compile_list(self, node: Any, name: str, location: str, depth: int) -> Expression:
         left = self.visit(node.lexpr, depth)
         if node.rexpr.WhichOneof("node") != "list":
             raise WhereError(f"{location}this list is not supported in a where clause.")
@@ -416,18 +420,18 @@ class TreeCompiler:
             before = self._references
             items.append(self.visit(item, depth))
             fixed.append(self._references == before)
-            self._compared(left, items[-1])
-        if node.kind == _enum("AEXPR_IN"):
-            result = operators.member(left, items, fixed, location)
+            self._note_comparison(left, items[-1])
+        if node.kind == _enum_value("AEXPR_IN"):
+            result = operators.compile_in(left, items, fixed, location)
             return result if name == "=" else Expression(BOOL, strict(lambda value: not value, result))
         low, high = items
-        kinds = _betweens()
+        kinds = _between_kinds()
         ranges = [(low, high), (high, low)] if node.kind in kinds[2:] else [(low, high)]
         tests = [
             operators.all_true(
                 [
-                    operators.compare(">=", left, start, location).evaluate,
-                    operators.compare("<=", left, end, location).evaluate,
+                    operators.compile_comparison(">=", left, start, location).evaluate,
+                    operators.compile_comparison("<=", left, end, location).evaluate,
                 ]
             )
             for start, end in ranges
@@ -439,39 +443,39 @@ class TreeCompiler:
 
 _FUNCTIONS: dict[str, Callable[[str, Sequence[Expression], str], Expression]] = {}
 for _room in (strings, numeric_functions, datetimes, array_functions):
-    _FUNCTIONS |= dict.fromkeys(_room.FUNCTIONS, _room.call)
+    _FUNCTIONS |= dict.fromkeys(_room.FUNCTIONS, _room.compile_call)
 
 
-def _array_of(type_: Type, items: Sequence[Expression]) -> Expression:
+def _array_expression(type_: Type, items: Sequence[Expression]) -> Expression:
     tests = [item.evaluate for item in items]
-    array = type_.like(type_.name, array=True)
+    array = type_.with_name(type_.name, array=True)
     if all(item.constant for item in items):
         return constant(array, [test({}) for test in tests])
     return Expression(array, lambda row: [test(row) for test in tests])
 
 
-def _at(node: Any) -> str:
+def _location(node: Any) -> str:
     location = getattr(node, "location", None)
     return f"At location {location}: " if isinstance(location, int) and location > 0 else ""
 
 
-def _operator(node: Any, location: str) -> str:
+def _operator_name(node: Any, location: str) -> str:
     """Return the operator's name; reject operators of other schemas, which could do anything."""
-    names = _strings(node.name)
-    if names and names[:-1] not in _OWN:
+    names = _string_values(node.name)
+    if names and names[:-1] not in _PG_QUALIFIERS:
         raise WhereError(f"{location}operator {'.'.join(names)} is not supported in a where clause.")
     return names[-1] if names else ""
 
 
-_OWN: tuple[list[str], ...] = ([], ["pg_catalog"])
+_PG_QUALIFIERS: tuple[list[str], ...] = ([], ["pg_catalog"])
 """Qualifiers of PostgreSQL's own names: the snapshot query runs with only pg_catalog in its search path."""
 
 
-def _type_of(node: Any) -> Type:
-    names = _strings(node.names)
-    if node.typmods or node.setof or node.pct_type or names[:-1] not in _OWN:
+def _cast_type(node: Any) -> Type:
+    names = _string_values(node.names)
+    if node.typmods or node.setof or node.pct_type or names[:-1] not in _PG_QUALIFIERS:
         raise WhereError(f"cast to {'.'.join(names)} in this form is not supported in a where clause.")
-    if names[-1] in CUT:  # these types truncate longer text
+    if names[-1] in TRUNCATED_BYTES:  # these types truncate longer text
         raise WhereError(f"cast to {names[-1]} is not supported in a where clause.", fix="Cast to text.")
     if len(node.array_bounds) > 1:
         raise WhereError("casts to arrays of several dimensions are not supported in a where clause.")
@@ -479,17 +483,17 @@ def _type_of(node: Any) -> Type:
 
 
 @cache
-def _enum(name: str) -> int:
+def _enum_value(name: str) -> int:
     value: int = getattr(importlib.import_module("postgast.pg_query_pb2"), name)
     return value
 
 
-def _betweens() -> tuple[int, int, int, int]:
+def _between_kinds() -> tuple[int, int, int, int]:
     return (
-        _enum("AEXPR_BETWEEN"),
-        _enum("AEXPR_NOT_BETWEEN"),
-        _enum("AEXPR_BETWEEN_SYM"),
-        _enum("AEXPR_NOT_BETWEEN_SYM"),
+        _enum_value("AEXPR_BETWEEN"),
+        _enum_value("AEXPR_NOT_BETWEEN"),
+        _enum_value("AEXPR_BETWEEN_SYM"),
+        _enum_value("AEXPR_NOT_BETWEEN_SYM"),
     )
 
 

@@ -8,13 +8,13 @@ import msgspec
 
 from tidemill.base.pgtypes.text import INTEGERS
 from tidemill.shapes.where import operators
-from tidemill.shapes.where.common_type import alike, coerce
-from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Evaluate, Expression, Row, resolve
-from tidemill.shapes.where.types import CHAR_BYTES, NUMBERS, TEXTS, Type, Value, WhereError, canonical
+from tidemill.shapes.where.common_type import coerce, convert_to_common_type
+from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Evaluate, Expression, Row, resolve_unknown
+from tidemill.shapes.where.types import CHAR_BYTES, NUMBERS, TEXTS, Type, Value, WhereError, canonical_form
 
 
-def coalesce(parts: Sequence[Expression], location: str) -> Expression:
-    type_, same = alike(parts, "COALESCE", location)
+def compile_coalesce(parts: Sequence[Expression], location: str) -> Expression:
+    type_, same = convert_to_common_type(parts, "COALESCE", location)
     tests = [part.evaluate for part in same]
 
     def evaluate(row: Row) -> Value:
@@ -27,12 +27,12 @@ def coalesce(parts: Sequence[Expression], location: str) -> Expression:
     return Expression(type_, evaluate, collated=any(part.collated for part in parts))
 
 
-def case(
+def compile_case(
     conditions: Sequence[Evaluate], results: Sequence[Expression], default: Expression, location: str
 ) -> Expression:
     """Compile CASE: the first result whose condition is true. The default comes first in the resolution of the common
     type."""
-    type_, (last, *same) = alike([default, *results], "CASE", location)
+    type_, (last, *same) = convert_to_common_type([default, *results], "CASE", location)
     branches = list(zip(conditions, (result.evaluate for result in same), strict=True))
     otherwise = last.evaluate
 
@@ -45,10 +45,10 @@ def case(
     return Expression(type_, evaluate, collated=any(part.collated for part in (default, *results)))
 
 
-def nullif(left: Expression, right: Expression, location: str) -> Expression:
-    equal = operators.compare("=", left, right, location).evaluate
-    left = resolve(left, TEXT if right.type == UNKNOWN else right.type, location)
-    left = coerce(left, _compared_as(left.type, right.type), location)
+def compile_nullif(left: Expression, right: Expression, location: str) -> Expression:
+    equal = operators.compile_comparison("=", left, right, location).evaluate
+    left = resolve_unknown(left, TEXT if right.type == UNKNOWN else right.type, location)
+    left = coerce(left, _comparison_type(left.type, right.type), location)
     type_ = msgspec.structs.replace(left.type, varying=False)  # varchar has no operators, and uses those of text
     value_of = left.evaluate
 
@@ -58,27 +58,27 @@ def nullif(left: Expression, right: Expression, location: str) -> Expression:
     return Expression(type_, evaluate, collated=left.collated or right.collated)
 
 
-def _compared_as(left: Type, right: Type) -> Type:
+def _comparison_type(left: Type, right: Type) -> Type:
     """Return the type to which the left side of `left = right` is cast."""
     a, b = left.name, right.name
     if a in NUMBERS and b in NUMBERS and not a.startswith("float") and not {a, b} <= INTEGERS.keys():
         return Type("float8") if b.startswith("float") else Type("numeric")
     if a == "bpchar" and b == "text" and not right.varying:
-        return left.like("text")
+        return left.with_name("text")
     if left.most_bytes == CHAR_BYTES and right.most_bytes != CHAR_BYTES and {a, b} <= TEXTS:  # name = text exists
         return msgspec.structs.replace(left, most_bytes=0)
-    return left.like("bpchar") if left.varying and b == "bpchar" else left
+    return left.with_name("bpchar") if left.varying and b == "bpchar" else left
 
 
-def extreme(greatest: bool, parts: Sequence[Expression], location: str) -> Expression:
+def compile_extreme(greatest: bool, parts: Sequence[Expression], location: str) -> Expression:
     """Compile GREATEST or LEAST: the first of the greatest (least) values, ignoring NULLs. Raises WhereError."""
-    type_, same = alike(parts, "GREATEST" if greatest else "LEAST", location)
+    type_, same = convert_to_common_type(parts, "GREATEST" if greatest else "LEAST", location)
     if type_.array or (type_.name == "enum" and not type_.labels):
         raise WhereError(f"{location}values of type {type_} cannot be ordered in a where clause.")
     collated = any(part.collated for part in parts)
     probe = Expression(type_, lambda row: None, constant=all(part.constant for part in parts), collated=collated)
     before = operators.comparator(">" if greatest else "<", probe, probe, location)
-    form = canonical("bpchar") if type_.name == "bpchar" else None
+    form = canonical_form("bpchar") if type_.name == "bpchar" else None
     tests = [part.evaluate for part in same]
 
     def evaluate(row: Row) -> Value:

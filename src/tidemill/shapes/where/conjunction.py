@@ -10,29 +10,29 @@ one excludes.
 
 from __future__ import annotations
 
-from tidemill.shapes.where.compiler import PREFIX, Where
-from tidemill.shapes.where.expressions import BOOL, Expression, Row, narrower
+from tidemill.shapes.where.compiler import WHERE_PREFIX, Where
+from tidemill.shapes.where.expressions import BOOL, Expression, Row, fewest_values
 from tidemill.shapes.where.parser import parse_clause
 from tidemill.shapes.where.types import Value
 
 
-def both(outer: Where, inner: Where) -> Where:
+def combine(outer: Where, inner: Where) -> Where:
     """Combine two clauses. `inner` was compiled with a `first_param` that follows the values of `outer`."""
 
     def evaluate(row: Row) -> Value:
         return inner.evaluate(row) if outer.matches(row) else False
 
     return Where(
-        both_sql(outer, inner),
+        combined_sql(outer, inner),
         (*outer.params, *inner.params),
         outer.columns | inner.columns,
-        Expression(BOOL, evaluate, equality=narrower(outer.equality, inner.equality)),
+        Expression(BOOL, evaluate, equality=fewest_values(outer.equality, inner.equality)),
         given=(*outer.given, *inner.given),
         may_fail=outer.may_fail or inner.may_fail,
     )
 
 
-def both_sql(outer: Where, inner: Where) -> str:
+def combined_sql(outer: Where, inner: Where) -> str:
     """Return the SQL of both. If the inner clause may fail, the outer one appears twice: alone, so that it can use an
     index."""
     if inner.may_fail:
@@ -40,10 +40,10 @@ def both_sql(outer: Where, inner: Where) -> str:
     return f"({outer.sql}) AND ({inner.sql})"
 
 
-def params_of(text: str) -> set[int]:
+def param_numbers(text: str) -> set[int]:
     """Return the numbers n of all `$n` in a clause. Raises WhereError for an invalid clause."""
     numbers: set[int] = set()
-    nodes = [parse_clause(PREFIX, text, "where clause", "where_clause")]
+    nodes = [parse_clause(WHERE_PREFIX, text, "where clause", "where_clause")]
     while nodes:
         node = nodes.pop()
         if node.DESCRIPTOR.name == "ParamRef":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from tidemill.base.pgtypes.text import InvalidTextError
-from tidemill.shapes.where.types import Type, Value, WhereError, reader
+from tidemill.shapes.where.types import Type, Value, WhereError, reader_of
 
 Row = Mapping[str, str | None]
 Evaluate = Callable[[Row], Value]
@@ -53,17 +53,17 @@ class Expression(msgspec.Struct, frozen=True):
     equality: Equality | None = None
 
 
-def narrowest(parts: Sequence[Expression]) -> Equality | None:
+def narrowest_equality(parts: Sequence[Expression]) -> Equality | None:
     """Return the equality with the fewest values, for conditions that must all be true."""
-    return narrower(*(part.equality for part in parts))
+    return fewest_values(*(part.equality for part in parts))
 
 
-def narrower(*parts: Equality | None) -> Equality | None:
+def fewest_values(*parts: Equality | None) -> Equality | None:
     found = [part for part in parts if part is not None]
     return min(found, key=lambda equality: len(equality.values)) if found else None
 
 
-def either(parts: Sequence[Expression]) -> Equality | None:
+def union_equality(parts: Sequence[Expression]) -> Equality | None:
     """Return the union of the equalities if all parts have one, on the same column; for conditions of which one must be
     true."""
     found = [part.equality for part in parts if part.equality is not None]
@@ -86,7 +86,7 @@ def column(name: str, type_: Type) -> Expression:
     """Return the expression of a column. Raises WhereError if the column's type cannot be evaluated."""
     if type_.name == "text" and not type_.array:
         return Expression(type_, lambda row: row[name], column=name)
-    read = reader(type_)
+    read = reader_of(type_)
 
     def evaluate(row: Row) -> Value:
         text = row[name]
@@ -95,14 +95,14 @@ def column(name: str, type_: Type) -> Expression:
     return Expression(type_, evaluate, column=name)
 
 
-def resolve(expression: Expression, type_: Type, location: str = "") -> Expression:
+def resolve_unknown(expression: Expression, type_: Type, location: str = "") -> Expression:
     """Give an unknown literal its type; return any other expression unchanged. Raises WhereError on invalid text."""
     if expression.type != UNKNOWN:
         return expression
     if expression.literal is None:
         return constant(type_, None)
     try:
-        return constant(type_, reader(type_)(expression.literal))
+        return constant(type_, reader_of(type_)(expression.literal))
     except InvalidTextError as error:
         raise WhereError(f"{location}{error}") from error
 

@@ -13,7 +13,7 @@ from decimal import Decimal
 from tidemill.base.pgtypes.intervals import interval_span
 from tidemill.base.pgtypes.text import DAY_US, INTEGERS
 from tidemill.shapes.where import array_comparison
-from tidemill.shapes.where.common_type import coerce, common_type
+from tidemill.shapes.where.common_type import coerce, find_common_type
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
@@ -23,9 +23,9 @@ from tidemill.shapes.where.expressions import (
     Expression,
     Row,
     constant,
-    either,
-    resolve,
+    resolve_unknown,
     strict,
+    union_equality,
 )
 from tidemill.shapes.where.types import (
     MOMENTS,
@@ -52,28 +52,28 @@ COMPARISONS: dict[str, Callable[[Value, Value], bool]] = {
 _EQUALITIES = ("=", "<>", "!=")
 
 
-def no_operator(name: str, left: Type | None, right: Type, location: str) -> WhereError:
+def operator_error(name: str, left: Type | None, right: Type, location: str) -> WhereError:
     shown = f"{left} {name} {right}" if left is not None else f"{name} {right}"
     return WhereError(f"{location}operator does not exist: {shown}", fix="Cast one side to the other's type.")
 
 
-def unify(name: str, left: Expression, right: Expression, location: str) -> tuple[Expression, Expression]:
+def unify_operands(name: str, left: Expression, right: Expression, location: str) -> tuple[Expression, Expression]:
     """Convert both sides to one comparable representation. Raises WhereError."""
     if left.type == UNKNOWN and right.type == UNKNOWN:
-        return resolve(left, TEXT, location), resolve(right, TEXT, location)
-    left, right = resolve(left, right.type, location), resolve(right, left.type, location)
+        return resolve_unknown(left, TEXT, location), resolve_unknown(right, TEXT, location)
+    left, right = resolve_unknown(left, right.type, location), resolve_unknown(right, left.type, location)
     a, b = left.type, right.type
     if a.array or b.array:
-        if a.array and b.array and array_comparison.same_elements(a, b) and name in _EQUALITIES:
+        if a.array and b.array and array_comparison.has_same_elements(a, b) and name in _EQUALITIES:
             return left, right
-        raise no_operator(name, a, b, location)
+        raise operator_error(name, a, b, location)
     if a.name in NUMBERS and b.name in NUMBERS:
-        return promote(left, right)
+        return promote_numbers(left, right)
     if a.name in MOMENTS and b.name in MOMENTS:
-        return _as_moment(left, right)
+        return _as_timestamp(left, right)
     if a.name in TEXTS and b.name in TEXTS:
         if "enum" in (a.name, b.name) and (a.name != b.name or not (name in _EQUALITIES or (a.labels or b.labels))):
-            raise no_operator(name, a, b, location)
+            raise operator_error(name, a, b, location)
         if a.name == "bpchar":
             return _stripped(left), _stripped(right) if b.varying else _unpadded(right)
         if b.name == "bpchar":
@@ -81,10 +81,10 @@ def unify(name: str, left: Expression, right: Expression, location: str) -> tupl
         return left, right
     if a.name == b.name:
         return left, right
-    raise no_operator(name, a, b, location)
+    raise operator_error(name, a, b, location)
 
 
-def promote(left: Expression, right: Expression) -> tuple[Expression, Expression]:
+def promote_numbers(left: Expression, right: Expression) -> tuple[Expression, Expression]:
     a, b = left.type.name, right.type.name
     if a == b or (a in INTEGERS and b in INTEGERS):
         return left, right
@@ -99,7 +99,7 @@ def _convert(expression: Expression, name: str, function: Callable[[Value], Valu
     return Expression(Type(name), strict(function, expression), constant=expression.constant)
 
 
-def _as_moment(left: Expression, right: Expression) -> tuple[Expression, Expression]:
+def _as_timestamp(left: Expression, right: Expression) -> tuple[Expression, Expression]:
     if left.type.name == right.type.name:
         return left, right
     return tuple(  # type: ignore[return-value]
@@ -121,8 +121,8 @@ def _stripped(expression: Expression) -> Expression:
     )
 
 
-def compare(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    left, right = unify(name, left, right, location)
+def compile_comparison(name: str, left: Expression, right: Expression, location: str) -> Expression:
+    left, right = unify_operands(name, left, right, location)
     test = strict(comparator(name, left, right, location), left, right)
     return Expression(BOOL, test, equality=_equality(left, right) or _equality(right, left) if name == "=" else None)
 
@@ -130,7 +130,7 @@ def compare(name: str, left: Expression, right: Expression, location: str) -> Ex
 def _equality(left: Expression, right: Expression) -> Equality | None:
     """Return the condition of a bare column that is compared with a constant of the same hashable kind."""
     kind = left.type.name
-    if not left.column or not right.constant or not _hash_alike(kind, right.type.name):
+    if not left.column or not right.constant or not _hashes_alike(kind, right.type.name):
         return None
     if left.type.array or right.type.array:
         return None
@@ -143,7 +143,7 @@ def comparator(name: str, left: Expression, right: Expression, location: str) ->
     function = COMPARISONS[name]
     kind = left.type.name
     if left.type.array:
-        same = array_comparison.equal(kind)
+        same = array_comparison.array_equality(kind)
         return same if name == "=" else lambda a, b: not same(a, b)
     if kind == "enum" and name not in _EQUALITIES:
         return _by_label(function, left.type.labels or right.type.labels)
@@ -192,9 +192,9 @@ def _with_nan(function: Callable[[Value, Value], bool]) -> Callable[[Value, Valu
     return call
 
 
-def distinct(left: Expression, right: Expression, negated: bool, location: str) -> Expression:
+def compile_distinct(left: Expression, right: Expression, negated: bool, location: str) -> Expression:
     """Compile IS [NOT] DISTINCT FROM; `negated` = NOT DISTINCT. Never NULL."""
-    left, right = unify("=", left, right, location)
+    left, right = unify_operands("=", left, right, location)
     equal = comparator("=", left, right, location)
     first, second = left.evaluate, right.evaluate
 
@@ -206,19 +206,19 @@ def distinct(left: Expression, right: Expression, negated: bool, location: str) 
     return Expression(BOOL, evaluate)
 
 
-def quantified(name: str, left: Expression, right: Expression, every: bool, location: str) -> Expression:
+def compile_quantified(name: str, left: Expression, right: Expression, every: bool, location: str) -> Expression:
     """Compile `left op ANY(array)`, or ALL if `every`; NULL elements count as unknown."""
     if left.type == UNKNOWN:
-        left = resolve(left, right.type.element if right.type.array else TEXT, location)
-    right = resolve(right, left.type.like(left.type.name, array=True), location)
+        left = resolve_unknown(left, right.type.element if right.type.array else TEXT, location)
+    right = resolve_unknown(right, left.type.with_name(left.type.name, array=True), location)
     if not right.type.array:
         raise WhereError(f"{location}op ANY/ALL (array) requires array on right side")
     probe = Expression(right.type.element, lambda element: element)
-    unified_left, unified_right = unify(name, left, probe, location)
+    unified_left, unified_right = unify_operands(name, left, probe, location)
     test = comparator(name, unified_left, unified_right, location)
     lift = unified_right.evaluate
     kind = unified_left.type.name
-    if name == "=" and not every and right.constant and _hash_alike(kind, right.type.name):
+    if name == "=" and not every and right.constant and _hashes_alike(kind, right.type.name):
         values = right.evaluate({})
         if values is not None:
             return _lookup_any(unified_left, array_comparison.flatten(values))
@@ -252,15 +252,15 @@ def _lookup_any(left: Expression, values: list[Value]) -> Expression:
 
 def any_true(tests: list[Evaluate]) -> Evaluate:
     """OR with three values: true if any is true, else NULL if any is NULL, else false."""
-    return _decided(tests, True)
+    return _decide(tests, True)
 
 
 def all_true(tests: list[Evaluate]) -> Evaluate:
     """AND with three values: false if any is false, else NULL if any is NULL, else true."""
-    return _decided(tests, False)
+    return _decide(tests, False)
 
 
-def _decided(tests: list[Evaluate], by: bool) -> Evaluate:
+def _decide(tests: list[Evaluate], by: bool) -> Evaluate:
     def evaluate(row: Row) -> bool | None:
         doubtful = False
         for test in tests:
@@ -278,7 +278,7 @@ HASHABLE = frozenset({"int2", "int4", "int8", "text", "enum", "uuid", "bool", "d
 """Kinds whose values are equal, and hash, as in Python. Excludes numbers with NaN, and padded text."""
 
 
-def _hash_alike(kind: str, other: str) -> bool:
+def _hashes_alike(kind: str, other: str) -> bool:
     """Return whether values of the two kinds have one representation, with equal hashes if they are equal."""
     return kind in HASHABLE and (kind == other or (kind in INTEGERS and other in INTEGERS))
 
@@ -304,23 +304,23 @@ def _lookup_expression(left: Expression, values: list[Value]) -> Expression:
     return Expression(BOOL, _lookup(left.evaluate, values), equality=equality)
 
 
-def member(left: Expression, items: Sequence[Expression], fixed: Sequence[bool], location: str) -> Expression:
+def compile_in(left: Expression, items: Sequence[Expression], fixed: Sequence[bool], location: str) -> Expression:
     """Compile IN over a list of expressions; `fixed`: which of them read no column.
 
     Two or more of these take one common type together with the left side, as in PostgreSQL. Constants of a hashable
     kind become one set lookup.
     """
     together = [item for item, reads_none in zip(items, fixed, strict=True) if reads_none]
-    common = common_type([left, *together]) if len(together) > 1 else None
+    common = find_common_type([left, *together]) if len(together) > 1 else None
     pairs: list[tuple[Expression, Expression]] = []
     for item, reads_none in zip(items, fixed, strict=True):
         if common is not None and not common.array and reads_none:
             item = coerce(item, common, location)
-        pairs.append(unify("=", left, item, location))
+        pairs.append(unify_operands("=", left, item, location))
     values = [right.evaluate({}) for _, right in pairs if right.constant]
     first = pairs[0][0]
-    alike = all(a.type.name == first.type.name and _hash_alike(a.type.name, b.type.name) for a, b in pairs)
+    alike = all(a.type.name == first.type.name and _hashes_alike(a.type.name, b.type.name) for a, b in pairs)
     if len(values) == len(pairs) and alike and not first.type.array:
         return _lookup_expression(first, values)
-    parts = [compare("=", a, b, location) for a, b in pairs]
-    return Expression(BOOL, any_true([part.evaluate for part in parts]), equality=either(parts))
+    parts = [compile_comparison("=", a, b, location) for a, b in pairs]
+    return Expression(BOOL, any_true([part.evaluate for part in parts]), equality=union_equality(parts))

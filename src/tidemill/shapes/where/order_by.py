@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tidemill.shapes.where.compiler import TreeCompiler, evaluated
+from tidemill.shapes.where.compiler import TreeCompiler, evaluate_checked
 from tidemill.shapes.where.expressions import Expression, Row, column
 from tidemill.shapes.where.operators import comparator
-from tidemill.shapes.where.parser import guarded, parse_clause
-from tidemill.shapes.where.sql_printer import identifier, sql_of
+from tidemill.shapes.where.parser import compile_guarded, parse_clause
+from tidemill.shapes.where.sql_printer import identifier, print_sql
 from tidemill.shapes.where.types import Type, Value, WhereError
 
-PREFIX = "SELECT 1 ORDER BY "
+ORDER_BY_PREFIX = "SELECT 1 ORDER BY "
 MAX_ITEMS = 32
 _DIRECTIONS = {0: "", 1: "", 2: " ASC", 3: " DESC"}
 _NULLS = {0: "", 1: "", 2: " NULLS FIRST", 3: " NULLS LAST"}
@@ -38,7 +38,7 @@ class SortKey:
 
     def evaluate(self, row: Row) -> Value:
         """Return the key's value. Raises EvaluationError, as a where clause does."""
-        return evaluated(self._evaluate, row)
+        return evaluate_checked(self._evaluate, row)
 
     def compare(self, a: Value, b: Value) -> int:
         """Return a number below 0 if a comes before b, 0 if they are equal, above 0 otherwise."""
@@ -73,11 +73,11 @@ class Ordering:
 
 def compile_order_by(text: str, columns: Mapping[str, Type], *, table: str = "", schema: str = "") -> Ordering:
     """Compile an ORDER BY list. Raises WhereError with the exact reason."""
-    return guarded(lambda: _compile(text, columns, schema, table))
+    return compile_guarded(lambda: _compile(text, columns, schema, table))
 
 
 def _compile(text: str, columns: Mapping[str, Type], schema: str, table: str) -> Ordering:
-    select = parse_clause(PREFIX, text, "order by list", "sort_clause")
+    select = parse_clause(ORDER_BY_PREFIX, text, "order by list", "sort_clause")
     if len(select.sort_clause) > MAX_ITEMS:
         raise WhereError(f"order by list is too long: limit={MAX_ITEMS}.")
     items: list[str] = []
@@ -88,40 +88,40 @@ def _compile(text: str, columns: Mapping[str, Type], schema: str, table: str) ->
         sort = node.sort_by
         if sort.use_op or sort.sortby_dir not in _DIRECTIONS or sort.sortby_nulls not in _NULLS:
             raise WhereError("USING is not supported in an order by list.", fix="Write ASC or DESC.")
-        name = _column(sort.node, columns, schema, table)
+        name = _plain_column(sort.node, columns, schema, table)
         if name is not None:
             plain.add(name)
             used.add(name)
             printed = identifier(name)
-            keys.append(_plain_key(name, columns[name], sort))
+            keys.append(_column_sort_key(name, columns[name], sort))
         else:
             compiler = TreeCompiler((), columns, schema, table)
             expression = compiler.visit(sort.node, 0)
             if not compiler.used_columns:
                 raise WhereError("each item of an order by list must read a column.")
             used |= compiler.used_columns
-            printed = sql_of(sort.node)
-            keys.append(_key(expression, sort))
+            printed = print_sql(sort.node)
+            keys.append(_sort_key(expression, sort))
         items.append(printed + _DIRECTIONS[sort.sortby_dir] + _NULLS[sort.sortby_nulls])
     here = tuple(key for key in keys if key is not None)
     return Ordering(", ".join(items), frozenset(used), frozenset(plain), here if len(here) == len(keys) else None)
 
 
-def _plain_key(name: str, type_: Type, sort: Any) -> SortKey | None:
+def _column_sort_key(name: str, type_: Type, sort: Any) -> SortKey | None:
     try:
-        return _key(column(name, type_.plain), sort)
+        return _sort_key(column(name, type_.base_type), sort)
     except WhereError:
         return None
 
 
-def _key(expression: Expression, sort: Any) -> SortKey | None:
+def _sort_key(expression: Expression, sort: Any) -> SortKey | None:
     try:
         return SortKey(expression, sort)
     except WhereError:
         return None
 
 
-def _column(node: Any, columns: Mapping[str, Type], schema: str, table: str) -> str | None:
+def _plain_column(node: Any, columns: Mapping[str, Type], schema: str, table: str) -> str | None:
     """Return the column if the item is a plain one, of any type: the database orders it, even if a where clause cannot
     read it."""
     if node.WhichOneof("node") != "column_ref":

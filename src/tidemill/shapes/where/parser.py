@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tidemill.base.pgtypes.text import InvalidTextError
-from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shapes.where.types import WhereError
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ T = TypeVar("T")
 MAX_WHERE_BYTES = 64 << 10
 
 
-def guarded(compiling: Callable[[], T]) -> T:
+def compile_guarded(compiling: Callable[[], T]) -> T:
     """Call `compiling`; raise any exception of it as WhereError (invariant of compiler.py: one error type)."""
     try:
         return compiling()
@@ -30,7 +30,7 @@ def guarded(compiling: Callable[[], T]) -> T:
     except BaseException as error:
         if not is_fault(error):
             raise
-        raise WhereError(f"the clause cannot be compiled: error={sentence(error)}.") from error
+        raise WhereError(f"the clause cannot be compiled: error={error_sentence(error)}.") from error
 
 
 def parse_clause(prefix: str, text: str, what: str, field: str) -> Any:

@@ -21,12 +21,12 @@ _BOOLEAN_TESTS = {
 
 
 @cache
-def _names() -> Any:
+def _enums() -> Any:
     """Return the module with the enumerations of the tree; loaded with the parser."""
     return importlib.import_module("postgast.pg_query_pb2")
 
 
-def sql_of(node: Any) -> str:
+def print_sql(node: Any) -> str:
     """Print a node. Raises NotImplementedError for nodes that `compiler` should have rejected."""
     kind = node.WhichOneof("node")
     printer = _PRINTERS.get(kind)
@@ -66,79 +66,79 @@ def _constant(node: Any) -> str:
 
 def _cast(node: Any) -> str:
     name = identifier(node.type_name.names[-1].string.sval)
-    return f"CAST({sql_of(node.arg)} AS pg_catalog.{name}{'[]' * len(node.type_name.array_bounds)})"
+    return f"CAST({print_sql(node.arg)} AS pg_catalog.{name}{'[]' * len(node.type_name.array_bounds)})"
 
 
 def _collate(node: Any) -> str:
-    return f"({sql_of(node.arg)} COLLATE pg_catalog.{identifier(node.collname[-1].string.sval)})"
+    return f"({print_sql(node.arg)} COLLATE pg_catalog.{identifier(node.collname[-1].string.sval)})"
 
 
 def _bool(node: Any) -> str:
-    pb = _names()
+    pb = _enums()
 
-    parts = [sql_of(argument) for argument in node.args]
+    parts = [print_sql(argument) for argument in node.args]
     if node.boolop == pb.NOT_EXPR:
         return f"(NOT {parts[0]})"
     return "(" + (" AND " if node.boolop == pb.AND_EXPR else " OR ").join(parts) + ")"
 
 
-def _untyped(node: Any) -> bool:
+def _is_untyped_param(node: Any) -> bool:
     """Return whether the node is a parameter whose type follows only from its context."""
     while node.WhichOneof("node") == "collate_clause":
         node = node.collate_clause.arg
     return bool(node.WhichOneof("node") == "param_ref")
 
 
-def _known(node: Any) -> str:
+def _print_typed(node: Any) -> str:
     """Print a node with a type if its context gives none: PostgreSQL rejects a parameter without a type."""
-    return f'CAST({sql_of(node)} AS pg_catalog."text")' if _untyped(node) else sql_of(node)
+    return f'CAST({print_sql(node)} AS pg_catalog."text")' if _is_untyped_param(node) else print_sql(node)
 
 
 def _null_test(node: Any) -> str:
-    pb = _names()
+    pb = _enums()
 
-    return f"({_known(node.arg)} IS {'' if node.nulltesttype == pb.IS_NULL else 'NOT '}NULL)"
+    return f"({_print_typed(node.arg)} IS {'' if node.nulltesttype == pb.IS_NULL else 'NOT '}NULL)"
 
 
 def _boolean_test(node: Any) -> str:
-    return f"({sql_of(node.arg)} {_BOOLEAN_TESTS[node.booltesttype]})"
+    return f"({print_sql(node.arg)} {_BOOLEAN_TESTS[node.booltesttype]})"
 
 
-def _listed(nodes: Any) -> str:
-    return ", ".join(sql_of(each) for each in nodes)
+def _print_list(nodes: Any) -> str:
+    return ", ".join(print_sql(each) for each in nodes)
 
 
 def _function(node: Any) -> str:
-    return f"pg_catalog.{identifier(node.funcname[-1].string.sval)}({_listed(node.args)})"
+    return f"pg_catalog.{identifier(node.funcname[-1].string.sval)}({_print_list(node.args)})"
 
 
 def _case(node: Any) -> str:
-    asked = f" {sql_of(node.arg)}" if node.HasField("arg") else ""
-    whens = [f" WHEN {sql_of(each.case_when.expr)} THEN {sql_of(each.case_when.result)}" for each in node.args]
-    default = f" ELSE {sql_of(node.defresult)}" if node.HasField("defresult") else ""
+    asked = f" {print_sql(node.arg)}" if node.HasField("arg") else ""
+    whens = [f" WHEN {print_sql(each.case_when.expr)} THEN {print_sql(each.case_when.result)}" for each in node.args]
+    default = f" ELSE {print_sql(node.defresult)}" if node.HasField("defresult") else ""
     return f"(CASE{asked}{''.join(whens)}{default} END)"
 
 
 def _extreme(node: Any) -> str:
-    return f"{'GREATEST' if node.op == _names().IS_GREATEST else 'LEAST'}({_listed(node.args)})"
+    return f"{'GREATEST' if node.op == _enums().IS_GREATEST else 'LEAST'}({_print_list(node.args)})"
 
 
 def _operation(node: Any) -> str:
-    pb = _names()
+    pb = _enums()
 
     kind, name = node.kind, node.name[-1].string.sval if node.name else ""
-    right = "" if node.rexpr.WhichOneof("node") == "list" else sql_of(node.rexpr)
+    right = "" if node.rexpr.WhichOneof("node") == "list" else print_sql(node.rexpr)
     if not node.HasField("lexpr"):
         return f"(OPERATOR(pg_catalog.{name}) {right})"
-    left = sql_of(node.lexpr)
+    left = print_sql(node.lexpr)
     if kind == pb.AEXPR_IN:
-        return f"({left} {'' if name == '=' else 'NOT '}IN ({_listed(node.rexpr.list.items)}))"
+        return f"({left} {'' if name == '=' else 'NOT '}IN ({_print_list(node.rexpr.list.items)}))"
     if kind in _between():
         low, high = node.rexpr.list.items
-        return f"({left} {_between()[kind]} {sql_of(low)} AND {sql_of(high)})"
+        return f"({left} {_between()[kind]} {print_sql(low)} AND {print_sql(high)})"
     if kind in (pb.AEXPR_DISTINCT, pb.AEXPR_NOT_DISTINCT):
         if "NULL" in (left, right):  # PostgreSQL treats this as a test for NULL
-            left, right = _known(node.lexpr), _known(node.rexpr)
+            left, right = _print_typed(node.lexpr), _print_typed(node.rexpr)
         return f"({left} IS {'' if kind == pb.AEXPR_DISTINCT else 'NOT '}DISTINCT FROM {right})"
     if kind == pb.AEXPR_NULLIF:
         return f"NULLIF({left}, {right})"
@@ -148,7 +148,7 @@ def _operation(node: Any) -> str:
 
 
 def _between() -> dict[int, str]:
-    pb = _names()
+    pb = _enums()
 
     return {
         pb.AEXPR_BETWEEN: "BETWEEN",
@@ -167,10 +167,10 @@ _PRINTERS = {
     "bool_expr": _bool,
     "null_test": _null_test,
     "boolean_test": _boolean_test,
-    "coalesce_expr": lambda node: f"COALESCE({_listed(node.args)})",
+    "coalesce_expr": lambda node: f"COALESCE({_print_list(node.args)})",
     "min_max_expr": _extreme,
     "case_expr": _case,
     "func_call": _function,
-    "a_array_expr": lambda node: f"ARRAY[{_listed(node.elements)}]",
+    "a_array_expr": lambda node: f"ARRAY[{_print_list(node.elements)}]",
     "a_expr": _operation,
 }

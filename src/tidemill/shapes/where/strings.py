@@ -9,19 +9,19 @@ from functools import lru_cache
 
 import msgspec
 
-from tidemill.shapes.where.case_folding import folding_of, lower, upper
-from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, Row, resolve, strict
-from tidemill.shapes.where.operators import no_operator
+from tidemill.shapes.where.case_folding import common_folding, lower_function, upper_function
+from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, Row, resolve_unknown, strict
+from tidemill.shapes.where.operators import operator_error
 from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
 
 
-def concat(left: Expression, right: Expression, location: str) -> Expression:
-    left, right = resolve(left, TEXT, location), resolve(right, TEXT, location)
+def compile_concatenation(left: Expression, right: Expression, location: str) -> Expression:
+    left, right = resolve_unknown(left, TEXT, location), resolve_unknown(right, TEXT, location)
     if left.type.array or right.type.array or left.type.name != "text" or right.type.name != "text":
         raise WhereError(
             f"{location}only text can be concatenated: {left.type} || {right.type}", fix="Cast both to text."
         )
-    type_ = Type("text", False, left.type.ordered and right.type.ordered, folding_of(left, right))
+    type_ = Type("text", False, left.type.ordered and right.type.ordered, common_folding(left, right))
     return Expression(
         type_, strict(operator.add, left, right), constant=left.constant and right.constant,
         collated=left.collated or right.collated,
@@ -40,7 +40,7 @@ class LikePattern:
     """
 
     def __init__(self, pattern: str) -> None:
-        pieces, self.unfinished = _pieces(pattern)
+        pieces, self.unfinished = _split_pattern(pattern)
         first, *rest = [_Piece(piece) for piece in pieces]
         self._first = first
         self._rest = rest
@@ -111,35 +111,35 @@ class _Piece:
         if self._literal is not None:
             found = text.find(self._literal, start, max(start, end))
             return -1 if found < 0 else found + self.length
-        if (end - start) * self.length > LIKE_STEPS:
+        if (end - start) * self.length > MAX_LIKE_STEPS:
             raise EvaluationError(f"LIKE with _ is too expensive on this row: text={len(text)} piece={self.length}")
         match = self._pattern.search(text, start, max(start, end))
         return -1 if match is None else match.end()
 
 
-LIKE_STEPS = 1_000_000
+MAX_LIKE_STEPS = 1_000_000
 """Limit of positions times length for a piece with wildcards: 20 ms at worst."""
 
-CACHED_PATTERN = 1_000
+MAX_CACHED_PATTERN = 1_000
 """Longest pattern from a row that is cached, so that patterns of many rows do not use up memory."""
 
-ROW_PATTERN = 10_000
+MAX_ROW_PATTERN = 10_000
 """Longest pattern from a row; longer ones are rejected, as preparing one takes milliseconds."""
 
 
 @lru_cache(maxsize=1024)
-def _cached(pattern: str) -> LikePattern:
+def _cached_pattern(pattern: str) -> LikePattern:
     return LikePattern(pattern)
 
 
-def like_pattern(pattern: str) -> LikePattern:
+def prepare_pattern(pattern: str) -> LikePattern:
     """Return the prepared pattern. Raises EvaluationError."""
-    if len(pattern) > ROW_PATTERN:
-        raise EvaluationError(f"a LIKE pattern of more than {ROW_PATTERN} characters is not supported on rows")
-    return _cached(pattern) if len(pattern) <= CACHED_PATTERN else LikePattern(pattern)
+    if len(pattern) > MAX_ROW_PATTERN:
+        raise EvaluationError(f"a LIKE pattern of more than {MAX_ROW_PATTERN} characters is not supported on rows")
+    return _cached_pattern(pattern) if len(pattern) <= MAX_CACHED_PATTERN else LikePattern(pattern)
 
 
-def _pieces(pattern: str) -> tuple[list[list[str | None]], bool]:
+def _split_pattern(pattern: str) -> tuple[list[list[str | None]], bool]:
     """Split a pattern at each %; also return whether it ends with an escape character."""
     pieces: list[list[str | None]] = [[]]
     at = 0
@@ -158,22 +158,22 @@ def _pieces(pattern: str) -> tuple[list[list[str | None]], bool]:
     return pieces, False
 
 
-def unfinished(pattern: Expression) -> bool:
+def ends_with_escape(pattern: Expression) -> bool:
     """Return whether a constant pattern ends with an escape character, so that matching may fail."""
     text = _as_text(pattern).evaluate({})
     return text is not None and LikePattern(str(text)).unfinished
 
 
-def like(name: str, left: Expression, right: Expression, location: str) -> Expression:
+def compile_like(name: str, left: Expression, right: Expression, location: str) -> Expression:
     """Compile LIKE; `name` is ~~, !~~, ~~* or !~~*. Padded text keeps its padding as a value, and loses it as a
     pattern."""
-    left, right = resolve(left, TEXT, location), resolve(right, TEXT, location)
+    left, right = resolve_unknown(left, TEXT, location), resolve_unknown(right, TEXT, location)
     for side in (left, right):
         if side.type.array or side.type.name not in ("text", "bpchar"):
-            raise no_operator(name, left.type, right.type, location)
+            raise operator_error(name, left.type, right.type, location)
     right = _as_text(right)
     wanted = not name.startswith("!")
-    fold = lower(folding_of(left, right), location) if name.endswith("*") else str
+    fold = lower_function(common_folding(left, right), location) if name.endswith("*") else str
     known = right.evaluate({}) if right.constant else None
     if known is not None:
         fixed = LikePattern(fold(known))
@@ -184,7 +184,7 @@ def like(name: str, left: Expression, right: Expression, location: str) -> Expre
         return Expression(BOOL, strict(match_fixed, left))
 
     def match(text: str, pattern: str) -> bool:
-        return like_pattern(fold(pattern)).matches(fold(text)) is wanted
+        return prepare_pattern(fold(pattern)).matches(fold(text)) is wanted
 
     return Expression(BOOL, strict(match, left, right))
 
@@ -195,32 +195,32 @@ _LIKES = {"like": "~~", "notlike": "!~~"}
 FUNCTIONS = ("lower", "upper", "length", "concat", *_TRIMS, *_ENDS, *_LIKES)
 
 
-def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
+def compile_call(name: str, operands: Sequence[Expression], location: str) -> Expression:
     """Compile one of FUNCTIONS, on text only: the text of other types is specific to PostgreSQL. Raises WhereError."""
     if name in _ENDS and len(operands) == 2:
-        operands = [resolve(operands[0], TEXT, location), resolve(operands[1], Type("int4"), location)]
+        operands = [resolve_unknown(operands[0], TEXT, location), resolve_unknown(operands[1], Type("int4"), location)]
     else:
-        operands = [resolve(operand, TEXT, location) for operand in operands]
+        operands = [resolve_unknown(operand, TEXT, location) for operand in operands]
     kinds = ", ".join(str(operand.type) for operand in operands)
     constant = all(operand.constant for operand in operands)
     if name != "concat":
         operands = [_as_text(operand) for operand in operands]
     types = [operand.type.name if not operand.type.array else "array" for operand in operands]
-    if not _fits(name, types):
+    if not _accepts(name, types):
         raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
     first = operands[0]
     if name in _LIKES:
-        return like(_LIKES[name], operands[0], operands[1], location)
+        return compile_like(_LIKES[name], operands[0], operands[1], location)
     type_ = msgspec.structs.replace(first.type, varying=False, most_bytes=0)
     if name == "length":
         return Expression(Type("int4"), strict(len, first), constant=constant)
     if name in ("lower", "upper"):
-        fold = (lower if name == "lower" else upper)(first.type.folding, location)
+        fold = (lower_function if name == "lower" else upper_function)(first.type.folding, location)
         return Expression(type_, strict(fold, first), constant=constant, collated=first.collated)
     if name in _ENDS:
         part = strict(_left if name == "left" else _right, *operands)
         return Expression(type_, part, constant=constant, collated=first.collated)
-    type_ = Type("text", False, all(each.type.ordered for each in operands), folding_of(*operands))
+    type_ = Type("text", False, all(each.type.ordered for each in operands), common_folding(*operands))
     collated = any(each.collated for each in operands)
     if name in _TRIMS:
         trim = _TRIMS[name]
@@ -235,7 +235,7 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
     return Expression(type_, joined, constant=constant, collated=collated)
 
 
-def _fits(name: str, types: Sequence[str]) -> bool:
+def _accepts(name: str, types: Sequence[str]) -> bool:
     if name in _ENDS:
         return len(types) == 2 and types[0] == "text" and types[1] in ("int2", "int4")
     if name in _LIKES and len(types) != 2:
@@ -249,7 +249,7 @@ def _as_text(operand: Expression) -> Expression:
     if operand.type.name != "bpchar" or operand.type.array:
         return operand
     text = strict(lambda padded: padded.rstrip(" "), operand)
-    return Expression(operand.type.like("text"), text, constant=operand.constant, collated=operand.collated)
+    return Expression(operand.type.with_name("text"), text, constant=operand.constant, collated=operand.collated)
 
 
 def _left(text: str, count: int) -> str:

@@ -27,13 +27,13 @@ NUMBERS = {"int2": 0, "int4": 1, "int8": 2, "numeric": 3, "float4": 4, "float8":
 TEXTS = frozenset({"text", "bpchar", "enum"})
 MOMENTS = {"date": 0, "timestamp": 1, "timestamptz": 2}
 
-WIDE = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Inexact, Overflow])
+EXACT_CONTEXT = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Inexact, Overflow])
 """Context for +, -, * and %, which are exact on numbers of NUMERIC_DIGITS, or raise; the result is then checked for the
 same size."""
 
 Folding = Literal["simple", "ascii", "full", "undecided"]
 
-ROUNDING = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Overflow])
+ROUNDING_CONTEXT = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Overflow])
 """Context for intended rounding: quotients, casts."""
 
 
@@ -72,14 +72,14 @@ class Type(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, array=False)
 
     @property
-    def plain(self) -> Type:
+    def base_type(self) -> Type:
         """The type under the name of the type that compares exactly like it."""
         name = ALIASES.get(self.name, self.name)
-        most_bytes = CUT.get(self.name, self.most_bytes)
+        most_bytes = TRUNCATED_BYTES.get(self.name, self.most_bytes)
         varying = self.varying or self.name == "varchar"
         return msgspec.structs.replace(self, name=name, varying=varying, most_bytes=most_bytes)
 
-    def like(self, name: str, *, array: bool = False) -> Type:
+    def with_name(self, name: str, *, array: bool = False) -> Type:
         """Return another type, whose text has the same collation."""
         varying, most_bytes = (self.varying, self.most_bytes) if name == self.name else (False, 0)
         return msgspec.structs.replace(self, name=name, array=array, varying=varying, most_bytes=most_bytes)
@@ -90,7 +90,7 @@ ALIASES = {"varchar": "text", "name": "text", "char": "text"}
 
 NAME_BYTES = 63
 CHAR_BYTES = 1
-CUT = {"name": NAME_BYTES, "char": CHAR_BYTES}
+TRUNCATED_BYTES = {"name": NAME_BYTES, "char": CHAR_BYTES}
 """Length in bytes of the types that truncate longer text."""
 
 
@@ -104,7 +104,7 @@ def to_float8(value: int | Decimal | float) -> float:
     return result
 
 
-def canonical(kind: str) -> Callable[[Value], Value] | None:
+def canonical_form(kind: str) -> Callable[[Value], Value] | None:
     """Return a function to a form that is equal, and hashes, exactly if the values are equal in PostgreSQL. None if no
     conversion is needed."""
     if kind in ("float4", "float8", "numeric"):
@@ -128,22 +128,22 @@ def _unpadded(text: str) -> str:
 _READERS: dict[str, Callable[[str], Value]] = {**READERS, "interval": read_interval}
 
 
-def readable(name: str) -> bool:
+def is_readable(name: str) -> bool:
     return name in _READERS
 
 
-def reader(type_: Type) -> Callable[[str], Value]:
+def reader_of(type_: Type) -> Callable[[str], Value]:
     """Return the function that parses text of this type. Raises WhereError for types that the evaluator does not
     know."""
     read = _READERS.get(type_.name)
     if read is None:
         raise WhereError(f"type {type_} is not supported in a where clause.", fix="Cast the column to text.")
     if type_.most_bytes:
-        read = partial(cut, type_.most_bytes)
+        read = partial(truncate, type_.most_bytes)
     return (lambda text: read_array(text, read)) if type_.array else read
 
 
-def cut(most_bytes: int, text: str) -> str:
+def truncate(most_bytes: int, text: str) -> str:
     """Truncate text as name and "char" do. Raises EvaluationError for bytes and escapes beyond ASCII in a "char"."""
     if most_bytes == CHAR_BYTES and (not text[:1].isascii() or (text[:1] == "\\" and len(text) > 1)):
         raise EvaluationError(f'this text is not supported as "char" in a where clause: "{text}"')

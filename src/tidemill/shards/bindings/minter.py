@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Binding, Remap
-from tidemill.shards.bindings.reclock import missing
+from tidemill.shards.bindings.reclock import missing_offsets
 
 RETRY_PAUSE_S = 0.1
 
@@ -31,7 +31,7 @@ Offsets = dict[str, tuple[int, ...]]
 log = structlog.get_logger()
 
 
-class Minter:
+class BindingMinter:
     """Minter of one source, for one caller at a time."""
 
     def __init__(self, remap: Remap, clock: Clock, *, interval_ms: int) -> None:
@@ -55,7 +55,7 @@ class Minter:
         wait_s = (self._interval_ms if interval_ms is None else interval_ms) / 1000
         return max(0.0, min(wait_s, self._minted_s + wait_s - self._clock.monotonic_s()))
 
-    async def until_due(self) -> None:
+    async def wait_until_due(self) -> None:
         if wait_s := self.due_in_s():
             await asyncio.sleep(wait_s)
 
@@ -71,9 +71,9 @@ class Minter:
                 break
             except ConflictError:
                 self.latest = await self._remap.latest()
-                if self._lands_on(attempt):
+                if self._is_latest(attempt):
                     break
-                if self.latest is not None and self._goes_back(attempt):
+                if self.latest is not None and self._is_behind_latest(attempt):
                     raise UnavailableError(
                         f"another minter is ahead: remap={self.name} lsn={self.latest.lsn} ours={attempt.lsn}."
                     ) from None
@@ -86,7 +86,7 @@ class Minter:
         is covered.
         """
         while True:
-            offsets = missing(self.latest, seen)
+            offsets = missing_offsets(self.latest, seen)
             if not offsets and self.latest is not None:
                 return False
             try:
@@ -102,7 +102,7 @@ class Minter:
         self._minted_s = self._clock.monotonic_s()
         return True
 
-    def whole(self, binding: Binding, topics: Offsets) -> Offsets:
+    def offsets_of(self, binding: Binding, topics: Offsets) -> Offsets:
         """Return a binding's offsets of these topics.
 
         Bindings also have topics of tables that are no longer captured.
@@ -117,16 +117,16 @@ class Minter:
         log.warning("binding not stored, retrying", remap=self.name, cause=str(error))
         await asyncio.sleep(RETRY_PAUSE_S)
 
-    def _lands_on(self, binding: Binding) -> bool:
+    def _is_latest(self, binding: Binding) -> bool:
         """Return whether the attempt whose answer was lost did land."""
         latest = self.latest
         return latest is not None and (
-            latest.time_ms, latest.era, latest.lsn, latest.tag, self.whole(latest, binding.offsets),
+            latest.time_ms, latest.era, latest.lsn, latest.tag, self.offsets_of(latest, binding.offsets),
         ) == (binding.time_ms, binding.era, binding.lsn, binding.tag, binding.offsets)  # fmt: skip
 
-    def _goes_back(self, binding: Binding) -> bool:
+    def _is_behind_latest(self, binding: Binding) -> bool:
         assert self.latest is not None
-        theirs = self.whole(self.latest, binding.offsets)
+        theirs = self.offsets_of(self.latest, binding.offsets)
         return (self.latest.era, self.latest.lsn) > (binding.era, binding.lsn) or any(
             old > new
             for topic_id, offsets in binding.offsets.items()

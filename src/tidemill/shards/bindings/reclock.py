@@ -18,7 +18,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Binding
 
 
-def carried(latest: Binding | None, binding: Binding) -> Binding:
+def complete_binding(latest: Binding | None, binding: Binding) -> Binding:
     """Return the binding, completed from the latest by the fields that it does not name: a binding is always
     complete.
     """
@@ -33,7 +33,7 @@ def carried(latest: Binding | None, binding: Binding) -> Binding:
     )
 
 
-def check_alone(binding: Binding) -> None:
+def check_binding(binding: Binding) -> None:
     """Check a binding without its history. Raises InvalidError."""
     if binding.time_ms < 0 or binding.lsn < 0:
         raise InvalidError(f"a binding cannot be negative: time_ms={binding.time_ms} lsn={binding.lsn}.")
@@ -42,7 +42,7 @@ def check_alone(binding: Binding) -> None:
             raise InvalidError(f"bad offsets in a binding: topic={topic} offsets={offsets}.")
 
 
-def follows(latest: Binding | None, binding: Binding) -> str:
+def ordering_error(latest: Binding | None, binding: Binding) -> str:
     """Return why the binding would break the progress invariant as the next one, or ""."""
     if latest is None:
         return ""
@@ -57,18 +57,18 @@ def follows(latest: Binding | None, binding: Binding) -> str:
     return ""
 
 
-def in_force(bindings: Sequence[Binding], time_ms: int) -> Binding | None:
+def binding_in_force(bindings: Sequence[Binding], time_ms: int) -> Binding | None:
     """Return the newest binding with time ≤ time_ms, or None."""
     at = bisect_right(bindings, time_ms, key=lambda b: b.time_ms)
     return bindings[at - 1] if at else None
 
 
-def later_than(bindings: Sequence[Binding], time_ms: int, limit: int) -> list[Binding]:
+def bindings_after(bindings: Sequence[Binding], time_ms: int, limit: int) -> list[Binding]:
     at = bisect_right(bindings, time_ms, key=lambda b: b.time_ms)
     return list(bindings[at : at + limit])
 
 
-def missing(latest: Binding | None, seen: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def missing_offsets(latest: Binding | None, seen: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the part of `seen` (topic → next offsets) that no binding covers yet, per topic the elementwise maximum.
 
     {} = nothing is missing. The loser of a mint calls this with the winner's binding, and mints only the rest.

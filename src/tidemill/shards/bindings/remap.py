@@ -14,8 +14,8 @@ is 0 or the delta has no LSN.
 Opening costs one or two reads. `_window` holds the newest bindings contiguously and follows the log. Older ones are
 found by bisection over log positions (times grow with positions) and read on demand.
 
-Invariant (readable log): the log begins with a whole record. `forget` truncates only bindings that no reader may still
-need; a read of a truncated one raises HistoryLostError. Time -1 is before everything, and always known.
+Invariant (readable log): the log begins with a whole record. `truncate_before` truncates only bindings that no reader
+may still need; a read of a truncated one raises HistoryLostError. Time -1 is before everything, and always known.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tidemill.consensus.api import Consensus, resolve_append
 from tidemill.shards.api import Binding, BindingsPage, HistoryLostError
 from tidemill.shards.bindings import reclock
 
-WHOLE = 1
-DELTA = 2
-WHOLE_EVERY = 64
+WHOLE_TAG = 1
+DELTA_TAG = 2
+WHOLE_RECORD_INTERVAL = 64
 """Maximum distance of two whole records, which bounds the cost of reading one old binding."""
 
 WINDOW_BINDINGS = 2_000
@@ -47,7 +47,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
 
-class Stored(NamedTuple):
+class StoredRecord(NamedTuple):
     """A decoded record: `binding` is complete if `back` is 0, else it has only the changes since the previous
     record.
     """
@@ -58,7 +58,7 @@ class Stored(NamedTuple):
 
 def encode_binding(b: Binding) -> bytes:
     """Encode a whole record."""
-    return _encoder.encode([WHOLE, b.time_ms, b.offsets, b.lsn, b.source_time_ms, b.tag, *_era(b)])
+    return _encoder.encode([WHOLE_TAG, b.time_ms, b.offsets, b.lsn, b.source_time_ms, b.tag, *_era(b)])
 
 
 def encode_delta(latest: Binding, b: Binding, back: int) -> bytes:
@@ -67,41 +67,43 @@ def encode_delta(latest: Binding, b: Binding, back: int) -> bytes:
     moves = (b.era, b.lsn) != (latest.era, latest.lsn)
     lsn = b.lsn if moves else 0
     source_time_ms = b.source_time_ms if b.source_time_ms != latest.source_time_ms else 0
-    return _encoder.encode([DELTA, back, b.time_ms, moved, lsn, source_time_ms, b.tag, *(_era(b) if moves else ())])
+    return _encoder.encode([DELTA_TAG, back, b.time_ms, moved, lsn, source_time_ms, b.tag, *(_era(b) if moves else ())])
 
 
 def _era(b: Binding) -> tuple[int, ...]:
     return (b.era,) if b.era else ()
 
 
-def decode_stored(data: bytes) -> Stored:
+def decode_record(data: bytes) -> StoredRecord:
     """Decode a record. Raises CorruptError."""
     try:
         form, *fields = _decoder.decode(data)
-        if form not in (WHOLE, DELTA):
+        if form not in (WHOLE_TAG, DELTA_TAG):
             raise CorruptError(f"unknown binding format: format={form!r}.", fix="Upgrade tidemill.")
-        back = fields.pop(0) if form == DELTA else 0
+        back = fields.pop(0) if form == DELTA_TAG else 0
         time_ms, offsets, lsn, source_time_ms, tag, *more = fields
         (era,) = more or (0,)
-        return Stored(back, Binding(time_ms, {t: tuple(o) for t, o in offsets.items()}, lsn, source_time_ms, tag, era))
+        return StoredRecord(
+            back, Binding(time_ms, {t: tuple(o) for t, o in offsets.items()}, lsn, source_time_ms, tag, era)
+        )
     except (msgspec.DecodeError, ValueError, TypeError, AttributeError) as error:
         raise CorruptError(f"binding is unreadable: bytes={len(data)} ({error}).") from error
 
 
 def decode_binding(data: bytes, before: Binding | None = None) -> Binding:
     """Decode a complete binding. A delta needs `before`, the binding of the previous record. Raises CorruptError."""
-    back, binding = decode_stored(data)
+    back, binding = decode_record(data)
     if not back:
         return binding
     if before is None:
         raise CorruptError(f"a binding refers to a missing previous one: time_ms={binding.time_ms}.")
-    return reclock.carried(before, binding)
+    return reclock.complete_binding(before, binding)
 
 
 LOG_PREFIX = "remap/"
 
 
-def log_name(name: str) -> str:
+def remap_log_name(name: str) -> str:
     return LOG_PREFIX + name
 
 
@@ -115,7 +117,7 @@ class LogRemap:
         self.name = name
         self._consensus = consensus
         self._rand = rand
-        self._log = log_name(name)
+        self._log = remap_log_name(name)
         self._next = 0  # position after the last binding in the window
         self._window: list[Binding] = []  # bindings at positions [_next - len, _next)
         self._whole_at = 0  # position of the newest whole record
@@ -138,22 +140,26 @@ class LogRemap:
         return self._window[-1] if self._window else None
 
     async def mint(self, binding: Binding) -> Binding:
-        """Append `binding`, completed from the latest (`reclock.carried`); return the stored one.
+        """Append `binding`, completed from the latest (`reclock.complete_binding`); return the stored one.
 
         Raises ConflictError(current=Binding | None) if another minter was first or the binding would go back,
         InvalidError if it is invalid on its own, UnavailableError (did not happen), UnknownOutcomeError (its nonce
         could not be looked up).
         """
-        reclock.check_alone(binding)
+        reclock.check_binding(binding)
         await self._sync()
         latest, position = (self._window[-1] if self._window else None), self._next
-        whole = reclock.carried(latest, binding)
-        wrong = reclock.follows(latest, whole)
+        whole = reclock.complete_binding(latest, binding)
+        wrong = reclock.ordering_error(latest, whole)
         if wrong:
             raise ConflictError(f"binding does not follow the latest: remap={self.name} {wrong}.", current=latest)
         nonce = self._rand.nonce()
         back = position - self._whole_at
-        data = encode_binding(whole) if latest is None or back >= WHOLE_EVERY else encode_delta(latest, whole, back)
+        data = (
+            encode_binding(whole)
+            if latest is None or back >= WHOLE_RECORD_INTERVAL
+            else encode_delta(latest, whole, back)
+        )
         try:
             await self._consensus.append(self._log, 0, position, [data], nonce)
         except ConflictError as error:
@@ -163,13 +169,13 @@ class LogRemap:
                 current=self._window[-1] if self._window else None,
             ) from error
         except UnknownOutcomeError as error:
-            if not await self._landed(position, nonce):
+            if not await self._resolve_mint(position, nonce):
                 await self._sync()
                 if self._next > position:
                     current = self._window[-1] if self._window else None
                     raise ConflictError(f"another minter was first: remap={self.name}.", current=current) from error
                 raise UnavailableError(f"binding was not stored: remap={self.name} time_ms={whole.time_ms}.") from error
-        self._push(position, data)
+        self._add_binding(position, data)
         return whole
 
     async def advance(self, time_ms: int) -> Binding | None:
@@ -201,14 +207,14 @@ class LogRemap:
 
     async def _after(self, time_ms: int, limit: int) -> list[Binding]:
         if self._in_window(time_ms):
-            return reclock.later_than(self._window, time_ms, limit)
+            return reclock.bindings_after(self._window, time_ms, limit)
         return await self._read(await self._position_after(time_ms), limit)
 
     async def _at(self, time_ms: int) -> Binding | None:
         if time_ms < 0:
             return None
         if self._in_window(time_ms):
-            return reclock.in_force(self._window, time_ms)
+            return reclock.binding_in_force(self._window, time_ms)
         position = await self._position_after(time_ms)
         return (await self._read(position - 1, 1))[0] if position else None
 
@@ -218,17 +224,17 @@ class LogRemap:
         Raises MissingError if it is truncated concurrently.
         """
         await self._sync()
-        found = await self._stored(self._log_start, 1) if self.length else []
+        found = await self._read_records(self._log_start, 1) if self.length else []
         return found[0].binding.time_ms if found else None
 
-    async def forget(self, time_ms: int) -> int:
+    async def truncate_before(self, time_ms: int) -> int:
         """Truncate bindings that no read at `time_ms` or later needs; return their number.
 
         The binding in force at `time_ms` is retained, and the whole record to which it refers.
         """
         await self._sync()
         head = await self._consensus.log_head(self._log)
-        if head.next - head.start <= WHOLE_EVERY or time_ms < 0:
+        if head.next - head.start <= WHOLE_RECORD_INTERVAL or time_ms < 0:
             return 0
         try:
             position = await self._position_after(time_ms) - 1
@@ -237,7 +243,7 @@ class LogRemap:
         if position <= head.start:
             return 0
         found = await self._consensus.read(self._log, position, limit_records=1)
-        position -= decode_stored(found.records[0].data).back
+        position -= decode_record(found.records[0].data).back
         if position <= head.start:
             return 0
         self._log_start = (await self._consensus.truncate(self._log, position)).start
@@ -266,14 +272,14 @@ class LogRemap:
             return True
         return time_ms < 0 and self._start <= self._log_start
 
-    def _push(self, position: int, data: bytes) -> None:
+    def _add_binding(self, position: int, data: bytes) -> None:
         """Add the binding at `position` unless a concurrent sync already did. There is no await, so it is one step."""
         if position != self._next:
             return
-        back, changed = decode_stored(data)
+        back, changed = decode_record(data)
         if not self._window and back:
             raise CorruptError(f"a binding refers to a missing previous one: remap={self.name} position={position}.")
-        self._window.append(reclock.carried(self._window[-1], changed) if back else changed)
+        self._window.append(reclock.complete_binding(self._window[-1], changed) if back else changed)
         self._whole_at = position - back
         self._next += 1
         if len(self._window) > WINDOW_BINDINGS:
@@ -294,7 +300,7 @@ class LogRemap:
                     continue
                 self._log_start = found.head.start
                 for record in found.records:
-                    self._push(record.position, record.data)
+                    self._add_binding(record.position, record.data)
                 if self._next >= found.head.next:
                     return
 
@@ -308,9 +314,9 @@ class LogRemap:
                 found = await self._consensus.read(self._log, head.next - 1, limit_records=1)
             except MissingError:
                 continue
-            return head.next - 1 - decode_stored(found.records[0].data).back
+            return head.next - 1 - decode_record(found.records[0].data).back
 
-    async def _landed(self, position: int, nonce: str) -> bool:
+    async def _resolve_mint(self, position: int, nonce: str) -> bool:
         """Resolve an unknown append by its nonce, with retries: guessing would mint a binding twice or lose one."""
         for attempt in range(RESOLVE_ATTEMPTS):
             try:
@@ -334,7 +340,7 @@ class LogRemap:
             try:
                 while low < high:
                     middle = (low + high) // 2
-                    if (await self._stored(middle, 1))[0].binding.time_ms > time_ms:
+                    if (await self._read_records(middle, 1))[0].binding.time_ms > time_ms:
                         high = middle
                     else:
                         low = middle + 1
@@ -350,23 +356,23 @@ class LogRemap:
     async def _read(self, position: int, limit: int) -> list[Binding]:
         """Return complete bindings from `position` on. Raises HistoryLostError if they are truncated concurrently."""
         try:
-            first = (await self._stored(position, 1))[:1]
+            first = (await self._read_records(position, 1))[:1]
             back = first[0].back if first else 0
-            found = await self._stored(position - back, limit + back)
+            found = await self._read_records(position - back, limit + back)
         except MissingError as error:
             raise HistoryLostError(f"bindings were truncated while they were read: remap={self.name}.") from error
         out: list[Binding] = []
         for stored in found:
-            out.append(reclock.carried(out[-1], stored.binding) if stored.back else stored.binding)
+            out.append(reclock.complete_binding(out[-1], stored.binding) if stored.back else stored.binding)
         return out[back:]
 
-    async def _stored(self, position: int, limit: int) -> list[Stored]:
-        out: list[Stored] = []
+    async def _read_records(self, position: int, limit: int) -> list[StoredRecord]:
+        out: list[StoredRecord] = []
         while len(out) < limit:
             found = await self._consensus.read(
                 self._log, position + len(out), limit_records=min(1000, limit - len(out))
             )
-            out += [decode_stored(r.data) for r in found.records]
+            out += [decode_record(r.data) for r in found.records]
             if not found.records:
                 break
         return out

@@ -39,16 +39,16 @@ from tidemill.base.errors import MissingError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import HASH, Batch, Part, ShardSchema
-from tidemill.shards.executor import Cpu, inline_cpu
+from tidemill.shards.executor import RunCpuWork, run_inline
 from tidemill.shards.handle import INLINE_BUDGET_BYTES, LogShard
-from tidemill.shards.parts.consolidate import merged
-from tidemill.shards.parts.parts import store_part, within
+from tidemill.shards.parts.consolidate import merge_updates
+from tidemill.shards.parts.parts import rows_within, store_part
 from tidemill.shards.parts.row_hash import bucket_of
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.read.part_reader import PartReader
 from tidemill.shards.state.apply import batch_id
 from tidemill.shards.state.commands import Replace
-from tidemill.shards.state.state import ShardState, batch_sums, garbage_full
+from tidemill.shards.state.state import ShardState, batch_sums, is_garbage_full
 
 FAN_IN = 8
 """Number of batches of one size class before they are merged; each update is rewritten about log8(size) times."""
@@ -68,7 +68,7 @@ PART_ROWS = 1 << 20
 SMALLEST_CLASS_BYTES = 64 << 10
 
 
-class Compacted(msgspec.Struct, frozen=True):
+class CompactionResult(msgspec.Struct, frozen=True):
     """Result of one merge. `shown` is False if another process moved the batches first; then nothing changed."""
 
     batches: int
@@ -88,7 +88,7 @@ def size_class(batch: Batch) -> int:
     return out
 
 
-def choose(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
+def choose_run(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
     """Choose the run to merge as [start, end); (0, 0) = none. Pure.
 
     Space comes first. Otherwise it is the oldest run of at least FAN_IN consecutive batches of one class or smaller,
@@ -116,21 +116,23 @@ def choose(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
     return 0, 0
 
 
-async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu: Cpu = inline_cpu) -> Compacted | None:
+async def compact_once(
+    shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu: RunCpuWork = run_inline
+) -> CompactionResult | None:
     """Merge one run; return None if there is nothing to do. If it raises, nothing changed.
 
     Raises MissingError only for an object that the shard still references.
     """
     await shard.frontiers()
     state = shard.state
-    start, end = choose(state.batches, state.since)
+    start, end = choose_run(state.batches, state.since)
     run = state.batches[start:end]
-    if not run or garbage_full(state):
+    if not run or is_garbage_full(state):
         return None
     gone = tuple(batch_id(b) for b in run)
     try:
-        batch = await _merged(shard, objects, rand, state, run, cpu)
-        shown = await shard.replace(Replace(gone, batch, shard.stamp_ms()))
+        batch = await _merge_run(shard, objects, rand, state, run, cpu)
+        shown = await shard.replace(Replace(gone, batch, shard.part_time_ms()))
     except MissingError:
         await shard.frontiers()
         if {*gone} <= {batch_id(b) for b in shard.state.batches}:
@@ -141,24 +143,24 @@ async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu
         )  # another process merged them, and they were deleted
     sums = [batch_sums(b) for b in run]
     out = batch_sums(batch)
-    return Compacted(len(run), sum(s[0] for s in sums), out[0], sum(s[1] for s in sums), out[1], shown)
+    return CompactionResult(len(run), sum(s[0] for s in sums), out[0], sum(s[1] for s in sums), out[1], shown)
 
 
-async def _merged(
-    shard: LogShard, objects: ObjectStore, rand: Rand, state: ShardState, run: Sequence[Batch], cpu: Cpu
+async def _merge_run(
+    shard: LogShard, objects: ObjectStore, rand: Rand, state: ShardState, run: Sequence[Batch], cpu: RunCpuWork
 ) -> Batch:
     """Return the batch that may replace the run. Its parts are stored, and nothing refers to them yet."""
     lower, upper = run[0].lower, run[-1].upper
     advance_to = min(state.since, upper - 1)
-    now_ms = shard.stamp_ms()
+    now_ms = shard.part_time_ms()
     parts: list[Part] = []
     inline_left = INLINE_BUDGET_BYTES - state.inline_bytes
     schema, reader = state.schema, shard.reader_under(state.schema)
     for low, high in hash_ranges(sum(batch_sums(b)[1] for b in run)):
-        updates = await _in_range(schema, reader, run, low, high, cpu)
+        updates = await _read_hash_range(schema, reader, run, low, high, cpu)
         if not updates.num_rows:
             continue
-        for bucket, rows in await cpu(partial(_compacted, schema, updates, advance_to)):
+        for bucket, rows in await cpu(partial(_merge_and_split, schema, updates, advance_to)):
             part = await store_part(
                 objects,
                 shard.shard_id,
@@ -185,8 +187,8 @@ def hash_ranges(size_bytes: int) -> list[tuple[int, int]]:
     return [(a, b - 1) for a, b in pairwise(cuts)]
 
 
-async def _in_range(
-    schema: ShardSchema, reader: PartReader, run: Sequence[Batch], low: int, high: int, cpu: Cpu
+async def _read_hash_range(
+    schema: ShardSchema, reader: PartReader, run: Sequence[Batch], low: int, high: int, cpu: RunCpuWork
 ) -> pa.Table:
     """Return the run's updates whose hash is in [low, high], one part at a time, so that one decoded part is held."""
     found = [part_schema(schema).empty_table()]
@@ -194,14 +196,14 @@ async def _in_range(
         for part in batch.parts:
             if part.max_hash < low or high < part.min_hash:
                 continue
-            rows = within(await reader.read_part(part), batch.lower, batch.upper)
+            rows = rows_within(await reader.read_part(part), batch.lower, batch.upper)
             if part.min_hash < low or high < part.max_hash:
-                rows = await cpu(partial(_of_hashes, rows, low, high))
+                rows = await cpu(partial(_slice_hashes, rows, low, high))
             found.append(rows)
     return pa.concat_tables(found)
 
 
-def _of_hashes(rows: pa.Table, low: int, high: int) -> pa.Table:
+def _slice_hashes(rows: pa.Table, low: int, high: int) -> pa.Table:
     """Return a slice of rows sorted by hash, copied so that the other rows can be freed."""
     hashes = rows.column(HASH).to_numpy()
     start, end = np.searchsorted(hashes, np.uint64(low), "left"), np.searchsorted(hashes, np.uint64(high), "right")
@@ -210,11 +212,11 @@ def _of_hashes(rows: pa.Table, low: int, high: int) -> pa.Table:
     return rows.filter(pa.array(chosen))
 
 
-def _compacted(schema: ShardSchema, updates: pa.Table, advance_to: int) -> list[tuple[int, pa.Table]]:
-    return _split(schema, merged(schema, updates, advance_to))
+def _merge_and_split(schema: ShardSchema, updates: pa.Table, advance_to: int) -> list[tuple[int, pa.Table]]:
+    return _split_parts(schema, merge_updates(schema, updates, advance_to))
 
 
-def _split(schema: ShardSchema, updates: pa.Table) -> list[tuple[int, pa.Table]]:
+def _split_parts(schema: ShardSchema, updates: pa.Table) -> list[tuple[int, pa.Table]]:
     """Split merged rows into (bucket, rows): by bucket, then by hash range, none above PART_ROWS except for one hash.
 
     `updates` are ordered as by `merged`.

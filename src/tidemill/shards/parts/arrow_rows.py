@@ -24,13 +24,13 @@ CHUNK_BYTES = 1 << 30
 
 def to_mask(array: Any) -> Mask:
     """Return a numpy mask of an Arrow boolean array; null counts as False."""
-    array = _whole(array)
+    array = _combine_chunks(array)
     if array.null_count:
         array = array.fill_null(False)
     return np.asarray(array.to_numpy(zero_copy_only=False), dtype=bool)
 
 
-def _whole(array: Any, limit_bytes: int = CHUNK_BYTES) -> Any:
+def _combine_chunks(array: Any, limit_bytes: int = CHUNK_BYTES) -> Any:
     """Return a column as one contiguous array, or unchanged if that array would be too large."""
     if not isinstance(array, pa.ChunkedArray):
         return array
@@ -63,7 +63,7 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
             break
         a = values_at(left.column(name), at if open_rows is None else at[open_rows])
         b = values_at(right.column(name), to if open_rows is None else to[open_rows])
-        a, b = bits_of(a), bits_of(b)
+        a, b = float_bits(a), float_bits(b)
         equal = to_mask(pc.equal(a, b))
         if a.null_count or b.null_count:
             equal |= to_mask(pc.and_(pc.is_null(a), pc.is_null(b)))
@@ -74,14 +74,14 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
     return out
 
 
-def bits_of(array: Any) -> Any:
+def float_bits(array: Any) -> Any:
     """Return floats and times as the integers of their bits, which exist for every value; others unchanged."""
     if not (pa.types.is_floating(array.type) or pa.types.is_temporal(array.type)):
         return array
-    return _whole(array).view({16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[array.type.bit_width])
+    return _combine_chunks(array).view({16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[array.type.bit_width])
 
 
-def shown(value: Any) -> str:
+def format_scalar(value: Any) -> str:
     """Format an Arrow scalar for people.
 
     A time without a Python object (infinity) is shown as its number since 1970.
@@ -109,22 +109,22 @@ def values_at(column: Any, at: Index, limit_bytes: int = CHUNK_BYTES) -> Any:
     found = _range_of(at)
     if found is not None:
         return column.slice(*found)
-    column = _whole(column, limit_bytes)
-    if not _is_text(column.type) or _fits(column, at, limit_bytes):
+    column = _combine_chunks(column, limit_bytes)
+    if not _is_text(column.type) or _fits_one_array(column, at, limit_bytes):
         return column.take(pa.array(at))
     if isinstance(column, pa.Array):
         sizes = _sizes(column, at)
-        taken = [column.take(pa.array(at[a:b])) for a, b in pairwise(cuts_of(sizes, limit_bytes))]
+        taken = [column.take(pa.array(at[a:b])) for a, b in pairwise(cut_positions(sizes, limit_bytes))]
     else:
         starts = np.cumsum([0, *map(len, column.chunks)])
         sizes = np.empty(len(at), dtype=np.int64)
         for number, mine in _by_chunk(starts, at):
             sizes[mine] = _sizes(column.chunk(number), at[mine] - starts[number])
-        taken = [_of_chunks(column, starts, at[a:b]) for a, b in pairwise(cuts_of(sizes, limit_bytes))]
+        taken = [_take_from_chunks(column, starts, at[a:b]) for a, b in pairwise(cut_positions(sizes, limit_bytes))]
     return taken[0] if len(taken) == 1 else pa.chunked_array(taken, column.type)
 
 
-def _fits(column: Any, at: Index, limit_bytes: int) -> bool:
+def _fits_one_array(column: Any, at: Index, limit_bytes: int) -> bool:
     """Return whether the result certainly fits, without computing sizes: no position repeats, and the column is
     small.
     """
@@ -143,7 +143,7 @@ def _by_chunk(starts: Index, at: Index) -> Iterator[tuple[int, Index]]:
         yield int(numbers[order[begin]]), order[begin:end]
 
 
-def _of_chunks(column: pa.ChunkedArray, starts: Index, at: Index) -> pa.Array:
+def _take_from_chunks(column: pa.ChunkedArray, starts: Index, at: Index) -> pa.Array:
     """Return values that fit one array, taken from several chunks."""
     back, found = np.empty(len(at), dtype=np.int64), []
     end = 0
@@ -160,7 +160,7 @@ def _sizes(array: pa.Array, at: Index) -> Index:
     return np.asarray(offsets[at + 1] - offsets[at], dtype=np.int64)
 
 
-def cuts_of(sizes: Index, limit_bytes: int, limit_rows: int = 1 << 62) -> list[int]:
+def cut_positions(sizes: Index, limit_bytes: int, limit_rows: int = 1 << 62) -> list[int]:
     """Return where to cut rows of these sizes, from 0 to the end. No piece exceeds a limit, except single rows."""
     sums = np.cumsum(sizes)
     cuts = [0]
@@ -172,7 +172,7 @@ def cuts_of(sizes: Index, limit_bytes: int, limit_rows: int = 1 << 62) -> list[i
     return cuts
 
 
-def sizes_of(table: pa.Table) -> Index:
+def row_sizes(table: pa.Table) -> Index:
     """Estimate the size of each row in memory, in bytes."""
     sizes = np.zeros(table.num_rows, dtype=np.int64)
     for column in table.columns:
@@ -209,10 +209,10 @@ def rows_at(table: pa.Table, at: Index, limit_bytes: int = CHUNK_BYTES) -> pa.Ta
     return pa.Table.from_arrays([values_at(column, at, limit_bytes) for column in table.columns], schema=table.schema)
 
 
-def one_chunk(table: pa.Table) -> pa.Table:
+def combine_columns(table: pa.Table) -> pa.Table:
     """Return the table with contiguous columns, so that numpy views copy nothing twice; too large columns stay
     chunked.
     """
     if all(column.num_chunks <= 1 for column in table.columns):
         return table
-    return pa.Table.from_arrays([_whole(column) for column in table.columns], schema=table.schema)
+    return pa.Table.from_arrays([_combine_chunks(column) for column in table.columns], schema=table.schema)

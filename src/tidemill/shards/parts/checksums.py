@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidemill.base.errors import CorruptError
-from tidemill.objects.verified_read import checked_now
+from tidemill.objects.verified_read import read_verified_sync
 from tidemill.shards.api import Part
 
 FIX = "Copy the object back from a copy of the bucket, or restore; `tidemill doctor --deep --contents` lists all."
@@ -42,10 +42,10 @@ def checksums_of(data: Any) -> tuple[int, int]:
     return checksum(data), checksum(memoryview(data)[-footer_bytes(data) :])
 
 
-def check_whole(part: Part, data: Any) -> None:
+def verify_part_bytes(part: Part, data: Any) -> None:
     """Raise CorruptError unless these are the bytes that were written. A part without checksums passes."""
     if part.crc >= 0 and (found := checksum(data)) != part.crc:
-        raise _damaged(part, part.crc, found)
+        raise _damaged_error(part, part.crc, found)
 
 
 def open_part(part: Part, found: Any) -> pq.ParquetFile:
@@ -54,11 +54,11 @@ def open_part(part: Part, found: Any) -> pq.ParquetFile:
     Raises CorruptError, and the errors of the file. Later decoding raises OSError or ArrowException for a damaged page.
     """
     if not hasattr(found, "seek"):
-        check_whole(part, found)
+        verify_part_bytes(part, found)
         return pq.ParquetFile(pa.BufferReader(found), pre_buffer=True, page_checksum_verification=part.crc < 0)
     metadata = None
     if part.crc >= 0:
-        footer = checked_now(found, part.object_key, lambda: read_footer(part, found))
+        footer = read_verified_sync(found, part.object_key, lambda: read_footer(part, found))
         metadata = pq.read_metadata(pa.BufferReader(footer))
     return pq.ParquetFile(found, metadata=metadata, pre_buffer=True, page_checksum_verification=True)
 
@@ -71,7 +71,7 @@ def read_footer(part: Part, file: Any) -> bytes:
         tail = _tail(file, part.size_bytes, size_bytes)
     footer = tail[-size_bytes:] if size_bytes else b""
     if part.crc >= 0 and (found := checksum(footer)) != part.footer_crc:
-        raise _damaged(part, part.footer_crc, found)
+        raise _damaged_error(part, part.footer_crc, found)
     return footer
 
 
@@ -80,7 +80,7 @@ def _tail(file: Any, size_bytes: int, wanted: int) -> bytes:
     return bytes(file.read())
 
 
-def _damaged(part: Part, stored: int, computed: int) -> CorruptError:
+def _damaged_error(part: Part, stored: int, computed: int) -> CorruptError:
     where = part.object_key or "inline"
     return CorruptError(
         f"part is damaged: object={where} stored_crc32c={stored:08x} computed_crc32c={computed:08x}.", fix=FIX
@@ -90,13 +90,13 @@ def _damaged(part: Part, stored: int, computed: int) -> CorruptError:
 # temporary objects, which have no state ----------------------------------------------------------
 
 
-def sealed(data: Any) -> bytes:
+def seal_bytes(data: Any) -> bytes:
     """Return the bytes followed by their checksum."""
     return b"".join((data, checksum(data).to_bytes(4, "little")))
 
 
-def unsealed(data: Any, what: str) -> memoryview:
-    """Return the bytes that `sealed` was given. Raises CorruptError."""
+def unseal_bytes(data: Any, what: str) -> memoryview:
+    """Return the bytes that `seal_bytes` was given. Raises CorruptError."""
     view = memoryview(data)
     body, stored = view[:-4], int.from_bytes(view[-4:], "little")
     computed = checksum(body)

@@ -25,7 +25,15 @@ import pyarrow.compute as pc
 from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB
 from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
-from tidemill.shards.parts.arrow_rows import CHUNK_BYTES, Index, Mask, one_chunk, rows_at, rows_equal, shown
+from tidemill.shards.parts.arrow_rows import (
+    CHUNK_BYTES,
+    Index,
+    Mask,
+    combine_columns,
+    format_scalar,
+    rows_at,
+    rows_equal,
+)
 from tidemill.shards.parts.parts import sort_updates
 from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
 from tidemill.shards.parts.schema import contents_schema, hash_columns, part_schema
@@ -36,7 +44,7 @@ COMPARED_BYTES = 32 * MIB
 """
 
 
-def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
+def sum_contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
     """Return the multiset to which `updates` (all, from the beginning) sum: the shard's columns, in hash order.
 
     A row of multiplicity n appears n times. Raises CorruptError for a negative multiplicity.
@@ -44,23 +52,23 @@ def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
     if updates.num_rows == 0:
         return contents_schema(schema).empty_table()
     if schema.key:
-        found = newest(schema, updates)
+        found = newest_contents(schema, updates)
         if found is not None:
             return found
-    summed = _group(schema, updates, contents_schema(schema).names)
+    summed = _sum_groups(schema, updates, contents_schema(schema).names)
     counts = summed.column(DIFF).to_numpy()
     if (counts < 0).any():
         at = int(np.nonzero(counts < 0)[0][0])
-        named = ", ".join(f"{n}={shown(summed.column(n)[at])}" for n in hash_columns(schema))
+        named = ", ".join(f"{n}={format_scalar(summed.column(n)[at])}" for n in hash_columns(schema))
         raise CorruptError(f"a row was retracted more often than inserted: {named} count={int(counts[at])}.")
     out = summed.select(contents_schema(schema).names)
     if (counts > 1).any():
         out = rows_at(out, np.repeat(np.arange(len(counts)), counts))
     order = np.argsort(hash_rows(out, hash_columns(schema)), kind="stable")
-    return one_chunk(rows_at(out, order))
+    return combine_columns(rows_at(out, order))
 
 
-def merged(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
+def merge_updates(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
     """Return updates with the same meaning from `advance_to` on: earlier times become it, then equal rows are summed.
 
     Input: columns, `_time`, `_diff`, perhaps `_hash`. Output: these four (`part_schema`), in hash order. Updates later
@@ -70,9 +78,9 @@ def merged(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
     order = _order(updates, hashes)
     times, diffs = updates.column(TIME).to_numpy()[order], updates.column(DIFF).to_numpy()[order]
     hashes = hashes[order]
-    rows = one_chunk(updates.select(contents_schema(schema).names))
+    rows = combine_columns(updates.select(contents_schema(schema).names))
     late = times > advance_to
-    alone, others = _cancel(rows, order, hashes, diffs, ~late)
+    alone, others = _cancel_pairs(rows, order, hashes, diffs, ~late)
     np.maximum(times, advance_to, out=times)
 
     def stored(at: Index) -> pa.Table:
@@ -84,12 +92,12 @@ def merged(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
     found = stored(np.flatnonzero(late | alone))
     if not others.any():
         return found
-    summed = _group(schema, stored(np.flatnonzero(others)), [n for n in part_schema(schema).names if n != DIFF])
+    summed = _sum_groups(schema, stored(np.flatnonzero(others)), [n for n in part_schema(schema).names if n != DIFF])
     found = pa.concat_tables([found, summed.select(part_schema(schema).names)])
     return rows_at(found, np.argsort(found.column(HASH).to_numpy(), kind="stable"))
 
 
-def _cancel(rows: pa.Table, order: Index, hashes: U64, diffs: Index, summed: Mask) -> tuple[Mask, Mask]:
+def _cancel_pairs(rows: pa.Table, order: Index, hashes: U64, diffs: Index, summed: Mask) -> tuple[Mask, Mask]:
     """Return masks of the rows in `summed` that are already sums, and of those to sum with others of their hash.
 
     All masks are by position in `order`, which is by (hash, time, diff). The remaining rows of `summed` cancel: two
@@ -126,18 +134,18 @@ def _cancel(rows: pa.Table, order: Index, hashes: U64, diffs: Index, summed: Mas
     return alone, others
 
 
-def _group(schema: ShardSchema, updates: pa.Table, names: Sequence[str]) -> pa.Table:
+def _sum_groups(schema: ShardSchema, updates: pa.Table, names: Sequence[str]) -> pa.Table:
     """Group by the columns `names`; return the non-zero sums of the diffs: columns…, `_diff`."""
     count = 1 + updates.nbytes // CHUNK_BYTES
     if count == 1:
-        return _summed(updates, names)
+        return _sum_equal_rows(updates, names)
     # Arrow returns the texts of all groups as one array, so the rows are divided by hash until that array is small
     # enough.
     numbers = bucket_of(_hashes(schema, updates), count)
-    return pa.concat_tables([_summed(updates.filter(pa.array(numbers == n)), names) for n in range(count)])
+    return pa.concat_tables([_sum_equal_rows(updates.filter(pa.array(numbers == n)), names) for n in range(count)])
 
 
-def _summed(updates: pa.Table, names: Sequence[str]) -> pa.Table:
+def _sum_equal_rows(updates: pa.Table, names: Sequence[str]) -> pa.Table:
     # One thread, so that the result is in the order of first appearance, the same in every run.
     summed = updates.select([*names, DIFF]).group_by(list(names), use_threads=False).aggregate([(DIFF, "sum")])
     summed = summed.rename_columns([*names, DIFF] if summed.column_names[-1] == f"{DIFF}_sum" else [DIFF, *names])
@@ -157,8 +165,8 @@ def _order(updates: pa.Table, hashes: U64) -> Index:
     return np.arange(len(hashes)) if order is None else order
 
 
-def newest(schema: ShardSchema, updates: pa.Table) -> pa.Table | None:
-    """Compute `contents` from the newest update of each key, comparing only key columns.
+def newest_contents(schema: ShardSchema, updates: pa.Table) -> pa.Table | None:
+    """Compute `sum_contents` from the newest update of each key, comparing only key columns.
 
     None if whole rows must be compared: a hash is shared by two keys, or a sum is not 0 or 1.
     """
@@ -179,4 +187,4 @@ def newest(schema: ShardSchema, updates: pa.Table) -> pa.Table | None:
     live = diffs[last] == 1
     if not np.array_equal(np.add.reduceat(diffs, starts), live.astype(diffs.dtype)):
         return None
-    return one_chunk(rows_at(updates.select(contents_schema(schema).names), order[last[live]]))
+    return combine_columns(rows_at(updates.select(contents_schema(schema).names), order[last[live]]))

@@ -24,20 +24,20 @@ DIGITS = 38
 _WIDE_DIGITS = 76
 
 
-def wide(kind: pa.Decimal128Type) -> pa.DataType:
+def wide_type(kind: pa.Decimal128Type) -> pa.DataType:
     """Return the type to which any decimal of 38 digits can be rescaled without a wrap: 10^38 · 10^38 < 2^256."""
     return pa.decimal256(_WIDE_DIGITS, kind.scale)
 
 
-def of_decimals(values: Sequence[Decimal | None], kind: pa.Decimal128Type) -> pa.Array:
+def decimals_to_arrow(values: Sequence[Decimal | None], kind: pa.Decimal128Type) -> pa.Array:
     """Convert Python decimals. Raises ValueError for a value that the type does not hold exactly."""
-    return pa.array([None if v is None else _exactly(v, kind) for v in values], kind)
+    return pa.array([None if v is None else _quantize_exactly(v, kind) for v in values], kind)
 
 
-def of_texts(texts: pa.Array, kind: pa.Decimal128Type) -> pa.Array:
+def decimal_texts_to_arrow(texts: pa.Array, kind: pa.Decimal128Type) -> pa.Array:
     """Convert texts by column, for plain digits.
 
-    Raises ArrowInvalid if a text is anything else, or may be too large: the caller then uses `of_decimals`.
+    Raises ArrowInvalid if a text is anything else, or may be too large: the caller then uses `decimals_to_arrow`.
     """
     _, offsets, data = texts.buffers()
     places = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
@@ -54,23 +54,23 @@ def of_texts(texts: pa.Array, kind: pa.Decimal128Type) -> pa.Array:
     return texts.cast(kind)
 
 
-def rescaled(column: Any, kind: pa.Decimal128Type) -> Any:
+def rescale_decimals(column: Any, kind: pa.Decimal128Type) -> Any:
     """Rescale decimals to another precision and scale. Raises ArrowInvalid if a value would change."""
     if pa.types.is_decimal256(column.type):
         column = column.cast(pa.decimal128(DIGITS, column.type.scale))
-    return column.cast(wide(kind)).cast(kind)
+    return column.cast(wide_type(kind)).cast(kind)
 
 
-def _exactly(value: Decimal, kind: pa.Decimal128Type) -> Decimal:
+def _quantize_exactly(value: Decimal, kind: pa.Decimal128Type) -> Decimal:
     try:
         if value.is_finite():
             return value.quantize(_unit(kind.scale), context=_context(kind.precision))
     except DecimalException:
         pass
-    raise ValueError(f"not a decimal({kind.precision},{kind.scale}): value={_shown(value)}")
+    raise ValueError(f"not a decimal({kind.precision},{kind.scale}): value={_shortened(value)}")
 
 
-def _shown(value: Decimal) -> str:
+def _shortened(value: Decimal) -> str:
     return f"{value}"[:80]
 
 

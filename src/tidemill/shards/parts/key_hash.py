@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.api import ShardSchema
-from tidemill.shards.parts.decimals import of_decimals
+from tidemill.shards.parts.decimals import decimals_to_arrow
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import contents_schema
 
@@ -47,31 +47,31 @@ def key_hashes(schema: ShardSchema, values: Mapping[str, Sequence[Any]]) -> list
     return sorted(set(hash_rows(pa.table(columns, names=list(schema.key)), schema.key).tolist()))
 
 
-def normal_keys(rows: pa.Table, key: Sequence[str]) -> pa.Table:
+def normalize_keys(rows: pa.Table, key: Sequence[str]) -> pa.Table:
     """Return the rows with normal keys; the same table if they already are."""
     for name in key:
         index = rows.schema.get_field_index(name)
         field = rows.schema.field(index)
         if pa.types.is_floating(field.type):
-            column = pa.chunked_array([_normal_floats(chunk) for chunk in rows.column(index).chunks], field.type)
+            column = pa.chunked_array([_normalize_floats(chunk) for chunk in rows.column(index).chunks], field.type)
             rows = rows.set_column(index, field, column)
     return rows
 
 
-def spelled_otherwise(rows: pa.Table, key: Sequence[str]) -> bool:
-    """Return whether any row has a key that `normal_keys` would change. Lookups by normal keys miss such a row."""
+def has_unnormalized_keys(rows: pa.Table, key: Sequence[str]) -> bool:
+    """Return whether any row has a key that `normalize_keys` would change. Lookups by normal keys miss such a row."""
     for name in key:
         if not pa.types.is_floating(rows.schema.field(name).type):
             continue
         for chunk in rows.column(name).chunks:
             bits = np.uint32 if chunk.type.bit_width == 32 else np.uint64
-            was, now = (each.drop_null().to_numpy().view(bits) for each in (chunk, _normal_floats(chunk)))
+            was, now = (each.drop_null().to_numpy().view(bits) for each in (chunk, _normalize_floats(chunk)))
             if (was != now).any():
                 return True
     return False
 
 
-def _normal_floats(array: pa.Array) -> pa.Array:
+def _normalize_floats(array: pa.Array) -> pa.Array:
     values = array.to_numpy(zero_copy_only=False)
     strange = np.isnan(values) | ((values == 0) & np.signbit(values))  # null is NaN there
     if not strange.any():
@@ -82,5 +82,5 @@ def _normal_floats(array: pa.Array) -> pa.Array:
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if pa.types.is_decimal(kind) and all(value is None or isinstance(value, Decimal | int) for value in values):
-        return of_decimals([None if value is None else Decimal(value) for value in values], kind)
+        return decimals_to_arrow([None if value is None else Decimal(value) for value in values], kind)
     return pa.array(values, kind)

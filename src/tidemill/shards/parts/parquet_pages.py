@@ -21,7 +21,7 @@ def check_pages(chunk: memoryview, where: str) -> None:
     at = 0
     try:
         while at < len(chunk):
-            start, size_bytes, crc = _header(chunk, at)
+            start, size_bytes, crc = _read_header(chunk, at)
             page = chunk[start : start + size_bytes]
             if len(page) != size_bytes or (crc is not None and zlib.crc32(page) != crc):
                 raise CorruptError(f"page is damaged: {where} page_byte={at} page_bytes={size_bytes}.")
@@ -30,7 +30,7 @@ def check_pages(chunk: memoryview, where: str) -> None:
         raise CorruptError(f"page header is unreadable: {where} page_byte={at} ({error}).") from error
 
 
-def _header(data: memoryview, at: int) -> tuple[int, int, int | None]:
+def _read_header(data: memoryview, at: int) -> tuple[int, int, int | None]:
     """Return (start of the page, its size in bytes, its checksum or None)."""
     field, size_bytes, crc = 0, -1, None
     while (head := data[at]) != _STOP:
@@ -38,49 +38,49 @@ def _header(data: memoryview, at: int) -> tuple[int, int, int | None]:
         if head >> 4:
             field += head >> 4
         else:
-            field, at = _signed(data, at)
+            field, at = _read_signed(data, at)
         if field in (_SIZE_FIELD, _CRC_FIELD) and kind in (4, 5, 6):
-            value, at = _signed(data, at)
+            value, at = _read_signed(data, at)
             if field == _SIZE_FIELD:
                 size_bytes = value
             else:
                 crc = value & 0xFFFFFFFF
         else:
-            at = _skipped(data, at, kind)
+            at = _skip_value(data, at, kind)
     if size_bytes < 0:
         raise ValueError("it has no size")
     return at + 1, size_bytes, crc
 
 
-def _skipped(data: memoryview, at: int, kind: int) -> int:
+def _skip_value(data: memoryview, at: int, kind: int) -> int:
     """Return where a value of this kind ends."""
     if kind in (_TRUE, _FALSE):
         return at
     if kind == _BYTE:
         return at + 1
     if kind in (4, 5, 6):
-        return _varint(data, at)[1]
+        return _read_varint(data, at)[1]
     if kind == _DOUBLE:
         return at + 8
     if kind == _BINARY:
-        size, at = _varint(data, at)
+        size, at = _read_varint(data, at)
         return at + size
     if kind == _STRUCT:
         while (head := data[at]) != _STOP:
             at += 1
             if not head >> 4:
-                at = _varint(data, at)[1]
-            at = _skipped(data, at, head & 15)
+                at = _read_varint(data, at)[1]
+            at = _skip_value(data, at, head & 15)
         return at + 1
     raise ValueError(f"it has a field of kind {kind}")  # headers have no lists, sets or maps
 
 
-def _signed(data: memoryview, at: int) -> tuple[int, int]:
-    value, at = _varint(data, at)
+def _read_signed(data: memoryview, at: int) -> tuple[int, int]:
+    value, at = _read_varint(data, at)
     return (value >> 1) ^ -(value & 1), at
 
 
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[at]

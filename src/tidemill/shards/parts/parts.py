@@ -24,12 +24,12 @@ from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import DIFF, HASH, TIME, Part, ShardSchema, part_key
-from tidemill.shards.executor import Cpu, inline_cpu
-from tidemill.shards.parts.arrow_rows import cuts_of, rows_at, sizes_of
+from tidemill.shards.executor import RunCpuWork, run_inline
+from tidemill.shards.parts.arrow_rows import cut_positions, row_sizes, rows_at
 from tidemill.shards.parts.checksums import checksums_of, open_part
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.shards.parts.schema import FLOATS, conform, hash_columns, part_schema, update_schema
-from tidemill.shards.parts.schema_evolution import under
+from tidemill.shards.parts.schema import FLOATS, conform_rows, hash_columns, part_schema, update_schema
+from tidemill.shards.parts.schema_evolution import convert_to_schema
 
 Codec = Literal["lz4", "zstd"]
 
@@ -42,7 +42,7 @@ of them.
 """
 
 
-class Encoded:
+class EncodedPart:
     """One encoded part, not yet stored. `data` is a readable buffer."""
 
     __slots__ = ("data", "max_hash", "min_hash", "rows", "sums")
@@ -51,7 +51,7 @@ class Encoded:
         self.data, self.rows, self.min_hash, self.max_hash = data, rows, min_hash, max_hash
         self.sums = checksums_of(data)
 
-    def part(self, bucket: int = 0, object_key: str = "") -> Part:
+    def to_part(self, bucket: int = 0, object_key: str = "") -> Part:
         """Return the part as its shard's state refers to it; without a key it contains the bytes."""
         inline = b"" if object_key else self.data.to_pybytes()
         return Part(self.rows, self.data.size, bucket, object_key, inline, self.min_hash, self.max_hash, *self.sums)
@@ -61,15 +61,15 @@ def sort_updates(rows: pa.Table, hashes: np.ndarray[Any, np.dtype[np.uint64]]) -
     """Return the row order by (hash, _time, _diff), or None if the rows are sorted. Usually one stable sort."""
     times = rows.column(TIME).to_numpy()
     diffs = rows.column(DIFF).to_numpy()
-    if _ordered(hashes, times, diffs):
+    if _is_ordered(hashes, times, diffs):
         return None
     order = np.argsort(hashes, kind="stable")
-    if _ordered(hashes[order], times[order], diffs[order]):
+    if _is_ordered(hashes[order], times[order], diffs[order]):
         return order
     return np.lexsort((diffs, times, hashes))
 
 
-def _ordered(hashes: Any, times: Any, diffs: Any) -> bool:
+def _is_ordered(hashes: Any, times: Any, diffs: Any) -> bool:
     if len(hashes) < 2:
         return True
     if not bool((hashes[1:] >= hashes[:-1]).all()):
@@ -82,11 +82,11 @@ def _ordered(hashes: Any, times: Any, diffs: Any) -> bool:
     return bool(((before < after) | ((before == after) & (diffs[at] <= diffs[at + 1]))).all())
 
 
-def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> Encoded:
+def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> EncodedPart:
     """Sort and encode updates (columns, `_time`, `_diff`; a `_hash` column is recomputed). Raises InvalidError."""
     if rows.num_rows == 0:
         raise InvalidError("a part needs at least one row.", fix="Append without parts to publish progress.")
-    updates = conform(rows, update_schema(schema))
+    updates = conform_rows(rows, update_schema(schema))
     if updates.column(TIME).null_count or updates.column(DIFF).null_count:
         raise InvalidError(f"{TIME} and {DIFF} may not be null.", fix="Give every update a time and a diff.")
     hashes = hash_rows(updates, hash_columns(schema))
@@ -96,7 +96,7 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
         hashes = hashes[order]
     table = pa.Table.from_arrays([*updates.columns, pa.array(hashes, pa.uint64())], schema=part_schema(schema))
     sink = pa.BufferOutputStream()
-    cuts = cuts_of(sizes_of(table), ROW_GROUP_BYTES, ROW_GROUP_ROWS)
+    cuts = cut_positions(row_sizes(table), ROW_GROUP_BYTES, ROW_GROUP_ROWS)
     # Float statistics exclude NaN, which most engines order as the greatest value when they skip row groups by them.
     compared = [c.name for c in schema.columns if c.name in schema.key and c.type not in FLOATS]
     with pq.ParquetWriter(
@@ -111,7 +111,7 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
     ) as writer:
         for start, end in pairwise(cuts):
             writer.write_table(table.slice(start, end - start), row_group_size=end - start)
-    return Encoded(sink.getvalue(), table.num_rows, int(hashes[0]), int(hashes[-1]))
+    return EncodedPart(sink.getvalue(), table.num_rows, int(hashes[0]), int(hashes[-1]))
 
 
 def decode_part(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
@@ -127,10 +127,10 @@ def decode_part(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
         raise CorruptError(f"part is unreadable: object={where} ({error}).") from error
     if table.num_rows != part.rows:
         raise CorruptError(f"part has another number of rows: object={where} rows={table.num_rows} want={part.rows}.")
-    return under(schema, table, part_schema(schema))
+    return convert_to_schema(schema, table, part_schema(schema))
 
 
-def within(rows: pa.Table, lower: int, upper: int) -> pa.Table:
+def rows_within(rows: pa.Table, lower: int, upper: int) -> pa.Table:
     """Return the rows with lower ≤ `_time` < upper; the same table if all are."""
     if rows.num_rows == 0:
         return rows
@@ -153,7 +153,7 @@ async def store_part(
     bucket: int = 0,
     codec: Codec = "lz4",
     inline_bytes: int = INLINE_PART_BYTES,
-    cpu: Cpu = inline_cpu,
+    cpu: RunCpuWork = run_inline,
 ) -> Part:
     """Encode and store updates. Nothing refers to the part until it is appended.
 
@@ -164,7 +164,7 @@ async def store_part(
     encoded = await cpu(lambda: encode_part(schema, rows, codec))
     size = encoded.data.size
     if size <= min(inline_bytes, INLINE_PART_BYTES):
-        return encoded.part(bucket)
+        return encoded.to_part(bucket)
     key = part_key(shard_id, writer, now_ms, rand.nonce())
     await objects.put(key, memoryview(encoded.data))
-    return encoded.part(bucket, key)
+    return encoded.to_part(bucket, key)

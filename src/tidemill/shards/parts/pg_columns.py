@@ -5,7 +5,8 @@ mapping.
     boolean                      bool                     bytea               binary ('hex' output)
     real, double precision       float32, float64         date                date
     numeric(p,s), 0 ≤ s ≤ p ≤ 38 decimal(p,s)             json, jsonb         json (text, as PostgreSQL prints it)
-    timestamp with time zone     timestamp                timestamp           timestamp_ntz; see `as_held`
+    timestamp with time zone     timestamp                timestamp           timestamp_ntz; see
+                                 `with_existing_timestamps`
     everything else              string, PostgreSQL's text unchanged (uuid, inet, interval, time, money,
                                  enums, arrays, ranges, unconstrained numeric, …)
 
@@ -29,10 +30,10 @@ import pyarrow.compute as pc
 from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError
-from tidemill.base.pgtypes.text import names_zone, read_bytea, read_date, read_timestamp, read_timestamptz
+from tidemill.base.pgtypes.text import has_zone, read_bytea, read_date, read_timestamp, read_timestamptz
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.decimals import of_decimals, of_texts
-from tidemill.shards.parts.floats import infinite
+from tidemill.shards.parts.decimals import decimal_texts_to_arrow, decimals_to_arrow
+from tidemill.shards.parts.floats import is_infinite
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type, canonical_type
 
 _PLAIN = {
@@ -81,7 +82,7 @@ def column_for(name: str, type_name: str) -> Column:
     return Column(name, "string")
 
 
-def as_held(columns: Iterable[Column], have: ShardSchema) -> tuple[Column, ...]:
+def with_existing_timestamps(columns: Iterable[Column], have: ShardSchema) -> tuple[Column, ...]:
     """Return columns of a captured table as an existing shard stores them.
 
     A shard created before shards had `timestamp_ntz` has `timestamp` instead, its digits read as UTC, and retains it
@@ -104,7 +105,7 @@ def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
     try:
         return cast_text(pa.array(values, pa.string()), kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        return _slowly(values, column, kind, arrow_type(kind))
+        return _parse_values(values, column, kind, arrow_type(kind))
 
 
 def cast_text(text: pa.Array, kind: str) -> pa.Array:
@@ -117,7 +118,7 @@ def cast_text(text: pa.Array, kind: str) -> pa.Array:
     if kind in ("string", "json"):
         return text
     if kind == "binary":
-        return _bytea(text)
+        return _parse_bytea(text)
     if kind == "bool":
         true, false = pc.equal(text, "t"), pc.equal(text, "f")
         if pc.any(pc.invert(pc.or_(true, false))).as_py():
@@ -130,16 +131,16 @@ def cast_text(text: pa.Array, kind: str) -> pa.Array:
         except pa.ArrowInvalid:
             return text.cast(pa.timestamp("us")).cast(target)
     if pa.types.is_decimal(target):
-        return of_texts(text, target)
+        return decimal_texts_to_arrow(text, target)
     found = text.cast(target)
-    if pa.types.is_floating(target) and (beyond := infinite(found)).any():
+    if pa.types.is_floating(target) and (beyond := is_infinite(found)).any():
         said = text.filter(pa.array(beyond))
         if not pc.all(pc.match_substring_regex(said, _INFINITY, ignore_case=True)).as_py():
             raise pa.ArrowInvalid(f"beyond a {kind}")
     return found
 
 
-def _bytea(text: pa.Array) -> pa.Array:
+def _parse_bytea(text: pa.Array) -> pa.Array:
     _, offsets, data = text.buffers()
     places = np.frombuffer(offsets, dtype=np.int32)[text.offset : text.offset + len(text) + 1]
     begins, sizes = places[:-1], np.diff(places)
@@ -166,30 +167,33 @@ def _bytea(text: pa.Array) -> pa.Array:
     return pc.if_else(text.is_valid(), found, None) if text.null_count else found
 
 
-def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.DataType) -> pa.Array:
+def _parse_values(values: Sequence[str | None], column: Column, kind: str, target: pa.DataType) -> pa.Array:
     """Parse value by value: finds the invalid one, and reads values that only PostgreSQL writes (infinity, BC, year
     10000).
     """
     if kind in TIMESTAMPS:
         read = _timestamp_us if kind == "timestamp" else _clock_us
-        numbers = [None if v is None else _each(read, v, column) for v in values]
+        numbers = [None if v is None else _parse_value(read, v, column) for v in values]
         return pa.array(numbers, pa.int64()).view(target)
     if kind == "date":
-        numbers = [None if v is None else _each(_date_days, v, column) for v in values]
+        numbers = [None if v is None else _parse_value(_date_days, v, column) for v in values]
         return pa.array(numbers, pa.int32()).view(target)
     if kind == "binary":
-        return pa.array([None if v is None else _each(read_bytea, v, column) for v in values], target)
+        return pa.array([None if v is None else _parse_value(read_bytea, v, column) for v in values], target)
     if pa.types.is_decimal(target):
         return pa.concat_arrays(
-            [pa.nulls(1, target) if v is None else _each(lambda v: _decimal(v, target), v, column) for v in values]
+            [
+                pa.nulls(1, target) if v is None else _parse_value(lambda v: _decimal(v, target), v, column)
+                for v in values
+            ]
         )
     for value in values:
         if value is not None:
-            _each(lambda v: cast_text(pa.array([v], pa.string()), kind), value, column)
+            _parse_value(lambda v: cast_text(pa.array([v], pa.string()), kind), value, column)
     raise InvalidError(f"values do not fit one array: column={column.name} type={column.type}.")
 
 
-def _each(parse: Callable[[str], T], value: str, column: Column) -> T:
+def _parse_value(parse: Callable[[str], T], value: str, column: Column) -> T:
     try:
         return parse(value)
     except (ValueError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -202,7 +206,7 @@ def _each(parse: Callable[[str], T], value: str, column: Column) -> T:
 def _decimal(text: str, kind: pa.Decimal128Type) -> pa.Array:
     if _DIGITS.fullmatch(text) is None:
         raise ValueError("no digits")
-    return of_decimals([Decimal(text)], kind)
+    return decimals_to_arrow([Decimal(text)], kind)
 
 
 def _number(value: int | float, infinity: int) -> int:
@@ -226,6 +230,6 @@ def _clock_us(text: str) -> int:
 
     PostgreSQL ignores a zone in such a text; here it is an error, so nothing is lost.
     """
-    if names_zone(text):
+    if has_zone(text):
         raise ValueError("it has a zone")
     return _number(read_timestamp(text), TIMESTAMP_INFINITY)

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
-from tidemill.shards.parts.decimals import rescaled
+from tidemill.shards.parts.decimals import rescale_decimals
 
 FLOATS = ("float32", "float64")
 
@@ -78,7 +78,7 @@ def arrow_type(type_name: str) -> pa.DataType:
     return pa.decimal128(int(found[1]), int(found[2]))
 
 
-def checked(schema: ShardSchema) -> ShardSchema:
+def check_schema(schema: ShardSchema) -> ShardSchema:
     """Return the schema as version 1, with canonical type strings. Raises InvalidError that names the wrong column."""
     if not schema.columns:
         raise InvalidError("a shard needs at least one column.", fix="Name its columns.")
@@ -106,7 +106,7 @@ def check_name(name: str) -> None:
         raise InvalidError(f"reserved column name: column={name!r}.", fix="Rename the column.")
 
 
-def difference(have: ShardSchema, want: ShardSchema) -> str:
+def describe_difference(have: ShardSchema, want: ShardSchema) -> str:
     """Describe the difference for people, or return "" if the two are the same."""
     out = []
     old = {c.name: c.type for c in have.columns}
@@ -150,7 +150,7 @@ def hash_columns(schema: ShardSchema) -> tuple[str, ...]:
     return schema.key or tuple(c.name for c in schema.columns if c.version == 1)
 
 
-def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
+def conform_rows(rows: pa.Table, target: pa.Schema) -> pa.Table:
     """Return `rows` with exactly the columns, order and types of `target`. Raises InvalidError that names the column.
 
     Casts are safe ones only (int32 → int64, but InvalidError for a value that does not fit). A timestamp with a zone is
@@ -167,7 +167,7 @@ def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
                 if pa.types.is_timestamp(field.type) and bool(field.type.tz) != bool(getattr(column.type, "tz", "")):
                     raise pa.ArrowInvalid("only one of the two has a zone")
                 both = pa.types.is_decimal(field.type) and pa.types.is_decimal(column.type)
-                column = rescaled(column, field.type) if both else column.cast(field.type)
+                column = rescale_decimals(column, field.type) if both else column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 raise InvalidError(
                     f"column does not fit: column={field.name} type={field.type} got={column.type} ({error}).",

@@ -30,15 +30,15 @@ from msgspec.structs import replace
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import Batch, Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.pg_columns import parse_column
-from tidemill.shards.parts.schema import arrow_type, canonical_type, check_name, difference
+from tidemill.shards.parts.schema import arrow_type, canonical_type, check_name, describe_difference
 
 _WIDER = {("int16", "int32"), ("int16", "int64"), ("int32", "int64"), ("float32", "float64")}
 _BOOLS = {"true": "t", "false": "f"}
 
-CAN = "A shard takes new columns and wider types only."
+EVOLUTION_FIX = "A shard takes new columns and wider types only."
 
 
-class Changes(msgspec.Struct, frozen=True):
+class SchemaChanges(msgspec.Struct, frozen=True):
     """Columns to add, columns with their wider types, and names of columns that the source has no more."""
 
     add: tuple[Column, ...] = ()
@@ -54,7 +54,7 @@ class Changes(msgspec.Struct, frozen=True):
         return ", ".join(said + [f"{name} is null from then on" for name in self.retire])
 
 
-def widens(old: str, new: str) -> bool:
+def is_widening(old: str, new: str) -> bool:
     """Return whether every value of type `old` is exactly one of type `new`, with the same hash.
 
     False for equal types.
@@ -62,10 +62,10 @@ def widens(old: str, new: str) -> bool:
     if (old, new) in _WIDER:
         return True
     before, after = arrow_type(old), arrow_type(new)
-    return pa.types.is_decimal(before) and pa.types.is_decimal(after) and _widens(before, after)
+    return pa.types.is_decimal(before) and pa.types.is_decimal(after) and _is_arrow_widening(before, after)
 
 
-def changes_to(have: ShardSchema, want: ShardSchema, may_retire: Collection[str] = ()) -> Changes:
+def schema_changes(have: ShardSchema, want: ShardSchema, may_retire: Collection[str] = ()) -> SchemaChanges:
     """Return the changes that make `have` contain every column of `want`, in any order.
 
     A default matters only while its column is new. `may_retire` are columns whose absence in `want` was accepted.
@@ -77,14 +77,17 @@ def changes_to(have: ShardSchema, want: ShardSchema, may_retire: Collection[str]
     other = [c for c in want.columns if types.get(c.name, c.type) != c.type]
     gone = tuple(name for name in types if name not in wanted and name not in retired)
     same = have.key == want.key and have.buckets == want.buckets
-    if not {*gone} <= {*may_retire} or not same or any(not widens(types[c.name], c.type) for c in other):
-        raise InvalidError(f"a shard's schema cannot become this one: difference=[{difference(have, want)}].", fix=CAN)
-    changes = Changes(add, tuple(c for c in other if c.name not in retired), gone)
-    evolved(have, changes)  # a column that is added back may have a default other than null
+    if not {*gone} <= {*may_retire} or not same or any(not is_widening(types[c.name], c.type) for c in other):
+        raise InvalidError(
+            f"a shard's schema cannot become this one: difference=[{describe_difference(have, want)}].",
+            fix=EVOLUTION_FIX,
+        )
+    changes = SchemaChanges(add, tuple(c for c in other if c.name not in retired), gone)
+    evolve_schema(have, changes)  # a column that is added back may have a default other than null
     return changes
 
 
-def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
+def evolve_schema(schema: ShardSchema, changes: SchemaChanges) -> ShardSchema:
     """Return the next version, or `schema` itself if it has all of the changes.
 
     Raises InvalidError if a value would change.
@@ -100,7 +103,7 @@ def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
                     f"rows are null in a column that was retired: column={column.name} default={column.default!r}.",
                     fix="Give the column another name.",
                 )
-            columns[column.name] = replace(_at_least(found, column.type), retired=0)
+            columns[column.name] = replace(_widen_to(found, column.type), retired=0)
         elif found is not column:
             if found.default != column.default:
                 raise InvalidError(
@@ -108,25 +111,29 @@ def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
                     f" wanted={column.default!r}.",
                     fix="Give the column another name: stored rows have the old default.",
                 )
-            columns[column.name] = _at_least(found, column.type)
+            columns[column.name] = _widen_to(found, column.type)
     for asked in changes.widen:
         if asked.name not in columns:
             raise InvalidError(f"no such column to widen: column={asked.name}.", fix="Add it instead.")
-        columns[asked.name] = _at_least(columns[asked.name], canonical_type(asked.type))
+        columns[asked.name] = _widen_to(columns[asked.name], canonical_type(asked.type))
     for name in changes.retire:
         if name not in columns or name in schema.key or not schema.key:
-            raise InvalidError(f"the column cannot be retired: column={name} key={','.join(schema.key)}.", fix=CAN)
+            raise InvalidError(
+                f"the column cannot be retired: column={name} key={','.join(schema.key)}.", fix=EVOLUTION_FIX
+            )
         if not columns[name].retired:
             columns[name] = replace(columns[name], retired=schema.version + 1)
     now = tuple(columns.values())
     return schema if now == schema.columns else replace(schema, columns=now, version=schema.version + 1)
 
 
-def _at_least(column: Column, kind: str) -> Column:
-    if column.type == kind or widens(kind, column.type):
+def _widen_to(column: Column, kind: str) -> Column:
+    if column.type == kind or is_widening(kind, column.type):
         return column
-    if not widens(column.type, kind):
-        raise InvalidError(f"some values would change: column={column.name} type={column.type} wanted={kind}.", fix=CAN)
+    if not is_widening(column.type, kind):
+        raise InvalidError(
+            f"some values would change: column={column.name} type={column.type} wanted={kind}.", fix=EVOLUTION_FIX
+        )
     return replace(column, type=kind)
 
 
@@ -166,7 +173,7 @@ def default_value(column: Column) -> Any:
     return parse_column([column.default], column)[0]
 
 
-def check_known(schema: ShardSchema, batch: Batch) -> None:
+def check_schema_known(schema: ShardSchema, batch: Batch) -> None:
     """Raise SchemaEvolvedError if rows of the batch may have columns that `schema` does not know."""
     if batch.schema_version > schema.version:
         raise SchemaEvolvedError(
@@ -175,7 +182,7 @@ def check_known(schema: ShardSchema, batch: Batch) -> None:
         )
 
 
-def under(schema: ShardSchema, rows: pa.Table, target: pa.Schema) -> pa.Table:
+def convert_to_schema(schema: ShardSchema, rows: pa.Table, target: pa.Schema) -> pa.Table:
     """Convert stored rows of any earlier version to `target`, an Arrow schema with the columns of `schema`.
 
     Missing columns get their default, narrower ones are widened. Raises CorruptError otherwise: if a column of all
@@ -192,21 +199,21 @@ def under(schema: ShardSchema, rows: pa.Table, target: pa.Schema) -> pa.Table:
         elif index < 0:
             raise CorruptError(f"stored rows lack a column: column={field.name}.")
         else:
-            columns.append(_exactly(rows.column(index), field))
+            columns.append(_widen_column(rows.column(index), field))
     return pa.Table.from_arrays(columns, schema=target)
 
 
-def _exactly(column: Any, field: pa.Field) -> Any:
+def _widen_column(column: Any, field: pa.Field) -> Any:
     if column.type.equals(field.type):
         return column
-    if not _widens(column.type, field.type):
+    if not _is_arrow_widening(column.type, field.type):
         raise CorruptError(
             f"stored rows have another type: column={field.name} type={column.type} wanted={field.type}."
         )
     return pc.cast(column, field.type)
 
 
-def _widens(old: pa.DataType, new: pa.DataType) -> bool:
+def _is_arrow_widening(old: pa.DataType, new: pa.DataType) -> bool:
     kinds = pa.types
     if kinds.is_signed_integer(old) and kinds.is_signed_integer(new):
         return bool(old.bit_width < new.bit_width)

@@ -21,10 +21,10 @@ from tidemill.base.limits import MIB
 from tidemill.shards.api import DIFF, HASH, Batch, Part, ShardSchema
 from tidemill.shards.parts.arrow_rows import rows_at
 from tidemill.shards.parts.checksums import open_part
-from tidemill.shards.parts.consolidate import contents, newest
-from tidemill.shards.parts.parts import within
+from tidemill.shards.parts.consolidate import newest_contents, sum_contents
+from tidemill.shards.parts.parts import rows_within
 from tidemill.shards.parts.schema import contents_schema, part_schema
-from tidemill.shards.parts.schema_evolution import check_known, under
+from tidemill.shards.parts.schema_evolution import check_schema_known, convert_to_schema
 
 RANGE_BYTES = 16 * MIB
 RANGE_ROWS = 500_000
@@ -36,14 +36,14 @@ part) with one or two copies, and all updates of the range that are not streamed
 RANGES_MAX = 1024
 HASH_MAX = (1 << 64) - 1
 
-Fetch = Callable[[Part], Any]
+FetchPart = Callable[[Part], Any]
 """Function that returns the encoded bytes of a part, or a binary file of them, which may be read in pieces.
 
 Raises MissingError or UnavailableError.
 """
 
 
-class Range(msgspec.Struct, frozen=True):
+class HashRange(msgspec.Struct, frozen=True):
     """Hashes low to high, both inclusive, and the batches with only those parts that may contain some of them.
 
     `wanted` restricts the range to these hashes, sorted; None = all.
@@ -55,29 +55,33 @@ class Range(msgspec.Struct, frozen=True):
     wanted: list[int] | None = None
 
 
-def cut(batches: Sequence[Batch], wanted: Sequence[int] | None = None) -> list[Range]:
+def cut_ranges(batches: Sequence[Batch], wanted: Sequence[int] | None = None) -> list[HashRange]:
     """Divide all updates into equal ranges, except that bounds move to the start of a large part nearby."""
     parts = [part for batch in batches for part in batch.parts]
     size_bytes, rows = sum(p.size_bytes for p in parts), sum(p.rows for p in parts)
     count = min(max(1, -(-size_bytes // RANGE_BYTES), -(-rows // RANGE_ROWS)), RANGES_MAX)
     begins = np.array(sorted(p.min_hash for _, p in streamed_parts(batches)), dtype=np.uint64)
-    cuts = [0, *(_snapped((i << 64) // count, begins, (1 << 64) // (3 * count)) for i in range(1, count)), HASH_MAX + 1]
+    cuts = [
+        0,
+        *(_snap_to_part((i << 64) // count, begins, (1 << 64) // (3 * count)) for i in range(1, count)),
+        HASH_MAX + 1,
+    ]
     found = []
     for low, after in pairwise(cuts):
         hashes = None if wanted is None else [h for h in sorted(wanted) if low <= h < after]
-        one = between(batches, low, after - 1, hashes)
+        one = range_between(batches, low, after - 1, hashes)
         if one.batches:
             found.append(one)
     return found
 
 
-def between(batches: Sequence[Batch], low: int, high: int, wanted: list[int] | None = None) -> Range:
+def range_between(batches: Sequence[Batch], low: int, high: int, wanted: list[int] | None = None) -> HashRange:
     """Return the range of these hashes, restricted to `wanted` (sorted) if given; without batches if it is empty."""
-    chosen = [msgspec.structs.replace(b, parts=_within(b.parts, low, high, wanted)) for b in batches]
-    return Range(low, high, [b for b in chosen if b.parts], wanted)
+    chosen = [msgspec.structs.replace(b, parts=_parts_within(b.parts, low, high, wanted)) for b in batches]
+    return HashRange(low, high, [b for b in chosen if b.parts], wanted)
 
 
-def _snapped(at: int, begins: Any, near: int) -> int:
+def _snap_to_part(at: int, begins: Any, near: int) -> int:
     """Return `at`, or the start of a part nearby, so that two readers do not decode the same part."""
     index = int(np.searchsorted(begins, np.uint64(at)))
     around = [int(begins[i]) for i in (index - 1, index) if 0 <= i < len(begins)]
@@ -85,7 +89,7 @@ def _snapped(at: int, begins: Any, near: int) -> int:
     return closest if abs(closest - at) < near else at
 
 
-def _within(parts: Sequence[Part], low: int, high: int, wanted: Sequence[int] | None) -> tuple[Part, ...]:
+def _parts_within(parts: Sequence[Part], low: int, high: int, wanted: Sequence[int] | None) -> tuple[Part, ...]:
     return tuple(
         p
         for p in parts
@@ -105,7 +109,7 @@ def streamed_parts(batches: Sequence[Batch]) -> list[tuple[Batch, Part]]:
 
 
 def read_range(
-    schema: ShardSchema, chosen: Range, as_of: int, fetch: Fetch, columns: Sequence[str] | None = None
+    schema: ShardSchema, chosen: HashRange, as_of: int, fetch: FetchPart, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
     """Yield the rows of the range at `as_of`, in tables of the shard's columns, or of those in `columns`.
 
@@ -113,17 +117,17 @@ def read_range(
     SchemaEvolvedError.
     """
     for batch in chosen.batches:
-        check_known(schema, batch)
+        check_schema_known(schema, batch)
     names = contents_schema(schema).names if columns is None else list(columns)
-    read = _Read(schema, chosen, as_of, fetch, names if schema.key else contents_schema(schema).names)
+    read = _RangeReader(schema, chosen, as_of, fetch, names if schema.key else contents_schema(schema).names)
     streamed = streamed_parts(chosen.batches)
     streams = {id(part) for _, part in streamed}
     held = [(batch, part) for batch in chosen.batches for part in batch.parts if id(part) not in streams]
     updates = [read.empty(), *(rows for batch, part in held for rows in read.groups(batch, part))]
     touched = np.unique(np.concatenate([rows.column(HASH).to_numpy() for rows in updates]))
     for batch, part in streamed:
-        for rows in _whole_hashes(read.groups(batch, part)):
-            settled = _settled(rows, touched)
+        for rows in _regroup_by_hash(read.groups(batch, part)):
+            settled = _settled_mask(rows, touched)
             if not settled.all():
                 updates.append(rows.filter(pa.array(~settled)))
                 rows = rows.filter(pa.array(settled))
@@ -132,35 +136,35 @@ def read_range(
     rest = pa.concat_tables(updates)
     if not rest.num_rows:
         return
-    summed = newest(read.schema, rest) if schema.key else None
+    summed = newest_contents(read.schema, rest) if schema.key else None
     if summed is None and read.schema != schema:
         read = msgspec.structs.replace(read, names=contents_schema(schema).names)
-        rest = _unsettled(read, held, streamed, touched)  # comparing the keys was not enough: read whole rows
-    yield (contents(schema, rest) if summed is None else summed).select(names)
+        rest = _unsettled_rows(read, held, streamed, touched)  # comparing the keys was not enough: read whole rows
+    yield (sum_contents(schema, rest) if summed is None else summed).select(names)
 
 
-def _unsettled(
-    read: _Read, held: Sequence[tuple[Batch, Part]], streamed: Sequence[tuple[Batch, Part]], touched: Any
+def _unsettled_rows(
+    read: _RangeReader, held: Sequence[tuple[Batch, Part]], streamed: Sequence[tuple[Batch, Part]], touched: Any
 ) -> pa.Table:
     """Return every update of the range that is not settled."""
     found = [read.empty(), *(rows for batch, part in held for rows in read.groups(batch, part))]
     for batch, part in streamed:
-        whole = _whole_hashes(read.groups(batch, part))
-        found += [rows.filter(pa.array(~_settled(rows, touched))) for rows in whole]
+        whole = _regroup_by_hash(read.groups(batch, part))
+        found += [rows.filter(pa.array(~_settled_mask(rows, touched))) for rows in whole]
     return pa.concat_tables(found)
 
 
-def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) -> Iterator[pa.Table]:
+def read_batch_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: FetchPart) -> Iterator[pa.Table]:
     """Yield the updates of one batch up to `as_of`, in tables of ascending hashes that never split one hash.
 
     Memory holds one row group, or all parts that overlap each other. Raises as `fetch`, CorruptError,
     SchemaEvolvedError.
     """
-    check_known(schema, batch)
-    read = _Read(schema, Range(0, HASH_MAX, [batch]), as_of, fetch, contents_schema(schema).names)
+    check_schema_known(schema, batch)
+    read = _RangeReader(schema, HashRange(0, HASH_MAX, [batch]), as_of, fetch, contents_schema(schema).names)
 
     def groups() -> Iterator[pa.Table]:
-        for parts in _apart(batch.parts):
+        for parts in _group_overlapping(batch.parts):
             found = (rows for part in parts for rows in read.groups(batch, part))
             if len(parts) == 1:
                 yield from found
@@ -168,10 +172,10 @@ def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) ->
                 together = pa.concat_tables(tables)
                 yield rows_at(together, np.argsort(together.column(HASH).to_numpy(), kind="stable"))
 
-    return _whole_hashes(groups())
+    return _regroup_by_hash(groups())
 
 
-def _apart(parts: Sequence[Part]) -> list[list[Part]]:
+def _group_overlapping(parts: Sequence[Part]) -> list[list[Part]]:
     """Return groups of parts by ascending hashes; overlapping parts share a group."""
     out: list[list[Part]] = []
     end = -1
@@ -183,7 +187,7 @@ def _apart(parts: Sequence[Part]) -> list[list[Part]]:
     return out
 
 
-def _whole_hashes(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
+def _regroup_by_hash(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Yield rows of ascending hashes in tables that never split a hash: rows of a table's last hash join the next
     table.
     """
@@ -199,7 +203,7 @@ def _whole_hashes(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield open_end
 
 
-def _settled(rows: pa.Table, touched: Any) -> Any:
+def _settled_mask(rows: pa.Table, touched: Any) -> Any:
     """Return a mask of the rows, sorted by hash, that are single insertions without any other update."""
     hashes = rows.column(HASH).to_numpy()
     alone = rows.column(DIFF).to_numpy() == 1
@@ -212,13 +216,13 @@ def _settled(rows: pa.Table, touched: Any) -> Any:
     return alone
 
 
-class _Read(msgspec.Struct, frozen=True):
+class _RangeReader(msgspec.Struct, frozen=True):
     """Reader of the parts of one range, limited to the columns in `names` and the key's."""
 
     whole: ShardSchema
-    chosen: Range
+    chosen: HashRange
     as_of: int
-    fetch: Fetch
+    fetch: FetchPart
     names: Sequence[str]
 
     @property
@@ -241,15 +245,17 @@ class _Read(msgspec.Struct, frozen=True):
             for group in range(file.metadata.num_row_groups):
                 if not _may_hold(file.metadata.row_group(group).column(column).statistics, self.chosen):
                     continue
-                rows = under(schema, file.read_row_group(group, columns=target.names, use_threads=False), target)
-                rows = _in_range(within(rows, batch.lower, min(batch.upper, self.as_of + 1)), self.chosen)
+                rows = convert_to_schema(
+                    schema, file.read_row_group(group, columns=target.names, use_threads=False), target
+                )
+                rows = _in_range(rows_within(rows, batch.lower, min(batch.upper, self.as_of + 1)), self.chosen)
                 if rows.num_rows:
                     yield rows
         except (pa.ArrowException, OSError) as error:
             raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
 
 
-def _may_hold(statistics: Any, chosen: Range) -> bool:
+def _may_hold(statistics: Any, chosen: HashRange) -> bool:
     if statistics is None or not statistics.has_min_max:
         return True
     low, high = int(statistics.min), int(statistics.max)
@@ -258,7 +264,7 @@ def _may_hold(statistics: Any, chosen: Range) -> bool:
     return chosen.wanted is None or any(low <= hash_ <= high for hash_ in chosen.wanted)
 
 
-def _in_range(rows: pa.Table, chosen: Range) -> pa.Table:
+def _in_range(rows: pa.Table, chosen: HashRange) -> pa.Table:
     hashes = rows.column(HASH).to_numpy()
     if chosen.wanted is not None:
         return rows.filter(pa.array(np.isin(hashes, np.array(chosen.wanted, dtype=np.uint64))))

@@ -1,7 +1,8 @@
 """Leased holds: renewed while they are used, and expired soon after their owner died.
 
     a short read            no hold: replaced objects stay readable for the delay of garbage collection
-    `holding`               one long read at one time (verify, an export, a large snapshot): hold, then choose batches
+    `hold_during`               one long read at one time (verify, an export, a large snapshot): hold, then choose
+                                batches
     `MovingHold`            a reader that follows the shard and must be able to resume (derived tables, streams)
 
 A listener at the shard's head needs no hold: since follows the head at the retention distance, and a listener that is
@@ -34,40 +35,42 @@ RELEASE_TIMEOUT_S = 2.0
 log = structlog.get_logger()
 
 
-class Holdable(Protocol):
+class HoldableShard(Protocol):
     name: str
 
     @property
     def state(self) -> ShardState: ...
 
-    async def hold(self, reader: str, since: int, ttl_ms: int) -> None: ...
+    async def set_hold(self, reader: str, since: int, ttl_ms: int) -> None: ...
 
-    async def release(self, reader: str) -> None: ...
+    async def release_hold(self, reader: str) -> None: ...
 
 
 @asynccontextmanager
-async def holding(shard: Holdable, reader: str, since: int, *, ttl_ms: int = HOLD_TTL_MS) -> AsyncIterator[None]:
+async def hold_during(
+    shard: HoldableShard, reader: str, since: int, *, ttl_ms: int = HOLD_TTL_MS
+) -> AsyncIterator[None]:
     """Keep every time ≥ `since` readable inside the context, and the batches chosen there. `reader` names this use
     only.
 
     Raises HistoryLostError (since is below the shard's), UnavailableError (too many holds, or consensus is away),
     UnknownOutcomeError. A hold that could not be renewed lapses: the reads then raise HistoryLostError.
     """
-    await shard.hold(reader, since, ttl_ms)
+    await shard.set_hold(reader, since, ttl_ms)
 
     def lapsed(_: str, error: BaseException) -> None:
         log.warning("hold lapsed", shard=shard.name, reader=reader, cause=str(error))
 
     try:
         async with Tasks(lapsed) as tasks:
-            renewing = _renewing(lambda: shard.hold(reader, since, ttl_ms), shard.name, reader, ttl_ms)
+            renewing = _renew_forever(lambda: shard.set_hold(reader, since, ttl_ms), shard.name, reader, ttl_ms)
             tasks.spawn(renewing, name=f"hold-{shard.name}")
             yield
     finally:
-        await let_go(shard, reader)
+        await try_release_hold(shard, reader)
 
 
-async def _renewing(renew: Callable[[], Awaitable[None]], shard: str, reader: str, ttl_ms: int) -> None:
+async def _renew_forever(renew: Callable[[], Awaitable[None]], shard: str, reader: str, ttl_ms: int) -> None:
     while True:
         await asyncio.sleep(ttl_ms / 3000)
         try:
@@ -76,11 +79,11 @@ async def _renewing(renew: Callable[[], Awaitable[None]], shard: str, reader: st
             log.warning("hold not renewed, retrying", shard=shard, reader=reader, cause=str(error))
 
 
-async def let_go(shard: Holdable, reader: str) -> None:
+async def try_release_hold(shard: HoldableShard, reader: str) -> None:
     """Release a hold if possible; one that is not released in time lapses."""
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_S):
-            await shard.release(reader)
+            await shard.release_hold(reader)
     except (TidemillError, TimeoutError) as error:
         log.info("hold not released; it will lapse", shard=shard.name, reader=reader, cause=str(error))
 
@@ -88,13 +91,13 @@ async def let_go(shard: Holdable, reader: str) -> None:
 class MovingHold:
     """A hold of one shard at a time that advances. Writes only when it is worth it: an idle shard costs nothing.
 
-    With `kept`, the owner may be away for longer than the lease, and runs `keep` concurrently. Then the newest time is
-    held, too, since much may be written before the owner returns, and an idle shard costs one write per third of the
-    lease.
+    With `kept`, the owner may be away for longer than the lease, and runs `renew_until_cancelled` concurrently. Then
+    the newest time is held, too, since much may be written before the owner returns, and an idle shard costs one write
+    per third of the lease.
     """
 
     def __init__(
-        self, shard: Holdable, reader: str, clock: Clock, *, ttl_ms: int = HOLD_TTL_MS, kept: bool = False
+        self, shard: HoldableShard, reader: str, clock: Clock, *, ttl_ms: int = HOLD_TTL_MS, kept: bool = False
     ) -> None:
         self._shard = shard
         self._reader = reader
@@ -105,8 +108,8 @@ class MovingHold:
         self._since = -1
         self._until_ms = 0
 
-    async def at(self, since: int) -> None:
-        """Hold from `since` on. Raises as `hold`. Writes nothing while no history above it can be lost."""
+    async def move_to(self, since: int) -> None:
+        """Hold from `since` on. Raises as `set_hold`. Writes nothing while no history above it can be lost."""
         if not self._kept and since >= self._shard.state.upper - 1:
             return  # since never passes the newest time
         async with self._writing:
@@ -117,13 +120,13 @@ class MovingHold:
             self._since = since
             await self._write()
 
-    async def keep(self) -> None:
+    async def renew_until_cancelled(self) -> None:
         """Renew the hold at its last position until cancelled.
 
-        A lost hold is not reported here: the next `at` raises.
+        A lost hold is not reported here: the next `move_to` raises.
         """
         try:
-            await _renewing(self._renew, self._shard.name, self._reader, self._ttl_ms)
+            await _renew_forever(self._renew, self._shard.name, self._reader, self._ttl_ms)
         except Exception as error:
             log.warning("hold renewal stopped", shard=self._shard.name, reader=self._reader, cause=str(error))
             raise
@@ -141,9 +144,9 @@ class MovingHold:
 
     async def _write(self) -> None:
         now_ms = self._clock.now_ms()
-        await self._shard.hold(self._reader, self._since, self._ttl_ms)
+        await self._shard.set_hold(self._reader, self._since, self._ttl_ms)
         self._until_ms = now_ms + self._ttl_ms
 
     async def release(self) -> None:
         if self._until_ms > self._clock.now_ms():
-            await let_go(self._shard, self._reader)
+            await try_release_hold(self._shard, self._reader)

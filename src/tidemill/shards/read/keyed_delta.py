@@ -14,7 +14,7 @@ from tidemill.shards.parts.arrow_rows import rows_at, rows_equal
 from tidemill.shards.parts.parts import sort_updates
 from tidemill.shards.parts.schema import contents_schema
 
-UNTIL = "_until"
+UNTIL_COLUMN = "_until"
 
 
 def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Table] | None:
@@ -41,5 +41,5 @@ def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Ta
     last = np.append(~same, True) if len(hashes) else np.zeros(0, dtype=bool)
     ends, left = updates.filter(pa.array(last)), diffs[last] == 1
     until = ends.column(TIME).to_numpy() + left
-    gone = ends.select([HASH, *schema.key]).append_column(UNTIL, pa.array(until, pa.int64()))
+    gone = ends.select([HASH, *schema.key]).append_column(UNTIL_COLUMN, pa.array(until, pa.int64()))
     return gone, ends.select(contents_schema(schema).names).filter(pa.array(left))

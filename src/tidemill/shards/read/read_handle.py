@@ -17,14 +17,14 @@ from tidemill.base.errors import ClosedError, CorruptError, MissingError, Tidemi
 from tidemill.base.limits import MIB
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.api import HASH, Batch, Delta, HistoryLostError, Part, ShardSchema
-from tidemill.shards.executor import Cpu, inline_cpu
-from tidemill.shards.parts.consolidate import contents
-from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, holding
-from tidemill.shards.read.part_bytes import read_whole
+from tidemill.shards.executor import RunCpuWork, run_inline
+from tidemill.shards.parts.consolidate import sum_contents
+from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, hold_during
+from tidemill.shards.read.part_bytes import read_part_bytes
 from tidemill.shards.read.part_reader import CACHE_BYTES, PartReader
-from tidemill.shards.state.apply import Reason, Rejected
+from tidemill.shards.state.apply import RejectedCommand, RejectionReason
 from tidemill.shards.state.commands import Command, DowngradeSince, ReleaseHold, SetHold
-from tidemill.shards.state.errors import refusal
+from tidemill.shards.state.errors import rejection_error
 from tidemill.shards.state.state import ShardState
 from tidemill.shards.state.state_machine import ShardMachine
 
@@ -35,7 +35,7 @@ LISTEN_AHEAD_BATCHES = 32
 WAIT_SLICE_S = 30.0
 
 
-class ShardReads:
+class ShardReadHandle:
     """The part of `api.Shard` that does not change contents."""
 
     def __init__(
@@ -46,7 +46,7 @@ class ShardReads:
         rand: Rand,
         *,
         writer: str = "",
-        cpu: Cpu = inline_cpu,
+        cpu: RunCpuWork = run_inline,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.name = machine.state.name
@@ -71,28 +71,28 @@ class ShardReads:
 
     # holds ------------------------------------------------------------------------------------------
 
-    async def hold(self, reader: str, since: int, ttl_ms: int) -> None:
+    async def set_hold(self, reader: str, since: int, ttl_ms: int) -> None:
         """Keep every time ≥ since readable for `ttl_ms`. Repeat to renew or to advance the hold.
 
         Raises HistoryLostError below since.
         """
         now_ms = self._clock.now_ms()
-        await self._settle(SetHold(reader, since, now_ms + ttl_ms, now_ms))
+        await self._propose(SetHold(reader, since, now_ms + ttl_ms, now_ms))
 
-    async def release(self, reader: str) -> None:
-        await self._settle(ReleaseHold(reader, self._clock.now_ms()))
+    async def release_hold(self, reader: str) -> None:
+        await self._propose(ReleaseHold(reader, self._clock.now_ms()))
 
     async def downgrade_since(self, owner: str, epoch: int, since: int) -> int:
         """Advance critical hold `owner` to `since`; return the shard's since, the minimum of all holds.
 
         Raises FencedError if a newer epoch owns the hold.
         """
-        return (await self._settle(DowngradeSince(owner, epoch, since, self._clock.now_ms()))).since
+        return (await self._propose(DowngradeSince(owner, epoch, since, self._clock.now_ms()))).since
 
-    async def _settle(self, command: Command) -> ShardState:
+    async def _propose(self, command: Command) -> ShardState:
         result = await self._machine.propose(command)
-        if isinstance(result, Rejected):
-            raise self._error(result)
+        if isinstance(result, RejectedCommand):
+            raise self._rejection_error(result)
         return result
 
     # reading ----------------------------------------------------------------------------------------
@@ -107,27 +107,27 @@ class ShardReads:
         Raises HistoryLostError below since, UnavailableError if `as_of` is not final after timeout_s.
         """
         updates = await self.updates_until(as_of, timeout_s)
-        return await self._cpu(lambda: contents(self.schema, updates))
+        return await self._cpu(lambda: sum_contents(self.schema, updates))
 
     async def updates_until(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
         """Return every update with time ≤ as_of, as stored (columns, `_time`, `_diff`, `_hash`), to be summed.
 
         A large read holds its time first, and then chooses its batches.
         """
-        async with self.chosen_until(as_of, timeout_s) as batches:
+        async with self.batches_held_until(as_of, timeout_s) as batches:
             try:
                 return await self.reader.read_batches(batches, 0, as_of + 1)
             except MissingError as error:
-                raise await self.why_missing(error, batches) from error
+                raise await self.explain_missing(error, batches) from error
 
     @asynccontextmanager
-    async def chosen_until(self, as_of: int, timeout_s: float | None = None) -> AsyncIterator[list[Batch]]:
+    async def batches_held_until(self, as_of: int, timeout_s: float | None = None) -> AsyncIterator[list[Batch]]:
         """Yield the batches with every update of time ≤ as_of, to be read inside the context. A large read is held."""
         batches = await self.batches_until(as_of, timeout_s)
         if _size(batches) <= HOLD_ABOVE_BYTES:
             yield batches
             return
-        async with self.holding("read", as_of):
+        async with self.hold_during("read", as_of):
             yield await self.batches_until(as_of)
 
     async def fetch(self, part: Part, chosen: Sequence[Batch]) -> Buffer:
@@ -136,11 +136,11 @@ class ShardReads:
         Raises HistoryLostError, CorruptError, UnavailableError.
         """
         try:
-            return await read_whole(self._objects, part)
+            return await read_part_bytes(self._objects, part)
         except MissingError as error:
-            raise await self.why_missing(error, chosen) from error
+            raise await self.explain_missing(error, chosen) from error
 
-    async def why_missing(self, error: MissingError, batches: Sequence[Batch]) -> TidemillError:
+    async def explain_missing(self, error: MissingError, batches: Sequence[Batch]) -> TidemillError:
         """Explain a missing object of the chosen batches: it was deleted since (read again), or is lost
         (CorruptError).
         """
@@ -156,29 +156,29 @@ class ShardReads:
             fix="Read again, and hold the time for as long as the read takes.",
         )
 
-    def holding(self, what: str, since: int) -> AbstractAsyncContextManager[None]:
-        return holding(self, self.reader_name(what), since)
+    def hold_during(self, what: str, since: int) -> AbstractAsyncContextManager[None]:
+        return hold_during(self, self.reader_name(what), since)
 
     def reader_name(self, what: str) -> str:
         """Return a name for one hold of this handle."""
         return f"{what}/{self.writer}-{self._rand.nonce()[:8]}"
 
     async def batches_until(self, as_of: int, timeout_s: float | None = None) -> list[Batch]:
-        state = await self._readable(as_of, timeout_s)
+        state = await self._wait_readable(as_of, timeout_s)
         return [b for b in state.batches if b.lower <= as_of]
 
     async def batches(self, lower: int) -> list[Batch]:
         # Choice and check use one state: since may move, and compaction with it, before the caller's next call.
         state = await self._refresh()
         self._check_history(state, lower)
-        return self._from(state, lower)
+        return self._batches_from(state, lower)
 
     async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
         """Read a batch (see `api.Shard`). The rows include `_hash`, and each part's rows are sorted by it."""
         try:
             return await self.reader.read_batch(batch, lower, upper)
         except MissingError as error:
-            raise await self.why_missing(error, [batch]) from error
+            raise await self.explain_missing(error, [batch]) from error
 
     async def listen(self, lower: int) -> AsyncIterator[Delta]:
         """Yield updates (see `api.Shard`). Raises HistoryLostError if history at `lower` is lost, at the start or later
@@ -193,18 +193,18 @@ class ShardReads:
         state = await self._refresh()
         while True:
             self._check_history(state, frontier)
-            async with self._catching_up(self._from(state, frontier), frontier) as ready:
-                for group in _groups(ready):
+            async with self._batches_to_listen(self._batches_from(state, frontier), frontier) as ready:
+                for group in _fetch_groups(ready):
                     tables = await asyncio.gather(*(self.read_batch(b, frontier, b.upper) for b in group))
                     for batch, rows in zip(group, tables, strict=True):
                         start, frontier = max(frontier, batch.lower), batch.upper
                         yield Delta(start, batch.upper, rows.drop_columns([HASH]))
             if state.closed and frontier >= state.upper:
                 return
-            state = await self._beyond(frontier, WAIT_SLICE_S)
+            state = await self._wait_beyond(frontier, WAIT_SLICE_S)
 
     @asynccontextmanager
-    async def _catching_up(self, ready: list[Batch], frontier: int) -> AsyncIterator[list[Batch]]:
+    async def _batches_to_listen(self, ready: list[Batch], frontier: int) -> AsyncIterator[list[Batch]]:
         """Yield the batches that a listener reads next; many of them are chosen again under a hold.
 
         The hold is one tick behind the frontier, since a listener must distinguish frontier - 1 from frontier.
@@ -212,17 +212,17 @@ class ShardReads:
         if _size(ready) <= HOLD_ABOVE_BYTES:
             yield ready
             return
-        async with self.holding("listen", max(0, frontier - 1)):
+        async with self.hold_during("listen", max(0, frontier - 1)):
             state = await self._refresh()
             self._check_history(state, frontier)
-            yield self._from(state, frontier)
+            yield self._batches_from(state, frontier)
 
     async def wait_upper(self, beyond: int, timeout_s: float) -> int:
-        return (await self._beyond(beyond, timeout_s)).upper
+        return (await self._wait_beyond(beyond, timeout_s)).upper
 
     # ------------------------------------------------------------------------------------------------
 
-    async def _beyond(self, frontier: int, timeout_s: float) -> ShardState:
+    async def _wait_beyond(self, frontier: int, timeout_s: float) -> ShardState:
         """Return the state once its upper is > frontier or the shard is closed, or after the timeout."""
         until_s = asyncio.get_running_loop().time() + timeout_s
         state = await self._refresh()
@@ -230,18 +230,18 @@ class ShardReads:
             left_s = until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 break
-            state = self._present(await self._machine.changed(state, left_s))
+            state = self._check_not_dropped(await self._machine.wait_changed(state, left_s))
         return state
 
     async def _refresh(self) -> ShardState:
-        return self._present(await self._machine.refresh())
+        return self._check_not_dropped(await self._machine.refresh())
 
-    def _present(self, state: ShardState) -> ShardState:
+    def _check_not_dropped(self, state: ShardState) -> ShardState:
         if state.dropped:
-            raise self._error(Rejected(Reason.DROPPED))
+            raise self._rejection_error(RejectedCommand(RejectionReason.DROPPED))
         return state
 
-    async def _readable(self, as_of: int, timeout_s: float | None) -> ShardState:
+    async def _wait_readable(self, as_of: int, timeout_s: float | None) -> ShardState:
         state = await self._refresh()
         until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         while state.upper <= as_of:
@@ -255,13 +255,13 @@ class ShardReads:
                     f"time is not final yet: shard={self.name} as_of={as_of} upper={state.upper}.",
                     fix="Use a time below upper, or wait longer.",
                 )
-            state = self._present(await self._machine.changed(state, left_s))
+            state = self._check_not_dropped(await self._machine.wait_changed(state, left_s))
         if as_of < state.since:
             raise self._history_lost(state, as_of)
         return state
 
     @staticmethod
-    def _from(state: ShardState, lower: int) -> list[Batch]:
+    def _batches_from(state: ShardState, lower: int) -> list[Batch]:
         at = bisect_right(state.batches, lower, key=lambda b: b.upper)
         return list(state.batches[at:])
 
@@ -276,15 +276,15 @@ class ShardReads:
             fix="Read at a time from since to upper - 1, then listen from there.",
         )
 
-    def _error(self, rejected: Rejected) -> TidemillError:
-        return refusal(rejected, self._machine.state)
+    def _rejection_error(self, rejected: RejectedCommand) -> TidemillError:
+        return rejection_error(rejected, self._machine.state)
 
 
 def _size(batches: Sequence[Batch]) -> int:
     return sum(part.size_bytes for batch in batches for part in batch.parts)
 
 
-def _groups(batches: Sequence[Batch]) -> list[list[Batch]]:
+def _fetch_groups(batches: Sequence[Batch]) -> list[list[Batch]]:
     """Split batches into runs that a listener that catches up may fetch together."""
     out: list[list[Batch]] = []
     held = 0

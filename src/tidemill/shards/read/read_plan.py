@@ -24,12 +24,12 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import DIFF, HASH, TIME, Batch, Part, ShardSchema
 from tidemill.shards.parts.checksums import open_part
-from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.parts.schema import FLOATS, contents_schema, part_schema
-from tidemill.shards.parts.schema_evolution import check_known
-from tidemill.shards.read.hash_ranges import Fetch
+from tidemill.shards.parts.schema_evolution import check_schema_known
+from tidemill.shards.read.hash_ranges import FetchPart
 from tidemill.shards.read.keyed_delta import last_states
-from tidemill.shards.read.part_bytes import fetching
+from tidemill.shards.read.part_bytes import fetch_through
 from tidemill.shards.read.part_reader import PartReader
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class PlanNotPossibleError(Exception):
     """The shard must be read in another way: a plan would not be exact, or not be worth it."""
 
 
-class Plan(NamedTuple):
+class ReadPlan(NamedTuple):
     """Result of `plan_parts`.
 
     settled  objects that are Parquet files of `part_schema`
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
 def plan_parts(
     portal: BlockingPortal, objects: ObjectStore, shard: LogShard, at: int, *, again: bool = False, no_files: str = ""
-) -> Plan:
+) -> ReadPlan:
     """Plan a read of the shard at time `at`.
 
     If `again`, the handle plans repeatedly, so decoded parts are cached, and a small shard is read here whole.
@@ -75,30 +75,30 @@ def plan_parts(
     """
     chosen = portal.call(shard.batches_until(at))
     for batch in chosen:
-        check_known(shard.schema, batch)
+        check_schema_known(shard.schema, batch)
     reader = shard.reader if again else PartReader(objects, shard.schema, cache_bytes=0)
     if again and _size_bytes(chosen) <= SMALL_BYTES:
         updates = portal.call(reader.read_batches(chosen, 0, at + 1))
-        return Plan([], updates.slice(0, 0), contents(shard.schema, updates))
+        return ReadPlan([], updates.slice(0, 0), sum_contents(shard.schema, updates))
     if no_files:
         raise PlanNotPossibleError(no_files)
     if any(column.name in shard.schema.key and column.type in FLOATS for column in shard.schema.columns):
         # Statistics, by which engines skip rows, exclude NaN; and engines treat zeros and NaNs of different bits as
         # equal.
         raise PlanNotPossibleError("its key has a float, which may be NaN")
-    fetch = fetching(portal, objects, whole=False)
+    fetch = fetch_through(portal, objects, whole=False)
     settled: list[Part] = []
     rest: list[Batch] = []
     for batch in chosen:
         others = []
         for part in batch.parts:
-            times = _insertions(part, shard.schema, fetch) if part.object_key else None
+            times = _cached_insertion_times(part, shard.schema, fetch) if part.object_key else None
             if times is not None and batch.lower <= times[0] and times[1] < min(batch.upper, at + 1):
                 settled.append(part)
             else:
                 others.append(part)
         rest.append(msgspec.structs.replace(batch, parts=tuple(others)))
-    return Plan(settled, *_difference(portal, reader, shard, rest, at))
+    return ReadPlan(settled, *_difference(portal, reader, shard, rest, at))
 
 
 def _size_bytes(batches: list[Batch]) -> int:
@@ -107,25 +107,25 @@ def _size_bytes(batches: list[Batch]) -> int:
 
 _known: OrderedDict[tuple[str, ShardSchema], tuple[int, int] | None] = OrderedDict()
 """Cached by the key of an object, which never changes and is never reused."""
-_knowing = threading.Lock()
+_known_lock = threading.Lock()
 
 
-def _insertions(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int] | None:
+def _cached_insertion_times(part: Part, schema: ShardSchema, fetch: FetchPart) -> tuple[int, int] | None:
     """Return the first and last time of a part that only inserts single rows under this exact schema, else None."""
     key = part.object_key, schema
-    with _knowing:
+    with _known_lock:
         if key in _known:
             _known.move_to_end(key)
             return _known[key]
-    found = _look(part, schema, fetch)
-    with _knowing:
+    found = _read_insertion_times(part, schema, fetch)
+    with _known_lock:
         _known[key] = found
         if len(_known) > KNOWN_MAX:
             _known.popitem(last=False)
     return found
 
 
-def _look(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int] | None:
+def _read_insertion_times(part: Part, schema: ShardSchema, fetch: FetchPart) -> tuple[int, int] | None:
     try:
         file = open_part(part, fetch(part))
         if not file.schema_arrow.equals(part_schema(schema)):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidemill.objects.file_adapter import ObjectFile
-from tidemill.objects.verified_read import checked_now
+from tidemill.objects.verified_read import read_verified_sync
 from tidemill.shards.api import Part
 from tidemill.shards.parts.checksums import read_footer
 from tidemill.shards.parts.parquet_pages import check_pages
@@ -26,7 +26,7 @@ class VerifiedFile(io.RawIOBase):
     def __init__(self, part: Part, file: ObjectFile) -> None:
         self._part = part
         self._file = file
-        self._footer = memoryview(checked_now(file, part.object_key, lambda: read_footer(part, file)))
+        self._footer = memoryview(read_verified_sync(file, part.object_key, lambda: read_footer(part, file)))
         self._footer_at = part.size_bytes - len(self._footer)
         self._chunks = _chunks_of(pq.read_metadata(pa.BufferReader(self._footer)))
         self._held_at, self._held = self._footer_at, self._footer
@@ -81,7 +81,7 @@ class VerifiedFile(io.RawIOBase):
                 check_pages(held[a - lower : b - lower], f"object={self._part.object_key} chunk_byte={a}")
             return held
 
-        self._held_at, self._held = lower, checked_now(self._file, self._part.object_key, read)
+        self._held_at, self._held = lower, read_verified_sync(self._file, self._part.object_key, read)
 
 
 def _chunks_of(metadata: pq.FileMetaData) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from tidemill.base.errors import CorruptError, MissingError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.state_log.replica import Replica
 from tidemill.shards.api import Batch
-from tidemill.shards.bindings.remap import Stored, decode_stored, log_name
+from tidemill.shards.bindings.remap import StoredRecord, decode_record, remap_log_name
 from tidemill.shards.state.codec import decode_state, encode_batch, encode_state
 from tidemill.shards.state.state import ShardState, batch_sums
 from tidemill.shards.state.state_machine import shard_replica
@@ -73,20 +73,20 @@ class ShardFollower:
         """Next position of the shard's log as of the last `gather`."""
         return self._log.position
 
-    async def gather(self) -> list[ShardGroup]:
+    async def read_changes(self) -> list[ShardGroup]:
         """Return the groups to write, [] if nothing changed. Raises CorruptError, UnavailableError."""
         await self._log.catch_up()
         state = self._state = self._log.state
         if state is None:
             return []
-        return shard_changes(self._header, self._uppers, state, self._same)
+        return shard_row_changes(self._header, self._uppers, state, self._same)
 
-    def written(self) -> None:
+    def mark_committed(self) -> None:
         """Record that the groups of the last `gather` are committed."""
         state = self._state
         if state is None:
             return
-        self._header = header_of(state)
+        self._header = state_header(state)
         self._known = {batch.lower: batch for batch in state.batches}
         self._uppers = {batch.lower: batch.upper for batch in state.batches}
         self._bytes = {}
@@ -99,7 +99,7 @@ class ShardFollower:
         return found is not None and found == encode_batch(batch)
 
 
-def header_of(state: ShardState) -> ShardState:
+def state_header(state: ShardState) -> ShardState:
     """Return the state without its batches and their sums: the contents of a shard's row.
 
     Garbage is left out, too, since that of a busy shard may not fit a row. A restored shard has another id, and the old
@@ -108,7 +108,7 @@ def header_of(state: ShardState) -> ShardState:
     return replace(state, batches=(), rows=0, size_bytes=0, inline_bytes=0, garbage=())
 
 
-def shard_changes(
+def shard_row_changes(
     old: ShardState | None,
     old_uppers: Mapping[int, int],
     state: ShardState,
@@ -119,7 +119,7 @@ def shard_changes(
     The rows are of this shard, or of the one from which it was restored. Raises CorruptError if the state is older than
     the rows: it is another life of the shard, and the rows may be all that is left of the old one.
     """
-    header = header_of(state)
+    header = state_header(state)
     if old is not None and (state.upper < old.upper or state.since < old.since):
         raise CorruptError(
             f"a shard's log holds less than its rows: shard={state.name} upper={state.upper} row={old.upper}.",
@@ -160,7 +160,7 @@ def _between(ordered: Sequence[int], lower: int, upper: int) -> Sequence[int]:
     return ordered[bisect_left(ordered, lower) : bisect_left(ordered, upper)]
 
 
-def assemble(header: ShardState, batches: Iterable[Batch]) -> ShardState:
+def assemble_state(header: ShardState, batches: Iterable[Batch]) -> ShardState:
     """Assemble the state from a header and batches in order of their lower bounds. Pure.
 
     Batches beyond the header's upper are left out; one that crosses it is cut there (its rows beyond are hidden).
@@ -195,7 +195,7 @@ def assemble(header: ShardState, batches: Iterable[Batch]) -> ShardState:
 
 
 def encode_header(state: ShardState) -> bytes:
-    return encode_state(header_of(state))
+    return encode_state(state_header(state))
 
 
 def decode_header(data: bytes) -> ShardState:
@@ -220,7 +220,7 @@ class BindingFollower:
     def __init__(self, consensus: Consensus, source: str, last: tuple[int, int] | None = None) -> None:
         self._consensus = consensus
         self._source = source
-        self._log = log_name(source)
+        self._log = remap_log_name(source)
         self._last = last
         self._next: int | None = None
         self._gathered: tuple[int, int] | None = None
@@ -228,7 +228,7 @@ class BindingFollower:
         self._new_start = -1
         self.forgotten_ms = 0
 
-    async def gather(self) -> list[StoredBinding]:
+    async def read_new_bindings(self) -> list[StoredBinding]:
         """Return the bindings newer than the last one written, oldest first. Raises CorruptError, UnavailableError."""
         while True:
             if self._next is None:
@@ -250,12 +250,12 @@ class BindingFollower:
         while True:
             page = await self._consensus.read(self._log, position)
             for record in page.records:
-                found.append(StoredBinding(record.position, decode_stored(record.data).binding.time_ms, record.data))
+                found.append(StoredBinding(record.position, decode_record(record.data).binding.time_ms, record.data))
             position += len(page.records)
             if position >= page.head.next:
                 return found
 
-    def written(self) -> None:
+    def mark_committed(self) -> None:
         """Record that the bindings of the last `gather` are committed."""
         self._start = self._new_start
         if self._gathered is not None:
@@ -285,7 +285,7 @@ class BindingFollower:
         # Start at a whole record: the one that a delta refers to may be in no row.
         return low - (await self._at(low)).back if low < head.next else low
 
-    async def _at(self, position: int) -> Stored:
+    async def _at(self, position: int) -> StoredRecord:
         """Read one binding. Raises MissingError if it is truncated concurrently."""
         page = await self._consensus.read(self._log, position, limit_records=1)
-        return decode_stored(page.records[0].data)
+        return decode_record(page.records[0].data)

@@ -40,26 +40,26 @@ import msgspec
 
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Batch, Column, Part, ShardSchema
-from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.state.commands import (
     Append,
     BatchId,
     Close,
-    Collected,
     Command,
     Create,
     DowngradeSince,
     Drop,
     Evolve,
+    MarkCollected,
     ReleaseHold,
     Replace,
     SetHold,
     Sweep,
 )
-from tidemill.shards.state.state import Garbage, Hold, SchemaVersion, ShardState, WriterToken, batch_sums
+from tidemill.shards.state.state import Garbage, ReadHold, SchemaVersion, ShardState, WriterToken, batch_sums
 
 ROLLUP_FORMAT = 4
-GROWN_FORMAT = 3
+EVOLVED_FORMAT = 3
 UNCHANGED_FORMAT = 2
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -84,7 +84,7 @@ def encode_command(command: Command) -> bytes:
             out = [7]
         case Drop(shard_id):
             out = [8, shard_id]
-        case Collected(version):
+        case MarkCollected(version):
             out = [9, version]
         case Sweep(before_ms):
             out = [10, before_ms]
@@ -120,13 +120,13 @@ def decode_command(data: bytes) -> Command:
             case [8, shard_id, *_]:
                 return Drop(shard_id)
             case [9, version, *_]:
-                return Collected(version)
+                return MarkCollected(version)
             case [10, before_ms, *_]:
                 return Sweep(before_ms)
             case [11, add, widen, at_ms, *_]:
-                return Evolve(Changes(_columns_in(add), _columns_in(widen)), at_ms)
+                return Evolve(SchemaChanges(_columns_in(add), _columns_in(widen)), at_ms)
             case [12, add, widen, retire, at_ms, *_]:
-                return Evolve(Changes(_columns_in(add), _columns_in(widen), tuple(retire)), at_ms)
+                return Evolve(SchemaChanges(_columns_in(add), _columns_in(widen), tuple(retire)), at_ms)
             case [tag, *_]:
                 raise CorruptError(f"unknown shard command: tag={tag!r}.", fix="Upgrade tidemill.")
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
@@ -139,7 +139,7 @@ def encode_state(state: ShardState) -> bytes:
     changed = state.schema.version > 1
     lost = any(c.retired for c in state.schema.columns) or any(v.retired for v in state.versions)
     out = [
-        ROLLUP_FORMAT if lost else GROWN_FORMAT if changed else UNCHANGED_FORMAT,
+        ROLLUP_FORMAT if lost else EVOLVED_FORMAT if changed else UNCHANGED_FORMAT,
         state.name,
         state.shard_id,
         _schema_out(state.schema),
@@ -163,7 +163,7 @@ def decode_state(data: bytes) -> ShardState:
     """Decode a rollup. Raises CorruptError if the bytes are no rollup of this format."""
     try:
         fields = _decode(data)
-        if fields[0] not in (1, UNCHANGED_FORMAT, GROWN_FORMAT, ROLLUP_FORMAT):
+        if fields[0] not in (1, UNCHANGED_FORMAT, EVOLVED_FORMAT, ROLLUP_FORMAT):
             raise CorruptError(
                 f"unknown rollup format: format={fields[0]!r}.", fix="Upgrade tidemill: a newer one wrote it."
             )
@@ -179,7 +179,7 @@ def decode_state(data: bytes) -> ShardState:
             since,
             upper,
             decoded,
-            tuple(Hold(*h) for h in holds),
+            tuple(ReadHold(*h) for h in holds),
             tuple(WriterToken(*w) for w in writers),
             closed,
             rows=sum(s[0] for s in sums),

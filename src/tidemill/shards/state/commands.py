@@ -8,9 +8,9 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.shards.api import Batch, ShardSchema
-from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 
-PREFIX = "shard/"
+REGISTER_PREFIX = "shard/"
 """Prefix of the registers that name shards; each has the newest command about its name."""
 
 
@@ -85,7 +85,7 @@ class Drop(msgspec.Struct, frozen=True):
     shard_id: str
 
 
-class Collected(msgspec.Struct, frozen=True):
+class MarkCollected(msgspec.Struct, frozen=True):
     """The objects of every garbage entry up to `version` were deleted."""
 
     version: int
@@ -100,8 +100,10 @@ class Sweep(msgspec.Struct, frozen=True):
 class Evolve(msgspec.Struct, frozen=True):
     """Add these columns and types to the schema, from upper on. Changes that it already has are no-ops (RFC 0003)."""
 
-    changes: Changes
+    changes: SchemaChanges
     at_ms: int
 
 
-Command = Create | Append | SetHold | ReleaseHold | DowngradeSince | Replace | Close | Drop | Collected | Sweep | Evolve
+Command = (
+    Create | Append | SetHold | ReleaseHold | DowngradeSince | Replace | Close | Drop | MarkCollected | Sweep | Evolve
+)

@@ -13,38 +13,38 @@ from tidemill.base.errors import (
     UnavailableError,
 )
 from tidemill.shards.api import HistoryLostError, SchemaEvolvedError
-from tidemill.shards.parts.schema_evolution import CAN
-from tidemill.shards.state.apply import Reason, Rejected
+from tidemill.shards.parts.schema_evolution import EVOLUTION_FIX
+from tidemill.shards.state.apply import RejectedCommand, RejectionReason
 from tidemill.shards.state.state import ShardState
 
 
-def refusal(rejected: Rejected, state: ShardState) -> TidemillError:
+def rejection_error(rejected: RejectedCommand, state: ShardState) -> TidemillError:
     """Return the error for `rejected`; `state` is the one on which the rejection is based."""
     said = f"shard={state.name} {rejected.detail}".rstrip().removesuffix(".")
     match rejected.reason:
-        case Reason.UPPER:
+        case RejectionReason.UPPER:
             return ConflictError(f"the append does not start at the shard's upper: {said}.", current=state.upper)
-        case Reason.CLOSED:
+        case RejectionReason.CLOSED:
             return ClosedError(f"shard is closed to writes: {said}.")
-        case Reason.FENCED:
+        case RejectionReason.FENCED:
             return FencedError(f"a newer epoch owns this hold: {said}.", current=state.holds)
-        case Reason.EVOLVED:
+        case RejectionReason.EVOLVED:
             return SchemaEvolvedError(
                 f"the shard's schema is newer: {said}.", current=state.schema, fix="Reopen the shard."
             )
-        case Reason.SCHEMA:
-            return InvalidError(f"schema change rejected: {said}.", fix=CAN)
-        case Reason.HISTORY:
+        case RejectionReason.SCHEMA:
+            return InvalidError(f"schema change rejected: {said}.", fix=EVOLUTION_FIX)
+        case RejectionReason.HISTORY:
             return HistoryLostError(f"history is lost: {said}.", fix="Hold a time from since on.")
-        case Reason.MOVED:
+        case RejectionReason.MOVED:
             return ConflictError(f"batches moved in the meantime: {said}.", current=state.upper)
-        case Reason.ABSENT | Reason.DROPPED:
+        case RejectionReason.ABSENT | RejectionReason.DROPPED:
             return MissingError(f"no such shard: {said}.", fix="It was dropped: open it by name again.")
-        case Reason.STALE:
+        case RejectionReason.STALE:
             return UnavailableError(f"parts are too old to be appended: {said}.", fix="Write them again.")
-        case Reason.FULL:
+        case RejectionReason.FULL:
             return UnavailableError(f"too many holds or too much garbage: {said}.", fix="Retry later.")
-        case Reason.BROKEN:
+        case RejectionReason.BROKEN:
             return CorruptError(f"the command would break an invariant: {said}.", fix="Report it with the log.")
         case _:
             return InvalidError(f"rejected ({rejected.reason}): {said}.")

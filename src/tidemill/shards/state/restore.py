@@ -21,28 +21,28 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, InvalidError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.state_log import codec
-from tidemill.shards.bindings.remap import log_name
+from tidemill.shards.bindings.remap import remap_log_name
 from tidemill.shards.state.codec import encode_command, encode_state
-from tidemill.shards.state.commands import PREFIX, Create
+from tidemill.shards.state.commands import REGISTER_PREFIX, Create
 from tidemill.shards.state.state import ShardState
-from tidemill.shards.state.state_machine import shard_log
+from tidemill.shards.state.state_machine import shard_log_name
 
-BINDINGS_AN_APPEND = 1000
+BINDINGS_PER_APPEND = 1000
 
 
-def restored_id(shard_id: str, attempt: str) -> str:
+def restored_shard_id(shard_id: str, attempt: str) -> str:
     """Return the shard's id after the restore `attempt`, the same in every run of it."""
     return str(UUID(bytes=hashlib.blake2b(f"{shard_id}/{attempt}".encode(), digest_size=16).digest(), version=4))
 
 
 async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, attempt: str) -> str:
     """Restore a shard; return the new id. Raises InvalidError if the name has a shard of another attempt."""
-    shard_id = restored_id(state.shard_id, attempt)
+    shard_id = restored_shard_id(state.shard_id, attempt)
     # A hold's epoch is the term of a lease in the old consensus; in an empty one it would fence every future owner.
     holds = tuple(replace(hold, epoch=0) for hold in state.holds)
     state = replace(state, shard_id=shard_id, holds=holds)
     create = encode_command(Create(state.name, shard_id, state.schema))
-    log = shard_log(shard_id)
+    log = shard_log_name(shard_id)
     head = await consensus.log_head(log)
     if head.next == 0:
         records = [codec.encode_command(create), *codec.encode_rollup(encode_state(state))]
@@ -50,11 +50,11 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
             with contextlib.suppress(UnknownOutcomeError, ConflictError):  # the nonce in the log decides
                 await consensus.append(log, 0, 0, records, attempt)
             head = await consensus.log_head(log)
-    await _check_ours(consensus, log, head.start, attempt)
+    await _check_attempt(consensus, log, head.start, attempt)
     if head.start == 0:
         await consensus.truncate(log, 1)
     # The register last: before it exists, no process can find the log.
-    key = PREFIX + state.name
+    key = REGISTER_PREFIX + state.name
     found = await consensus.head(key)
     while found is None:
         with contextlib.suppress(ConflictError, UnknownOutcomeError):
@@ -70,12 +70,12 @@ async def restore_bindings(consensus: Consensus, source: str, bindings: Sequence
 
     Continues where an earlier run of the attempt stopped.
     """
-    log = log_name(source)
+    log = remap_log_name(source)
     at = (await consensus.log_head(log)).next
     if at:
-        await _check_ours(consensus, log, at - 1, attempt)
+        await _check_attempt(consensus, log, at - 1, attempt)
     while at < len(bindings):
-        records = list(bindings[at : at + BINDINGS_AN_APPEND])
+        records = list(bindings[at : at + BINDINGS_PER_APPEND])
         with contextlib.suppress(UnknownOutcomeError, ConflictError):  # the end of the log decides
             await consensus.append(log, 0, at, records, attempt)
         reached = (await consensus.log_head(log)).next
@@ -86,7 +86,7 @@ async def restore_bindings(consensus: Consensus, source: str, bindings: Sequence
         at = reached
 
 
-async def _check_ours(consensus: Consensus, log: str, position: int, attempt: str) -> None:
+async def _check_attempt(consensus: Consensus, log: str, position: int, attempt: str) -> None:
     found = await consensus.read(log, position, limit_records=1)
     if not found.records or found.records[0].nonce != attempt:
         raise InvalidError(f"the log exists already: log={log}.", fix="Restore into empty consensus.")

@@ -19,18 +19,18 @@ import msgspec
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Batch, ShardSchema
 
-WRITERS_KEPT = 64
+WRITER_TOKENS_MAX = 64
 """Number of writer tokens, newest last. A writer resolves an unknown outcome immediately, so few are ever needed."""
 
 
-HOLDS_KEPT = 256
+HOLDS_MAX = 256
 """Limit of concurrent holds. Each is part of every rollup; another reader waits until one of them ends."""
 
-GARBAGE_OBJECTS = 20_000
+GARBAGE_OBJECTS_MAX = 20_000
 """Limit of replaced objects that wait for deletion, about 2 MB of a rollup. Above it, nothing is merged."""
 
 
-class Hold(msgspec.Struct, frozen=True):
+class ReadHold(msgspec.Struct, frozen=True):
     """A read hold, which keeps the shard's since at or below `since`.
 
     `expires_ms` 0 = critical: the hold never expires, and `epoch` fences its owners.
@@ -44,7 +44,7 @@ class Hold(msgspec.Struct, frozen=True):
     epoch: int = 0
     version: int = 0
 
-    def live(self, now_ms: int) -> bool:
+    def is_live(self, now_ms: int) -> bool:
         return self.expires_ms == 0 or self.expires_ms > now_ms
 
 
@@ -57,7 +57,7 @@ class Garbage(msgspec.Struct, frozen=True):
     objects: tuple[str, ...]
 
 
-VERSIONS_KEPT = 32
+SCHEMA_VERSIONS_MAX = 32
 """Number of schema versions stored, for people: readers and writers need only the newest schema."""
 
 
@@ -94,7 +94,7 @@ class ShardState(msgspec.Struct, frozen=True):
     since: int = 0
     upper: int = 0
     batches: tuple[Batch, ...] = ()
-    holds: tuple[Hold, ...] = ()
+    holds: tuple[ReadHold, ...] = ()
     writers: tuple[WriterToken, ...] = ()
     closed: bool = False
     rows: int = 0
@@ -109,8 +109,8 @@ class ShardState(msgspec.Struct, frozen=True):
     """History of the schema, oldest first, without the first version."""
 
 
-def garbage_full(state: ShardState) -> bool:
-    return sum(len(garbage.objects) for garbage in state.garbage) >= GARBAGE_OBJECTS
+def is_garbage_full(state: ShardState) -> bool:
+    return sum(len(garbage.objects) for garbage in state.garbage) >= GARBAGE_OBJECTS_MAX
 
 
 def batch_sums(batch: Batch) -> tuple[int, int, int]:
@@ -122,7 +122,7 @@ def batch_sums(batch: Batch) -> tuple[int, int, int]:
     )
 
 
-def broken_step(old: ShardState, new: ShardState) -> str:
+def broken_invariant_of_step(old: ShardState, new: ShardState) -> str:
     """Return the invariant that one transition would break, or "".
 
     The cost does not grow with the number of batches.
@@ -150,7 +150,7 @@ def broken_step(old: ShardState, new: ShardState) -> str:
     return ""
 
 
-def broken_whole(state: ShardState) -> str:
+def broken_invariant(state: ShardState) -> str:
     """Return the invariant that one state breaks, or "", walking everything."""
     at = 0
     for batch in state.batches:
@@ -172,8 +172,8 @@ def broken_whole(state: ShardState) -> str:
     return ""
 
 
-def check_whole(state: ShardState) -> None:
+def check_invariants(state: ShardState) -> None:
     """Raise CorruptError if an invariant is broken. For tests, the simulation and `doctor`."""
-    broken = broken_whole(state)
+    broken = broken_invariant(state)
     if broken:
         raise CorruptError(f"a shard's state breaks its invariants: shard={state.name} {broken}.")

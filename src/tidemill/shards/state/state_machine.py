@@ -13,7 +13,7 @@ from tidemill.base.errors import ConflictError, CorruptError, InvalidError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.state_log.replica import Replica
 from tidemill.consensus.state_log.state_log import StateLog
-from tidemill.shards.state.apply import Reason, Rejected, apply
+from tidemill.shards.state.apply import RejectedCommand, RejectionReason, apply
 from tidemill.shards.state.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.shards.state.commands import Command, Create
 from tidemill.shards.state.state import ShardState
@@ -22,10 +22,10 @@ ROLLUP_AFTER_RECORDS = 512
 """Commits between rollups. A rollup of 10,000 batches is about 2 MB, so this adds a few kilobytes to each commit."""
 
 
-class _Refused(InvalidError):
+class _RejectedError(InvalidError):
     """Carrier of a rejection through the log's proposer back to `propose`."""
 
-    def __init__(self, rejected: Rejected) -> None:
+    def __init__(self, rejected: RejectedCommand) -> None:
         super().__init__(f"rejected: {rejected.reason}")
         self.rejected = rejected
 
@@ -45,13 +45,13 @@ class ShardMachine:
         await self._log.catch_up()
         return self.state
 
-    async def changed(self, seen: ShardState, timeout_s: float) -> ShardState:
+    async def wait_changed(self, seen: ShardState, timeout_s: float) -> ShardState:
         """Return the state once it is no longer `seen`, or after the timeout."""
         if self._log.state is seen:
             await self._log.wait(timeout_s)
         return self.state
 
-    async def propose(self, command: Command) -> ShardState | Rejected:
+    async def propose(self, command: Command) -> ShardState | RejectedCommand:
         """Return the state right after `command`, or its rejection.
 
         Raises UnavailableError, UnknownOutcomeError, ClosedError, CorruptError.
@@ -60,13 +60,13 @@ class ShardMachine:
 
         def decide(state: ShardState | None) -> bytes:
             result = apply(state, command)
-            if isinstance(result, Rejected):
-                raise _Refused(result)
+            if isinstance(result, RejectedCommand):
+                raise _RejectedError(result)
             return data
 
         try:
             applied = await self._log.propose_from(decide)
-        except _Refused as refused:
+        except _RejectedError as refused:
             return refused.rejected
         assert applied.state is not None
         return applied.state
@@ -78,20 +78,20 @@ class ShardMachine:
         await self._log.aclose()
 
 
-def shard_log(shard_id: str) -> str:
+def shard_log_name(shard_id: str) -> str:
     return f"shard/{shard_id}"
 
 
 def shard_replica(consensus: Consensus, shard_id: str) -> Replica[ShardState | None]:
     """Follow a shard's log without ever writing it; None until the log has its creation."""
-    return Replica(consensus, shard_log(shard_id), lambda: None, _apply_record, decode_state)
+    return Replica(consensus, shard_log_name(shard_id), lambda: None, _apply_record, decode_state)
 
 
 async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> ShardMachine:
     """Load the shard that `created` names; if its log is empty, write that command first."""
     log: StateLog[ShardState | None] = StateLog(
         consensus,
-        shard_log(created.shard_id),
+        shard_log_name(created.shard_id),
         initial=lambda: None,
         apply=_apply_record,
         encode=_encode_rollup,
@@ -103,7 +103,7 @@ async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> Sha
     await log.load()
     if log.state is None:
         result = await machine.propose(created)
-        if isinstance(result, Rejected) and result.reason is not Reason.EXISTS:
+        if isinstance(result, RejectedCommand) and result.reason is not RejectionReason.EXISTS:
             raise CorruptError(f"shard could not be created: shard={created.name} reason={result.reason}.")
     if machine.state.shard_id != created.shard_id:
         raise CorruptError(f"log of another shard: shard={created.name} id={machine.state.shard_id}.")
@@ -112,7 +112,7 @@ async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> Sha
 
 def _apply_record(state: ShardState | None, data: bytes, position: int, term: int) -> ShardState | None:
     result = apply(state, decode_command(data))
-    if isinstance(result, Rejected):
+    if isinstance(result, RejectedCommand):
         # A proposer checks on exactly this state, so only a process with other rules gets here: a no-op.
         raise ConflictError(f"rejected at replay: position={position} reason={result.reason} {result.detail}.")
     return result

@@ -10,7 +10,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.consensus.api import LogRecord
 from tidemill.consensus.state_log import codec
 from tidemill.metastore.domain.apply import apply
-from tidemill.metastore.domain.state import DomainState, check_state
+from tidemill.metastore.domain.state import DomainState, assert_invariants
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class Shadow:
                 self.state = step(self.state, record.data[1:], record.position, record.term)
             except TidemillError:
                 continue
-            check_state(self.state)
+            assert_invariants(self.state)
             if self.state.epoch(record.term) < epoch:
                 raise AssertionError(f"the epoch went back: position={record.position} epoch={epoch}")
             epoch = self.state.epoch(record.term)

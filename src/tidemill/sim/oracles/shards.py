@@ -13,10 +13,10 @@ import msgspec
 
 from tidemill.consensus.state_log import codec
 from tidemill.shards.handle import LogShard
-from tidemill.shards.state.apply import Rejected, apply
+from tidemill.shards.state.apply import RejectedCommand, apply
 from tidemill.shards.state.codec import decode_command
 from tidemill.shards.state.commands import Append
-from tidemill.shards.state.state import ShardState, check_whole
+from tidemill.shards.state.state import ShardState, check_invariants
 from tidemill.sim.world import Violated
 
 DEFAULT_N = 7
@@ -95,7 +95,7 @@ def check_landed(records: Sequence[bytes], attempts: Mapping[str, Attempt]) -> l
             continue
         command = decode_command(data[1:])
         result = apply(state, command)
-        if isinstance(result, Rejected):
+        if isinstance(result, RejectedCommand):
             continue
         if state is not None and (result.since < state.since or result.upper < state.upper):
             raise Violated(f"since or upper went back: version={result.version}")
@@ -103,7 +103,7 @@ def check_landed(records: Sequence[bytes], attempts: Mapping[str, Attempt]) -> l
         if isinstance(command, Append):
             stands.append(command.batch.token)
     if state is not None:
-        check_whole(state)
+        check_invariants(state)
     for token, attempt in attempts.items():
         count = stands.count(token)
         if count > 1 or (attempt.outcome == "ok") > count or (attempt.outcome == "refused" and count):

@@ -21,12 +21,12 @@ from tidemill.base.errors import (
     UnknownOutcomeError,
 )
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.consensus.leader_election import lead
+from tidemill.consensus.leader_election import run_while_leading
 from tidemill.metastore.backup import restore_source as source_module
-from tidemill.metastore.backup.restore_source import Source, check_not_alive
-from tidemill.metastore.bucket_claim import Ownership, claim, greatest_claim
+from tidemill.metastore.backup.restore_source import RestoreSource, check_not_alive
+from tidemill.metastore.bucket_claim import BucketOwnership, claim_bucket, greatest_claim
 from tidemill.metastore.cluster import Cluster, write_cluster
-from tidemill.metastore.cluster_manifest import ClusterManifest, Found, Presence, signs_of_life
+from tidemill.metastore.cluster_manifest import ClusterManifest, FoundManifest, Presence, signs_of_life
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.sim.faults import FaultyConsensus, FaultyObjects, Rates
 from tidemill.sim.world import Actor, Crew, Down, Engine, Violated, World, swapped
@@ -58,16 +58,16 @@ class ClusterNode:
         faulty = FaultyObjects(world.objects, world.faults, self.name)
         self.objects = RetryingObjects(faulty, actor.clock, world.rand(), store="sim", budget_s=1.0)
         self.rand = world.rand()
-        self.owner: Ownership | None = None
+        self.owner: BucketOwnership | None = None
         self._tasks = Tasks(lambda *_: None)
 
     async def start(self) -> None:
         fresh = Cluster(self.rand.uuid(), 1, self.clock.now_ms())
         cluster = await write_cluster(self.consensus, self.rand, fresh, 0)
-        await claim(self.objects, self.clock, cluster)
-        self.owner = Ownership(self.objects, self.clock, cluster, interval_s=INTERVAL_S)
+        await claim_bucket(self.objects, self.clock, cluster)
+        self.owner = BucketOwnership(self.objects, self.clock, cluster, interval_s=INTERVAL_S)
         if self.shared.fault != "still-acknowledges":
-            self.objects.may_delete = self.owner.may_delete
+            self.objects.may_delete = self.owner.check_may_delete
             self.consensus.owner = self.owner
         self.watching = self._tasks.spawn(self.owner.run(), name="ownership")
         self._tasks.spawn(self._show(ClusterManifest(cluster.uuid, "", 1, ("d",), cluster.created_ms)), name="presence")
@@ -79,14 +79,14 @@ class ClusterNode:
             while True:
                 pause_s = INTERVAL_S
                 try:
-                    await presence.round(manifest)
+                    await presence.publish(manifest)
                 except (UnavailableError, UnknownOutcomeError):
                     pause_s = 0.2
                 await asyncio.sleep(pause_s)
 
         while True:
             try:
-                await lead(self.consensus, "metastore/0", self.name, b"", show, ttl_ms=LEASE_TTL_MS)
+                await run_while_leading(self.consensus, "metastore/0", self.name, b"", show, ttl_ms=LEASE_TTL_MS)
             except ClusterReplacedError:
                 return
             except TidemillError:
@@ -178,9 +178,11 @@ async def restore(shared: Shared) -> None:
     world = shared.world
     signs = tuple([sign async for sign, _ in signs_of_life(world.objects)])
     manifest = ClusterManifest("old", "", 1, ("d",), 0)
-    await check_not_alive(world.objects, Source(Found(manifest, "", 1), (), signs, 1), world.clock)
+    await check_not_alive(world.objects, RestoreSource(FoundManifest(manifest, "", 1), (), signs, 1), world.clock)
     incarnation = await greatest_claim(world.objects) + 1
-    await claim(world.objects, world.clock, Cluster("restored", 1, world.clock.now_ms(), incarnation=incarnation))
+    await claim_bucket(
+        world.objects, world.clock, Cluster("restored", 1, world.clock.now_ms(), incarnation=incarnation)
+    )
     shared.claimed_s = world.loop.time()
     world.trace("the bucket is claimed by a restore")
 

@@ -18,18 +18,18 @@ import msgspec
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.topics.l0_garbage import TopicObjects
-from tidemill.maintenance.topics.rollups import TopicRollups
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
+from tidemill.maintenance.topics.rollups import RollupCollector
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.domain.settings import DomainSettings
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.sim.world import Actor, Violated, World
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.membership import Alone
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.membership import SingleNodeAssignment
+from tidemill.topics.partition_reader import LogPartitionReader
 
 DAY_MS = 86_400_000
 AWAKE_S = 40.0
@@ -61,7 +61,7 @@ class Month:
         rand = self.world.rand()
         options = msgspec.structs.replace(DomainSettings().options, gc_delay_ms=5_000)
         settings = DomainSettings(lead=True, persist_interval_s=2.0, options=options)
-        metastore = metastore_on(consensus, objects, clock, rand, holder=str(actor.life), settings=settings)
+        metastore = create_metastore(consensus, objects, clock, rand, holder=str(actor.life), settings=settings)
         self.catalogue = Catalogue(metastore, clock, rand)
         node = LocalTopics(
             consensus,
@@ -69,19 +69,19 @@ class Month:
             self.catalogue,
             clock=clock,
             rand=rand,
-            assignment=Alone("node", actor.life.number),
+            assignment=SingleNodeAssignment("node", actor.life.number),
             settings=TopicSettings(retention_check_s=2.0, settle_after_s=20.0, rollup_records=16),
         )
         await node.start()
         if self.fault != NO_KEEPER:
             grounds = JobContext(consensus, objects, metastore, clock, rand, Retention(collect_after_s=4.0))
-            keepers = TopicObjects(grounds, quiet_s=10.0), TopicRollups(grounds)
+            keepers = L0GarbageCollector(grounds, quiet_s=10.0), RollupCollector(grounds)
 
             async def keep() -> None:
                 while True:
                     for keeper in keepers:
                         try:
-                            await keeper.run(Budget(clock, 1))
+                            await keeper.run(StepBudget(clock, 1))
                         except TidemillError as error:
                             self.world.trace(f"a round ends: {error}")
                     await asyncio.sleep(2.0)
@@ -144,7 +144,7 @@ class Month:
 
     async def _check(self, number: int) -> None:
         """Today's records, and those of the idle topics, can be read; yesterday's busy ones are gone."""
-        reader = PartitionReaderImpl(self.world.consensus, self.world.objects)
+        reader = LogPartitionReader(self.world.consensus, self.world.objects)
         for name, row in self.topics.items():
             if name.startswith("day") and name != f"day{number}":
                 continue

@@ -17,10 +17,10 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Change, Fragment, Relation
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.delivery.sinks import FlushNotices
-from tidemill.capture.postgres.standby_status import Keepalive, Status
+from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 from tidemill.sim.scenarios.capture_plants import EagerCollector
 from tidemill.sim.world import Actor, Violated, World
 
@@ -75,7 +75,7 @@ class Consumer:
 
     def __init__(self, storage: Storage, fault: str) -> None:
         self.storage = storage
-        self.logic = FragmentConsumer(defer=fault != "seed002")
+        self.logic = FlushAlignment(defer=fault != "seed002")
         self.buffer: deque[ChangePosition] = deque()
         self.open = False
         """Something of a transaction came that has not committed yet."""
@@ -100,9 +100,9 @@ class Consumers:
             if own:
                 touched.append(name)
                 consumer.buffer.extend(fresh)
-            notice = consumer.logic.fragment(own[-1] if own else None, fragment.last, commits=fragment.commits)
+            notice = consumer.logic.record_fragment(own[-1] if own else None, fragment.last, commits=fragment.commits)
             if notice is not None:
-                notices.flushed(name, notice)
+                notices.report_flushed(name, notice)
             if own and not consumer.buffer:
                 self._report(name, consumer, held[-1], notices)
             elif own:
@@ -125,9 +125,9 @@ class Consumers:
     def _report(self, name: str, consumer: Consumer, position: ChangePosition, notices: FlushNotices) -> None:
         if not consumer.buffer and not consumer.open and self._world.source.random() < 0.3:
             position = ChangePosition(position.commit_lsn, position.ordinal + 1)
-        notice = consumer.logic.flushed(position)
+        notice = consumer.logic.record_flush(position)
         if notice is not None:
-            notices.flushed(name, notice)
+            notices.report_flushed(name, notice)
 
     async def aclose(self) -> None:
         return None
@@ -142,7 +142,7 @@ class Process:
         self._storages = storages
         self._tasks = Tasks(self._failed)
         consumers = {name: Consumer(storage, fault) for name, storage in storages.items()}
-        self._status = Status(server.confirmed, recompute_at_commit=fault != "early-keepalive")
+        self._status = ReplicationStatus(server.confirmed, recompute_at_commit=fault != "early-keepalive")
         kind = EagerCollector if fault == "early-register" else Collector
         self._collector = kind(
             [Consumers(world, consumers, self._tasks)],
@@ -189,7 +189,7 @@ class Process:
             await asyncio.sleep(1.0)
 
     def _keepalive(self, wal_end: int, *, inside: bool) -> None:
-        self._collector.keepalive(Keepalive(wal_end, False), inside_txn=inside)
+        self._collector.put_keepalive(Keepalive(wal_end, False), inside_txn=inside)
 
 
 async def run(world: World, fault: str = "") -> None:

@@ -59,7 +59,7 @@ async def _at_confirmed(self: context.SideLoopContext) -> int:
     return max(1, found - 40)
 
 
-_joins_at, _wal_end = side_topic.joins_at, context.SideLoopContext.wal_end
+_joins_at, _wal_end = side_topic.find_join_position, context.SideLoopContext.read_wal_end
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Column, Op, Relation, Row
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.postgres.pgoutput import POSTGRES_EPOCH_MS
-from tidemill.capture.postgres.replication_stream import HEAD_BYTES, Framed
+from tidemill.capture.postgres.replication_stream import HEAD_BYTES, FramedMessage
 from tidemill.sim.world import World
 
 COLUMNS = (
@@ -346,10 +346,10 @@ def _json(row: Mapping[str, object]) -> bytes:
 # the wire ---------------------------------------------------------------------------------------------
 
 
-def messages(txn: Txn, described: set[int], relations: dict[int, Relation]) -> list[Framed]:
+def messages(txn: Txn, described: set[int], relations: dict[int, Relation]) -> list[FramedMessage]:
     """The transaction as pgoutput tells it on a connection that has `described` these relations."""
     time_us = (txn.lsn + 1_000_000_000_000 - POSTGRES_EPOCH_MS) * 1000
-    out = [Framed(txn.lsn, b"B" + struct.pack(">qqI", txn.lsn, time_us, txn.xid))]
+    out = [FramedMessage(txn.lsn, b"B" + struct.pack(">qqI", txn.lsn, time_us, txn.xid))]
     if txn.tag:
         out.append(_message(txn, txn.tag.encode()))
     for edit in txn.edits:
@@ -357,19 +357,19 @@ def messages(txn: Txn, described: set[int], relations: dict[int, Relation]) -> l
             continue
         if edit.oid not in described:
             described.add(edit.oid)
-            out.append(Framed(txn.lsn, _described(relations[edit.oid])))
+            out.append(FramedMessage(txn.lsn, _described(relations[edit.oid])))
         data = _change(edit)
         vanishes = edit.new is not None and edit.new["v"] == VANISHING
-        out.append(Framed(txn.lsn, data[:HEAD_BYTES], 1 << 30) if vanishes else Framed(txn.lsn, data))
+        out.append(FramedMessage(txn.lsn, data[:HEAD_BYTES], 1 << 30) if vanishes else FramedMessage(txn.lsn, data))
     if len(out) == 1:
         out.append(_message(txn, b""))
-    out.append(Framed(txn.lsn, b"C" + struct.pack(">Bqqq", 0, txn.lsn, txn.lsn + 1, time_us)))
+    out.append(FramedMessage(txn.lsn, b"C" + struct.pack(">Bqqq", 0, txn.lsn, txn.lsn + 1, time_us)))
     return out
 
 
-def _message(txn: Txn, content: bytes) -> Framed:
+def _message(txn: Txn, content: bytes) -> FramedMessage:
     head = b"M" + struct.pack(">Bq", 1, txn.lsn) + b"tidemill\0"
-    return Framed(txn.lsn, head + struct.pack(">I", len(content)) + content)
+    return FramedMessage(txn.lsn, head + struct.pack(">I", len(content)) + content)
 
 
 def _described(relation: Relation) -> bytes:

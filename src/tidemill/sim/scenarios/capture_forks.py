@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from tidemill.capture.session import bootstrap
-from tidemill.capture.session.continuity_check import Moved
+from tidemill.capture.session.continuity_check import ContinuityResult
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.sim.scenarios.capture_database import WRITERS, Database
 from tidemill.sim.scenarios.capture_server import Server
@@ -49,9 +49,9 @@ async def _writing(db: Database, count: int, text: str, tables: Sequence[int]) -
         db.show(txn)
 
 
-async def _nothing(*_: object) -> Moved:
+async def _nothing(*_: object) -> ContinuityResult:
     """Plants unseen-fork."""
-    return Moved()
+    return ContinuityResult()
 
 
 @contextlib.contextmanager

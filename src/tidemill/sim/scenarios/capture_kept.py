@@ -24,11 +24,11 @@ import apsw
 import msgspec
 
 from tidemill.base.errors import TidemillError, UnavailableError
-from tidemill.base.runtime.tasks import keep
+from tidemill.base.runtime.tasks import run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.topics import batch_sender
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.shapes.definition.planner import FieldError, ShapeRequest
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log import sqlite_file as file_module
@@ -36,8 +36,8 @@ from tidemill.shapes.log import store as store_module
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.log import LogLimits, split_chunk
 from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset
-from tidemill.shapes.log.saved_shape import SavedDefinition
-from tidemill.shapes.log.sqlite_file import Flush, Item, Saved, ShapeFile
+from tidemill.shapes.log.saved_shape import SavedTableShape
+from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, StoredItem, StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.memory_budget import Budget
 from tidemill.sim.scenarios.capture_database import Database
@@ -102,15 +102,15 @@ class SimFile(ShapeFile):
         if fault:
             raise UnavailableError(f"the simulated disk does not write: fault={fault}.")
 
-    def saved(self) -> list[Saved]:
+    def read_shapes(self) -> list[StoredShape]:
         self._disk.read()
-        return super().saved()
+        return super().read_shapes()
 
-    def base(self, key: int, chunk: int) -> bytes:
+    def read_base(self, key: int, chunk: int) -> bytes:
         self._disk.read()
-        return super().base(key, chunk)
+        return super().read_base(key, chunk)
 
-    def items(self, key: int, after: tuple[int, int], upto: tuple[int, int], size_bytes: int) -> list[Item]:
+    def items(self, key: int, after: tuple[int, int], upto: tuple[int, int], size_bytes: int) -> list[StoredItem]:
         self._disk.read()
         return super().items(key, after, upto, size_bytes)
 
@@ -120,10 +120,10 @@ class SimStore(ShapeStore):
 
     slow_s = 0.0
 
-    async def _on_thread(self, threads: Executor, work: Callable[[], T]) -> T:
+    async def _run_on_thread(self, threads: Executor, work: Callable[[], T]) -> T:
         source = CURRENT.get().source  # type: ignore[union-attr]
         await asyncio.sleep(source.uniform(0, self.slow_s))
-        done = await super()._on_thread(threads, work)
+        done = await super()._run_on_thread(threads, work)
         await asyncio.sleep(source.uniform(0, self.slow_s))
         return done
 
@@ -189,7 +189,7 @@ class Machines:
         if self._catalogue is None:
             world = self._world
             self._catalogue = Catalogue(
-                metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="oracle"),
+                create_metastore(world.consensus, world.objects, world.clock, world.rand(), holder="oracle"),
                 world.clock, world.rand(),
             )  # fmt: skip
         row = await self._catalogue.get(CaptureRow, NAME)
@@ -206,7 +206,7 @@ class Machines:
     def _check_file(self, db: apsw.Connection, confirmed: int) -> None:
         shapes: list[tuple[Any, ...]] = db.execute("SELECT id, handle, record, tx FROM shapes").fetchall()
         for key, handle, record, last in shapes:
-            kept = SavedDefinition.decode(record)
+            kept = SavedTableShape.decode(record)
             rows: dict[str, dict[str, Any]] = {}
             base: list[tuple[Any, ...]] = db.execute(BASE, (key,)).fetchall()
             items: list[tuple[Any, ...]] = db.execute(ITEMS, (key,)).fetchall()
@@ -251,7 +251,7 @@ class KeptShapes(Shapes):
             await self._sink.run()
 
         for body in (pump, self._store.run):
-            kept = keep("shapes:sim", body, tracker=StatusTracker(), clock=self._clock)
+            kept = run_unit("shapes:sim", body, tracker=StatusTracker(), clock=self._clock)
             self._pumps.append(self._tasks.spawn(kept, name="shapes"))
         self._run(readers)
 
@@ -262,7 +262,7 @@ class KeptShapes(Shapes):
         await asyncio.gather(*self._pumps, return_exceptions=True)
         await self._store.aclose()
 
-    def _take_in_again(self, saved: Saved, kept: SavedDefinition, log: DiskLog) -> LiveShape:
+    def _take_in_again(self, saved: StoredShape, kept: SavedTableShape, log: DiskLog) -> LiveShape:
         shape = LiveShape(saved.handle, kept.definition, kept.schema_json, log)
         shape.restored = True
         self._served[shape.handle] = shape
@@ -273,7 +273,7 @@ class KeptShapes(Shapes):
     async def open(self, oid: int, request: ShapeRequest) -> str:
         """Its new handle, once it is loaded; "" where the table is not captured now. Raises as `plan` else."""
         try:
-            plan = await self._tables.plan(request)
+            plan = await self._tables.plan_request(request)
         except FieldError:
             return ""
         shape = self._shape(plan, LogLimits())
@@ -314,10 +314,10 @@ class KeptShapes(Shapes):
         """None when it is over. Raises Violated when that should not have been."""
         if shape is not None and shape.broken:
             raise Violated(f"a shape broke: handle={shape.handle} error={shape.error}")
-        if shape is not None and shape.gone:
+        if shape is not None and shape.has_ended:
             self._served.pop(shape.handle, None)
             self._tables.detach(shape)
-        return None if shape is None or shape.gone else shape
+        return None if shape is None or shape.has_ended else shape
 
 
 class Followers:
@@ -397,5 +397,5 @@ def quickened(world: World, *, harsh: bool, patient: bool) -> Iterator[None]:
             stack.enter_context(swapped(module, name, value))
         # Without the gap more of them are under way at once.
         gapless = random.Random(f"gap {world.seed}").random() < 0.5
-        stack.enter_context(swapped(batch_sender, "GAP_S", 0.0 if gapless else batch_sender.GAP_S))
+        stack.enter_context(swapped(batch_sender, "GAP_S", 0.0 if gapless else batch_sender.MIN_ROUND_GAP_S))
         yield

@@ -14,8 +14,8 @@ from tidemill.capture.session import capture
 from tidemill.capture.session.session import Session
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.saved_shape import SavedDefinition
-from tidemill.shapes.log.sqlite_file import Saved
+from tidemill.shapes.log.saved_shape import SavedTableShape
+from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.tables import table_shapes
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.tables.table_shapes import TableShapes
@@ -45,15 +45,15 @@ class LateSession(Session):
     """Plants late-name: whoever follows on where another one was named has its own names written some time after the
     stream has begun."""
 
-    async def name_taps(self) -> None:
-        if self.streaming or not self._own.now.taps:
-            await super().name_taps()
+    async def store_tap_names(self) -> None:
+        if self.streaming or not self._own.current.taps:
+            await super().store_tap_names()
             return
 
         async def later() -> None:
             with contextlib.suppress(TidemillError):
                 await asyncio.sleep(LATE_S)
-                await super(LateSession, self).name_taps()
+                await super(LateSession, self).store_tap_names()
 
         self._late = Tasks(lambda *_: None)  # whose failure is no more than a name that is not written
         self._late.spawn(later(), name="late names")
@@ -62,14 +62,14 @@ class LateSession(Session):
 class HastyShapes(TableShapes):
     """Plants route-before-restore: what the stream brings is routed while shapes are still being restored."""
 
-    async def restore(self, name: str, start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape]) -> None:
+    async def restore(self, name: str, start: Callable[[StoredShape, SavedTableShape, DiskLog], LiveShape]) -> None:
         sink = self._databases[name].sink
         if sink.restoring:
             await sink.begun.wait()
             for _ in range(20):
                 sink._arrived.set()
                 sink.restoring = False
-                await self._share.work(sink.step)
+                await self._share.run_step(sink.run_slice)
                 sink.restoring = True
                 await asyncio.sleep(0.01)
         await super().restore(name, start)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from tidemill.capture.changes import NEVER
+from tidemill.capture.changes import LSN_NEVER
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.capture.topics.topic_writer import position_of
+from tidemill.capture.topics.topic_writer import read_position
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.api import Binding
-from tidemill.shards.bindings.remap import decode_binding, log_name
+from tidemill.shards.bindings.remap import decode_binding, remap_log_name
 from tidemill.sim.scenarios.capture_database import Database, Taken, Wanted
 from tidemill.sim.world import Violated, World
 from tidemill.topics.batch import decode_batch
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 NAME = "sim"
 """Of the capture."""
@@ -33,7 +33,7 @@ class Oracle:
 
     def bindings(self) -> list[Binding]:
         """Every binding that ever landed, whole."""
-        landed = self._world.consensus.landed.get(log_name(self._config.remap), [])
+        landed = self._world.consensus.landed.get(remap_log_name(self._config.remap_name), [])
         for record in landed[len(self._bindings) :]:
             binding = decode_binding(record, self._bindings[-1] if self._bindings else None)
             self._bindings.append(binding)
@@ -57,7 +57,7 @@ class Oracle:
 
     async def watch(self) -> None:
         """Every binding, as it lands."""
-        log, seen = log_name(self._config.remap), 0
+        log, seen = remap_log_name(self._config.remap_name), 0
         while True:
             await self._world.consensus.wait(log, seen, 600.0)
             seen = len(self._world.consensus.landed.get(log, ()))
@@ -65,7 +65,7 @@ class Oracle:
 
     async def check_bound(self) -> None:
         """P1, second half: what is bound is durable."""
-        reader = PartitionReaderImpl(self._world.consensus, self._world.objects)
+        reader = LogPartitionReader(self._world.consensus, self._world.objects)
         for binding in self.bindings()[-1:]:
             for topic_id, offsets in binding.offsets.items():
                 for partition, offset in enumerate(offsets):
@@ -96,7 +96,7 @@ class Oracle:
             if txn.tag and txn.lsn > self._db.slot_lsn and txn.lsn <= bindings[-1].lsn:
                 at = self._tags.get(txn.tag, set())
                 # Of those from before a copy the first binding behind it tells (B2).
-                late = min((copied for copied in self._db.copies if copied > txn.lsn), default=NEVER)
+                late = min((copied for copied in self._db.copies if copied > txn.lsn), default=LSN_NEVER)
                 if not at and self._cut_short(late):
                     continue
                 if not at or any(lsn != txn.lsn and lsn < late for lsn in at):
@@ -105,7 +105,7 @@ class Oracle:
     def _cut_short(self, late: int) -> bool:
         """Of several tags from before one copy some are bound, and a session ended before the rest was: the next one
         takes them for bound. Known, and not mended: it would have to read more than the newest binding."""
-        early = [txn.tag for txn in self._db.log if txn.tag and txn.lsn < late < NEVER]
+        early = [txn.tag for txn in self._db.log if txn.tag and txn.lsn < late < LSN_NEVER]
         return any(lsn >= late for tag in early for lsn in self._tags.get(tag, ()))
 
     async def _check_topic(self, row: CaptureTableRow, topic: TopicRow) -> None:
@@ -113,14 +113,14 @@ class Oracle:
         assert snapshot is not None
         seen = PgSnapshot(snapshot.xmin, snapshot.xmax, frozenset(snapshot.xip))
         taken = self._db.snapshots[seen, snapshot.lsn]
-        wanted = self._db.wanted(row.oid, taken.visible, row.parked_lsn or NEVER, topic.partitions)
-        reader = PartitionReaderImpl(self._world.consensus, self._world.objects)
+        wanted = self._db.wanted(row.oid, taken.visible, row.parked_lsn or LSN_NEVER, topic.partitions)
+        reader = LogPartitionReader(self._world.consensus, self._world.objects)
         parts: list[list[Wanted]] = []
         copied: list[bytes | None] = []
         for partition, due in enumerate(wanted):
             end = await reader.high_watermark(topic.topic_id, partition)
             batches = await reader.read(await reader.plan(topic.topic_id, partition, 0, end))
-            found = [Wanted(position_of(r), r.key, r.value) for b in batches for r in decode_batch(b).records]
+            found = [Wanted(read_position(r), r.key, r.value) for b in batches for r in decode_batch(b).records]
             parts.append(found)
             start = sum(record.position.commit_lsn == 0 for record in found)
             aside = sum(record.position.commit_lsn <= snapshot.joined_lsn for record in due)
@@ -150,7 +150,7 @@ class Oracle:
             shown: dict[bytes, bytes] = {}
             for records, offset in zip(parts, offsets, strict=True):
                 shown |= _folded(records[:offset])
-            rows = self._db.select(row.oid, frozenset(), min(binding.lsn, (row.parked_lsn or NEVER) - 1))
+            rows = self._db.select(row.oid, frozenset(), min(binding.lsn, (row.parked_lsn or LSN_NEVER) - 1))
             due = {_text({"id": int(key)}): _text({**held, "id": int(key)}) for key, held in rows.items()}
             if shown != due:
                 keys = {key: (shown.get(key), due.get(key)) for key in shown | due if shown.get(key) != due.get(key)}

@@ -12,11 +12,11 @@ from tidemill.capture.changes import Fragment
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
-from tidemill.capture.delivery.flush_alignment import FragmentConsumer
-from tidemill.capture.postgres.standby_status import Status
+from tidemill.capture.delivery.flush_alignment import FlushAlignment
+from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.capture.session import session
 from tidemill.capture.topics.binder import Binder
-from tidemill.capture.topics.commit_boundaries import Boundary
+from tidemill.capture.topics.commit_boundaries import CommitBoundary
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.sim.world import World, swapped
 
@@ -39,22 +39,22 @@ class RawWriter(TopicWriter):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._consumer = FragmentConsumer(defer=False)
+        self._consumer = FlushAlignment(defer=False)
 
 
 class EagerWriter(TopicWriter):
     """Plants early-boundary: a commit's boundary goes to the binder when it was handed over, not when it is durable."""
 
-    def _boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
-        super()._boundary(fragment, written)
-        self._aligned(fragment.last)
+    def _add_boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
+        super()._add_boundary(fragment, written)
+        self._pass_on_boundaries(fragment.last)
 
 
 class EagerBinder(Binder):
     """Plants early-confirm: a boundary is reported flushed when it is durable, before a binding covers it."""
 
-    def durable(self, boundaries: Sequence[Boundary]) -> None:
-        super().durable(boundaries)
+    def add_durable(self, boundaries: Sequence[CommitBoundary]) -> None:
+        super().add_durable(boundaries)
         for boundary in boundaries:
             self._on_bound(boundary.last)
 
@@ -63,16 +63,16 @@ class EagerCollector(Collector):
     """Plants early-register: a commit is registered for those who had something of it before it is delivered, not for
     those to whom it was."""
 
-    async def _fragment(self, fragment: Fragment) -> None:
+    async def _process_fragment(self, fragment: Fragment) -> None:
         if fragment.commits:
-            self._register(fragment, self._touched)
-        await super()._fragment(fragment)
+            self._register_commit(fragment, self._touched)
+        await super()._process_fragment(fragment)
 
 
 class BlindRivals(DeferrableKeys):
     """Plants late-tombstone: who leaves a key leaves a tombstone, whoever has taken it."""
 
-    async def settle(self, fragment: Fragment) -> list[Fragment]:
+    async def resolve_fragment(self, fragment: Fragment) -> list[Fragment]:
         return [fragment]
 
 
@@ -94,7 +94,7 @@ def planted(world: World, fault: str) -> Iterator[None]:
     """Of the faults that are not planted by who takes part in the world itself."""
     places: dict[str, tuple[str, object]] = {
         "seed002": ("TopicWriter", RawWriter),
-        "early-keepalive": ("Status", partial(Status, recompute_at_commit=False)),
+        "early-keepalive": ("Status", partial(ReplicationStatus, recompute_at_commit=False)),
         "early-register": ("Collector", EagerCollector),
         "no-hold-back": ("Converter", partial(TransactionBuilder, hold_back=False)),
         "early-confirm": ("Binder", EagerBinder),

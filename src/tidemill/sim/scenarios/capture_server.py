@@ -18,18 +18,18 @@ from zlib import crc32
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog import catalog_cache
-from tidemill.capture.catalog.columns import Attribute, Attributes
+from tidemill.capture.catalog.columns import ColumnAttributes, TableAttributes
 from tidemill.capture.catalog.foreign_publications import Objection
 from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres import control_connection
-from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.postgres.replication_stream import FramedMessage
 from tidemill.capture.postgres.standby_status import Keepalive
 from tidemill.capture.postgres.timeline import Timeline
 from tidemill.capture.session import bootstrap, relation_tracker, server_watch, session, table_adder
 from tidemill.capture.setup import session_lock
-from tidemill.capture.setup.publication import Entry, Note, Published
+from tidemill.capture.setup.publication import PublishedTable, PublishResult, StoreIdentities
 from tidemill.capture.setup.server_checks import ServerFacts, SlotState
 from tidemill.capture.snapshot import copier
 from tidemill.capture.tables import catalog_watcher, context, publication_repair, schema_change
@@ -156,7 +156,7 @@ class Stream:
 
     def __init__(self, wire: ServerWire) -> None:
         self._wire = wire
-        self._queue: deque[Framed | Keepalive] = deque()
+        self._queue: deque[FramedMessage | Keepalive] = deque()
         self._described: set[int] = set()
         self._closed = False
 
@@ -187,7 +187,9 @@ class Stream:
             self._fill()
         some = source.choice((1, 2, 50))
         items = [self._queue.popleft() for _ in range(min(some, len(self._queue)))]
-        world.trace(f"stream gives {[str(i.lsn) + chr(i.payload[0]) if isinstance(i, Framed) else i for i in items]}")
+        world.trace(
+            f"stream gives {[str(i.lsn) + chr(i.payload[0]) if isinstance(i, FramedMessage) else i for i in items]}"
+        )
         return [_frame(item) for item in items]
 
     def _fill(self) -> None:
@@ -226,9 +228,9 @@ class Stream:
         self._closed = True
 
 
-def _frame(item: Framed | Keepalive) -> bytes:
+def _frame(item: FramedMessage | Keepalive) -> bytes:
     """As it comes over the wire (status.py)."""
-    if isinstance(item, Framed):
+    if isinstance(item, FramedMessage):
         return struct.pack(">cqqq", b"w", item.lsn, item.lsn, 0) + item.payload
     return struct.pack(">cqqB", b"k", item.wal_end, 0, item.reply_requested)
 
@@ -242,7 +244,7 @@ class ServerSnapshot:
         self.tables = list(tables)
         self.relations: dict[int, Relation] = {}
         self.partitions: dict[int, tuple[int, ...]] = {}
-        self.attributes: dict[int, Attributes] = {}
+        self.attributes: dict[int, TableAttributes] = {}
 
     @property
     def _server(self) -> Server:
@@ -371,10 +373,12 @@ async def _create_publication(wire: ServerWire, publication: str) -> None:
     wire.server.db.publication = {STRANGER} & wire.server.db.relations.keys()
 
 
-async def _published_tables(wire: ServerWire, publication: str, *, manual: bool = False) -> dict[int, Entry] | None:
+async def _published_tables(
+    wire: ServerWire, publication: str, *, manual: bool = False
+) -> dict[int, PublishedTable] | None:
     await wire.server.asked()
     found = wire.server.db.publication
-    return None if found is None else {oid: Entry(f"t{oid}") for oid in sorted(found | wire.server.late)}
+    return None if found is None else {oid: PublishedTable(f"t{oid}") for oid in sorted(found | wire.server.late)}
 
 
 async def _publish(
@@ -384,16 +388,16 @@ async def _publish(
     published: Collection[int],
     *,
     attempts: int,
-    note: Note,
+    note: StoreIdentities,
     settle: Container[int] = (),
-    asked: Note | None = None,
+    asked: StoreIdentities | None = None,
     done: Callable[[int], None] = lambda _: None,
-) -> Published:
+) -> PublishResult:
     await wire.server.asked()
     failed = await wire.server.publish([table.oid for table in tables], settle)
     newly = frozenset(table.oid for table in tables) - failed - {*published}
     locked = UnavailableError("its lock cannot be had.")
-    return Published(newly, {table.name: locked for table in tables if table.oid in failed})
+    return PublishResult(newly, {table.name: locked for table in tables if table.oid in failed})
 
 
 async def _unpublish(wire: ServerWire, config: CaptureConfig, name: str) -> bool:
@@ -431,18 +435,18 @@ async def _describe_after(wire: ServerWire, xid: int, oid: int, *, whole: bool) 
     return wire.server.db.relations.get(oid)
 
 
-async def _attributes_of(wire: ServerWire, oids: Sequence[int]) -> dict[int, Attributes]:
+async def _attributes_of(wire: ServerWire, oids: Sequence[int]) -> dict[int, TableAttributes]:
     await wire.server.asked()
     return {oid: attributes(relation) for oid, relation in wire.server.db.relations.items() if oid in oids}
 
 
-def attributes(relation: Relation) -> Attributes:
+def attributes(relation: Relation) -> TableAttributes:
     """Of a table that nobody alters."""
     columns = tuple(
-        Attribute(c.name, number, c.type_oid, c.type_mod, c.type_name, c.key_index)
+        ColumnAttributes(c.name, number, c.type_oid, c.type_mod, c.type_name, c.key_index)
         for number, c in enumerate(relation.columns, 1)
     )
-    return Attributes(columns, len(columns), 0, "files")
+    return TableAttributes(columns, len(columns), 0, "files")
 
 
 async def _objections(wire: ServerWire, config: CaptureConfig) -> dict[int, Objection]:

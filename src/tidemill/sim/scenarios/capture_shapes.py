@@ -21,11 +21,11 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.session.capture import Capture
-from tidemill.shapes.definition.compiler_thread import CompileRequest, compile_each
+from tidemill.shapes.definition.compiler_thread import CompileRequest, compile_all
 from tidemill.shapes.definition.planner import Plan, ShapeRequest, compile_request
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log.items import snapshot_end
+from tidemill.shapes.log.items import snapshot_end_item
 from tidemill.shapes.log.log import UNBOUNDED, LogLimits, split_chunk
 from tidemill.shapes.log.log_offset import BEFORE_ALL
 from tidemill.shapes.log.row_writer import RowWriter
@@ -35,7 +35,7 @@ from tidemill.shapes.memory_budget import Budget
 from tidemill.shapes.tables import captured_database as database_module
 from tidemill.shapes.tables.capture_tap import BacklogLimits
 from tidemill.shapes.tables.table_consumer import TableConsumer
-from tidemill.shapes.tables.table_shapes import Registered, TableShapes
+from tidemill.shapes.tables.table_shapes import RegisteredConsumer, TableShapes
 from tidemill.shapes.where import Type, Where
 from tidemill.sim.loop import LIFE
 from tidemill.sim.scenarios.capture_database import Database
@@ -100,14 +100,14 @@ class ModelSource:
             if source.random() < 0.3:
                 await asyncio.sleep(source.uniform(0, 0.1))
             if where is None or where.matches(row):
-                shape.log.add_base([writer.base_row(row)])
+                shape.log.add_base([writer.render_base_row(row)])
         return structs.replace(taken.seen, lsn=taken.lsn)
 
 
 class LateShapes(TableShapes):
     """Plants late-consumer: a shape is registered with the router when its snapshot was taken, not before."""
 
-    async def _build(
+    async def _build_shape(
         self, shape: LiveShape, request: ShapeRequest, database_name: str, info: TableColumns, where: Where | None
     ) -> None:
         database = self._databases[database_name]
@@ -116,12 +116,12 @@ class LateShapes(TableShapes):
         snapshot = await database.source.load(shape, info, where, writer, frozenset(), True, self._share)
         await asyncio.sleep(LATE_S)
         database.sink.add(consumer)
-        self._consumers[shape.handle] = Registered(database.sink, consumer, info)
-        shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
+        self._consumers[shape.handle] = RegisteredConsumer(database.sink, consumer, info)
+        shape.log.add_base([snapshot_end_item(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
         shape.log.seal_base()
-        consumer.open(snapshot)
-        await self._share.work(consumer.settle)
-        shape.ready()
+        consumer.set_snapshot(snapshot)
+        await self._share.run_step(consumer.publish_waiting)
+        shape.mark_ready()
 
 
 class Compiler:
@@ -131,7 +131,7 @@ class Compiler:
         return compile_request(request, types, schema, table)
 
     async def many(self, asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
-        return compile_each(asked)
+        return compile_all(asked)
 
 
 class Shapes:
@@ -178,9 +178,9 @@ class Shapes:
     async def _house(self) -> None:
         while True:
             await asyncio.sleep(HOUSE_S)
-            for consumer in self._tables.uncaptured():
+            for consumer in self._tables.uncaptured_consumers():
                 self._end(consumer.shape, "its table is not captured any more")
-            self._sink.end_the_late()
+            self._sink.end_late_shapes()
 
     async def _reader(self) -> None:
         source = self._world.source
@@ -191,7 +191,7 @@ class Shapes:
                 f"t{oid}", source.choice(WHERES), replica=source.choice(("default", "full"))
             )  # fmt: skip
             try:
-                plan = await self._tables.plan(request)
+                plan = await self._tables.plan_request(request)
             except TidemillError:
                 continue  # not captured now
             shape = self._shape(plan, LogLimits(chunk_bytes=source.choice((100, 1 << 20))))
@@ -219,7 +219,7 @@ class Shapes:
         await build(shape)
         where = filter_of(self._db, oid, request)
         for _ in range(source.choice((3, 30, 1_000_000))):
-            if shape.gone:
+            if shape.has_ended:
                 return
             chunk = await shape.log.fetch(offset)
             for item in split_chunk(chunk.items):
@@ -235,7 +235,7 @@ class Shapes:
     @property
     def _follows(self) -> bool:
         """The stream is of the database that there is now. Between the two servers a shape shows the former one."""
-        return self._db.fork_lsn is None or self._capture.follows(self._db.history)
+        return self._db.fork_lsn is None or self._capture.is_streaming_from(self._db.history)
 
     def _compare(self, shape: LiveShape, oid: int, where: Where | None, rows: dict[str, dict[str, Any]]) -> None:
         last_seen = self._tables.last_seen(shape)

@@ -30,10 +30,10 @@ from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcome
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
-from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.topics import topic_writer
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.sim.scenarios.capture_aside import FAULTS as ASIDE_FAULTS
 from tidemill.sim.scenarios.capture_aside import planted_aside, slowly_copied
@@ -51,7 +51,7 @@ from tidemill.sim.scenarios.capture_shapes import DSN, Shapes
 from tidemill.sim.world import Actor, Crew, Down, NotLive, World, swapped
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.membership import Alone
+from tidemill.topics.membership import SingleNodeAssignment
 
 __all__ = ["FAULTS", "run"]
 
@@ -157,15 +157,15 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
     async def build(actor: Actor[Process]) -> Process:
         consensus, objects, rand = actor.consensus(), actor.objects(), world.rand()
         catalogue = Catalogue(
-            metastore_on(consensus, objects, actor.clock, rand, holder=str(actor.life)), actor.clock, rand
+            create_metastore(consensus, objects, actor.clock, rand, holder=str(actor.life)), actor.clock, rand
         )
         topics = LocalTopics(
             consensus, objects, catalogue, clock=actor.clock, rand=rand,
-            assignment=Alone(actor.name, actor.life.number), settings=settings,
+            assignment=SingleNodeAssignment(actor.name, actor.life.number), settings=settings,
         )  # fmt: skip
         await topics.start()
         process = Process(db, catalogue)
-        remap = LogRemap(actor.consensus(), config.remap, actor.clock, rand)
+        remap = LogRemap(actor.consensus(), config.remap_name, actor.clock, rand)
         process.capture = Capture(
             config, topics=topics, catalogue=catalogue, remap=remap, clock=actor.clock, rand=rand
         )  # fmt: skip
@@ -266,7 +266,7 @@ async def _operate(db: Database, capture: Actor[Process], count: int) -> None:
         await asyncio.sleep(source.uniform(0, 2.0))
         name = f"public.t{source.choice(db.captured)}"
         with contextlib.suppress(TidemillError, Down):
-            await capture.enter(lambda node, name=name: ask(node.catalogue, NAME, name))  # type: ignore[misc]
+            await capture.enter(lambda node, name=name: request_recopy(node.catalogue, NAME, name))  # type: ignore[misc]
             db.world.trace(f"asked for {name} again")
 
 

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_state import Join, JoinAnswer, Sync, SyncAnswer
+from tidemill.kafka.groups.classic_state import JoinAnswer, JoinRequest, SyncAnswer, SyncRequest
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
-from tidemill.kafka.transactions.group_offsets import keep
+from tidemill.kafka.transactions.group_offsets import store_offsets
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.sim.scenarios.topic_transactions import batch_of
 from tidemill.sim.scenarios.transactions import (
     AGAIN,
@@ -160,7 +160,9 @@ class Worker:
         async def join(node: Broker) -> int:
             self._joins += 1
             new_id = f"{self._id}.{self._joins}"  # of this request alone: nobody takes the place of one that waits
-            ask = Join(self._member, new_id, None, "c", "/h", session_ms, session_ms, "consumer", (("range", b""),))
+            ask = JoinRequest(
+                self._member, new_id, None, "c", "/h", session_ms, session_ms, "consumer", (("range", b""),)
+            )
             try:
                 answer = await (await node.groups.get(GROUP)).join(ask)
             except GroupUnavailableError as refused:
@@ -183,7 +185,7 @@ class Worker:
         for partition in range(self._partitions if members else 0):
             shares[members[partition % len(members)]].append(str(partition))
         assignments = tuple((member, ",".join(mine).encode()) for member, mine in shares.items())
-        ask = Sync(self._member, None, self._generation, assignments=assignments)
+        ask = SyncRequest(self._member, None, self._generation, assignments=assignments)
         found: list[SyncAnswer] = []
 
         async def sync(node: Broker) -> int:
@@ -297,7 +299,7 @@ class Worker:
         async def commit(node: Broker) -> int:
             if self._cluster.two_minds:
                 await self._beat(node)  # as clients do beside it; elsewhere its session may end while it waits
-            return await keep(
+            return await store_offsets(
                 node.groups, node.transactions, identity, GROUP, member, offsets, adds=self._bumps,
                 faults=self._cluster.faults,
             )  # fmt: skip
@@ -326,7 +328,7 @@ async def run(world: World, fault: str = "") -> None:
     source = world.source
     cluster = Cluster(world, fault)
     partitions = source.randint(1, 3)
-    metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="scenario")
+    metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand(), holder="scenario")
     cluster.topic = await Catalogue(metastore, world.clock, world.rand()).create_topic("t", partitions)
     await metastore.aclose()
     for broker in cluster.brokers[: source.randint(1, 2)]:

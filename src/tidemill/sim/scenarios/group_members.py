@@ -11,8 +11,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_state import BeatAnswer
-from tidemill.kafka.groups.consumer_state import LEAVES, HeartbeatRequest
+from tidemill.kafka.groups.classic_state import HeartbeatAnswer
+from tidemill.kafka.groups.consumer_state import EPOCH_LEAVE, HeartbeatRequest
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.sim.scenarios.groups import AGAIN, GROUP, TOPIC, Shared, Topics, call, led, read
@@ -55,23 +55,23 @@ class Modern:
             end = self._source.random()
             if not self._world.faults.healed and end < 0.05:
                 if end < 0.02:
-                    await self._ask(LEAVES)
+                    await self._ask(EPOCH_LEAVE)
                 self._begin()  # dead, or gone
             elif self.partitions and end < 0.6:
                 await self._commit()
         if self._shared.has_retired and self._source.random() < 0.7:
-            await self._ask(LEAVES)
+            await self._ask(EPOCH_LEAVE)
         self._forget()
 
-    async def _ask(self, epoch: int) -> BeatAnswer | int | None:
+    async def _ask(self, epoch: int) -> HeartbeatAnswer | int | None:
         ask = HeartbeatRequest(
             self._member, epoch, rebalance_ms=REBALANCE_MS, topics=frozenset({TOPIC}),
             owned={TOPIC: self.partitions} if self.partitions else {},
         )  # fmt: skip
 
-        async def beat(node: Node) -> BeatAnswer | int:
+        async def beat(node: Node) -> HeartbeatAnswer | int:
             found = await led(node)
-            return found if isinstance(found, int) else await found.beat(ask, self._topics)
+            return found if isinstance(found, int) else await found.consumer_heartbeat(ask, self._topics)
 
         if self._coordinator is None or not self._coordinator.ready:
             self._coordinator = self._shared.pick()
@@ -117,7 +117,7 @@ class Modern:
             found = await led(node)
             if isinstance(found, int):
                 return found
-            return found.commit_refusal(self._member, None, self._epoch) or await found.write(rows)
+            return found.commit_error(self._member, None, self._epoch) or await found.write(rows)
 
         if self._coordinator is None or not self._coordinator.ready:
             self._coordinator = self._shared.pick()

@@ -20,17 +20,17 @@ from typing import NamedTuple, TypeVar
 from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_state import GroupLimits, Join, Sync
+from tidemill.kafka.groups.classic_state import GroupLimits, JoinRequest, SyncRequest
 from tidemill.kafka.groups.consumer_state import Topic
-from tidemill.kafka.groups.coordinator import Coordinator, GroupUnavailableError
+from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
-from tidemill.kafka.groups.subscriptions import assigned_in, encode_assignment
+from tidemill.kafka.groups.subscriptions import assigned_places, encode_assignment
 from tidemill.metastore.domain.settings import DomainSettings
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.sim.world import Actor, Crew, Down, Link, Violated, World
-from tidemill.topics.membership import Membership, NodeInfo, rendezvous
+from tidemill.topics.membership import Membership, NodeInfo, rendezvous_leader
 
 GROUP, TOPIC = "g", "t"
 SUBSCRIBED = b"\x00\x00" + b"\x00\x00\x00\x01" + b"\x00\x01t" + b"\xff\xff\xff\xff"
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    coordinator: Coordinator
+    coordinator: GroupCoordinator
     membership: Membership | None
 
 
@@ -85,7 +85,7 @@ class Shared:
 
     async def _build(self, actor: Actor[Node]) -> Node:
         consensus, rand = actor.consensus(), self.world.rand()
-        metastore = metastore_on(
+        metastore = create_metastore(
             consensus, actor.objects(), actor.clock, rand, holder=f"{actor.name}/{actor.life.number}",
             settings=self.settings,
         )  # fmt: skip
@@ -97,16 +97,18 @@ class Shared:
 
         def is_own(group: str) -> bool:
             if membership is not None:
-                return rendezvous([m.name for m in membership.members()], group, 0) == actor.name
-            return not self.world.faults.healed or rendezvous([n.name for n in self.nodes], group, 0) == actor.name
+                return rendezvous_leader([m.name for m in membership.members()], group, 0) == actor.name
+            return (
+                not self.world.faults.healed or rendezvous_leader([n.name for n in self.nodes], group, 0) == actor.name
+            )
 
-        coordinator = Coordinator(
+        coordinator = GroupCoordinator(
             metastore, is_own, actor.clock, rand, node=actor.name, limits=lambda _: self.limits, groups_max=10,
             groups_bytes_max=1 << 20, tracker=StatusTracker(), faults=self.faults,
         )  # fmt: skip
         if membership is not None:
-            membership.on_change(coordinator.reassigned)
-        coordinator.reassigned()
+            membership.on_change(coordinator.apply_ownership)
+        coordinator.apply_ownership()
         return Node(coordinator, membership)
 
     def pick(self) -> Actor[Node] | None:
@@ -177,7 +179,7 @@ class Topics:
     def __init__(self, partitions: int) -> None:
         self._topic = Topic(TOPIC, partitions)
 
-    def of(self, name: str) -> Topic | None:
+    def topic(self, name: str) -> Topic | None:
         return self._topic if name == TOPIC else None
 
     def matching(self, pattern: str) -> frozenset[str]:
@@ -220,7 +222,7 @@ class Consumer:
     async def _join(self) -> bool:
         """Has it an assignment?"""
         lives = f"{self.name}.{self._lives}"
-        ask = Join(
+        ask = JoinRequest(
             self._member, lives, None, "c", "/h", self._shared.session_ms, 2_000, "consumer", (("range", SUBSCRIBED),),
             knows_first=self._source.random() < 0.5,
         )  # fmt: skip
@@ -253,7 +255,7 @@ class Consumer:
         for partition in range(self._shared.partitions if members else 0):
             assignments[members[partition % len(members)]].append(partition)
         encoded = {member: encode_assignment(0, {TOPIC: mine} if mine else {}) for member, mine in assignments.items()}
-        ask = Sync(self._member, None, self._generation, assignments=tuple(encoded.items()))
+        ask = SyncRequest(self._member, None, self._generation, assignments=tuple(encoded.items()))
 
         async def sync(node: Node) -> object:
             found = await led(node)
@@ -263,7 +265,7 @@ class Consumer:
             answer = await self._call(sync)
             code = answer if isinstance(answer, int) else answer.error if answer is not None else AGAIN[0]  # type: ignore[attr-defined]
             if not code:
-                self.partitions = frozenset(p for _, p in assigned_in(answer.assignment))  # type: ignore[attr-defined]
+                self.partitions = frozenset(p for _, p in assigned_places(answer.assignment))  # type: ignore[attr-defined]
                 self._world.trace(f"{self._member} has {sorted(self.partitions)} of {self._generation}")
                 if self._shared.is_mixed:
                     self._shared.told(self._member, self._generation, self.partitions)
@@ -319,7 +321,7 @@ class Consumer:
             found = await led(node)
             if isinstance(found, int):
                 return found
-            return found.commit_refusal(self._member, None, self._generation) or await found.write(rows)
+            return found.commit_error(self._member, None, self._generation) or await found.write(rows)
 
         code = await self._call(commit)
         self._world.trace(f"{self._member} commits {committed}: {code}")

@@ -42,8 +42,8 @@ from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH
 from tidemill.metastore.domain.settings import DomainSettings, prefix_of
 from tidemill.metastore.domain.state import DomainState
 from tidemill.metastore.lsm import gc as gc_module
-from tidemill.metastore.lsm.file_store import Files
-from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, Collector, Roots
+from tidemill.metastore.lsm.file_store import SstFiles
+from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, GarbageCollector, Roots
 from tidemill.metastore.lsm.manifest import decode_manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
@@ -415,13 +415,13 @@ def leave_collection(shared: Shared, victim: Actor[Domain]) -> None:
     """A leader that never learns it was deposed goes on collecting, from what it knew when the node died."""
     world, source = shared.world, shared.world.source
     leader = victim.node._leader if victim.ready else None
-    if leader is None or leader.ended or source.random() < 0.4:
+    if leader is None or leader.has_ended or source.random() < 0.4:
         return
     roots: Roots = leader.database._roots()
     prefix = prefix_of(victim.node.domain_uuid)
     faults = frozenset({shared.fault}) if shared.fault else frozenset[str]()
-    collector = Collector(
-        Files(world.objects, prefix), BucketManifests(world.objects, prefix, world.rand()),
+    collector = GarbageCollector(
+        SstFiles(world.objects, prefix), BucketManifests(world.objects, prefix, world.rand()),
         shared.options, world.clock, faults=faults,
     )  # fmt: skip
     pauses_s = [source.uniform(0, 0.3) for _ in range(source.choice((1, 12, 25)))]
@@ -496,7 +496,7 @@ async def compare(shared: Shared, actor: Actor[Domain], start: dict[bytes, Found
     actor.crash()
     manifest = Shadow(world.consensus.placed[LOG], shared.rule).state.manifest
     if manifest is not None:
-        files = Files(world.objects, prefix_of(shadow.state.domain_uuid))
+        files = SstFiles(world.objects, prefix_of(shadow.state.domain_uuid))
         for level in decode_manifest(manifest.data).levels:
             for file in level:
                 if await world.objects.head(files.key(file)) is None:
@@ -505,7 +505,7 @@ async def compare(shared: Shared, actor: Actor[Domain], start: dict[bytes, Found
 
 
 async def lead(domain: Domain) -> None:
-    await domain.until_leading(60.0)
+    await domain.wait_until_leading(60.0)
     await domain.sync()
 
 

@@ -22,7 +22,7 @@ from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERS
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.registry import Registry
 from tidemill.registry.schema_types import SubmittedSchema
-from tidemill.shards.executor import inline_cpu
+from tidemill.shards.executor import run_inline
 from tidemill.sim.oracles.linearizable import Call, linearizable
 from tidemill.sim.scenarios.callers import Guessing, drawn_settings, opening, recorded, soon, through_any, under_crashes
 from tidemill.sim.world import Actor, Violated, World
@@ -71,7 +71,7 @@ class Shared:
     def build(self, lead: bool) -> Callable[[Actor[Process]], Awaitable[Process]]:
         def process(metastore: Metastore, actor: Actor[Process], rand: Rand) -> Process:
             used: Any = FAULTS[self.fault](metastore) if self.fault else metastore
-            return Process(metastore, Registry(used, actor.clock, rand, inline_cpu))
+            return Process(metastore, Registry(used, actor.clock, rand, run_inline))
 
         return opening(self.world, self.settings, lead=lead, domains=1, process=process)
 

@@ -13,14 +13,14 @@ import pyarrow as pa
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, FencedError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
-from tidemill.maintenance.shards.garbage import collect
-from tidemill.maintenance.shards.orphans import Orphans
+from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.shards.garbage import collect_garbage
+from tidemill.maintenance.shards.orphans import OrphanCollector
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import contents_schema, update_schema
-from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.registry import open_shard
 from tidemill.sim.oracles.shards import DEFAULT_N, Attempt, Frontiers, Model, Row, Update
 from tidemill.sim.world import Actor, Down, World
@@ -107,7 +107,7 @@ async def build(actor: Actor[Node]) -> Node:
 async def evolve(shared: Shared, node: Node) -> None:
     """Add a column, and later widen it. Several may do so, and again after each death: they end in one schema."""
     source = shared.world.source
-    for changes in (Changes(add=(N,)), Changes(widen=(Column("n", "int64"),))):
+    for changes in (SchemaChanges(add=(N,)), SchemaChanges(widen=(Column("n", "int64"),))):
         await asyncio.sleep(source.uniform(0, 1.5))
         while True:
             try:
@@ -149,7 +149,9 @@ async def keep_up(shared: Shared, node: Node) -> None:
     source, epoch = shared.world.source, node.actor.life.number
     metastore: Any = None  # there is no other shard, and no restore
     retention = Retention(orphans_after_s=source.choice((0.1, 1.0)))
-    orphans = Orphans(JobContext(node.consensus, node.objects, metastore, node.actor.clock, node.rand, retention))
+    orphans = OrphanCollector(
+        JobContext(node.consensus, node.objects, metastore, node.actor.clock, node.rand, retention)
+    )
     while True:
         await asyncio.sleep(source.uniform(0, 0.3))
         try:
@@ -159,11 +161,11 @@ async def keep_up(shared: Shared, node: Node) -> None:
                     await node.shard.downgrade_since(OWNER, epoch, min(since, shared.heard_to - 1))
             await compact_once(node.shard, node.objects, node.rand)
             if source.random() < 0.7:
-                await collect(
+                await collect_garbage(
                     node.shard, node.objects, node.actor.clock, after_ms=source.choice((-1, 100)), persisted=1 << 60
                 )
             if source.random() < 0.2:
-                await orphans.run(Budget(node.actor.clock, epoch))
+                await orphans.run(StepBudget(node.actor.clock, epoch))
         except (UnavailableError, UnknownOutcomeError, ConflictError):
             continue
 

@@ -6,7 +6,7 @@ import asyncio
 
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import HistoryLostError, SchemaEvolvedError
-from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.sim.scenarios.shard_nodes import Node, Shared, rows_of, updates_of
 from tidemill.sim.world import Violated
 
@@ -53,7 +53,7 @@ async def read_long(shared: Shared, node: Node) -> None:
                     if not {*chosen} <= {*shard.state.batches}:
                         break
             expires_ms = node.actor.clock.now_ms() + ttl_ms
-            await shard.hold(reader, as_of, ttl_ms)
+            await shard.set_hold(reader, as_of, ttl_ms)
             if shared.fault != "choose-before-hold":
                 chosen = await shard.batches_until(as_of)
         except (UnavailableError, UnknownOutcomeError, InvalidError):
@@ -64,9 +64,9 @@ async def read_long(shared: Shared, node: Node) -> None:
             await asyncio.sleep(source.uniform(0, 0.8))
             try:
                 updates = await shard.reader.read_batches(chosen, 0, as_of + 1)
-                shared.reads.append((as_of, rows_of(contents(shard.schema, updates))))
+                shared.reads.append((as_of, rows_of(sum_contents(shard.schema, updates))))
                 if source.random() < 0.7:
-                    await shard.release(reader)  # the others lapse some time
+                    await shard.release_hold(reader)  # the others lapse some time
                 break
             except SchemaEvolvedError:
                 await again(node)

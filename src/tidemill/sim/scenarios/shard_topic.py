@@ -15,14 +15,14 @@ import numpy as np
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Binding
-from tidemill.shards.bindings.minter import Minter
+from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.shards.registry import open_remap
 from tidemill.sim.clock import EPOCH_MS
 from tidemill.sim.oracles.shards import Command
 from tidemill.sim.scenarios.shard_nodes import Node
 from tidemill.sim.world import World
-from tidemill.spark.decode.offset_slices import cut
+from tidemill.spark.decode.offset_slices import cut_slices
 
 SOURCE = "topic/t"
 TOPIC = "t"
@@ -90,7 +90,7 @@ class Topic:
 
     def _without(self, gone: set[int], base: Binding | None, bindings: Sequence[Binding], start: int) -> list[Command]:
         out: list[Command] = []
-        for each in cut(base, bindings, TOPIC, TOPIC):
+        for each in cut_slices(base, bindings, TOPIC, TOPIC):
             offsets = np.arange(each.start, each.end)
             for offset, time in zip(offsets.tolist(), each.times_of(offsets).tolist(), strict=True):
                 if offset not in gone and offset >= start:
@@ -100,7 +100,7 @@ class Topic:
     async def mint(self, node: Node) -> None:
         """One of the nodes that bind what is there to the time it is."""
         source = self.world.source
-        minter = Minter(await bindings(node), WorldTime(node.actor.clock), interval_ms=0)
+        minter = BindingMinter(await bindings(node), WorldTime(node.actor.clock), interval_ms=0)
         while True:
             try:
                 if minter.latest is None:

@@ -28,10 +28,10 @@ from tidemill.sim.scenarios.shard_nodes import Node, Shared, build, oracle_handl
 from tidemill.sim.scenarios.shard_readers import again
 from tidemill.sim.scenarios.shard_topic import Topic, bindings
 from tidemill.sim.world import Actor, Violated, World
-from tidemill.spark.upsert.commands import Commands, command_schema, select, times_of
-from tidemill.spark.upsert.lookup import Lookup
+from tidemill.spark.upsert.commands import Commands, command_schema, filter_commands, times_of
+from tidemill.spark.upsert.lookup import MirrorLookup
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import Fault, Upsert
+from tidemill.spark.upsert.operator import Fault, UpsertOperator
 from tidemill.spark.upsert.resolve import Resolved, resolve
 
 FAULTS = ("restash-below-upper", "trim-batch", "drain-twice", "trust-checkpoint")
@@ -84,7 +84,7 @@ class Writer:
         self._node = node
         self._remap = remap
         self._fault = Fault.KEEP_BELOW_UPPER if shared.fault == "restash-below-upper" else Fault.NONE
-        self._operator: Upsert | None = None
+        self._operator: UpsertOperator | None = None
         self._seen: set[Command] = set()
         self._skip_to = shared.checkpoints.get(node.actor.name, 0) if shared.fault == "trust-checkpoint" else 0
 
@@ -185,7 +185,7 @@ class Writer:
                 if batch.upper > operator.upper:
                     lower = operator.upper
                     rows = await self._shard.read_batch(batch, lower, batch.upper)
-                    operator.feedback(rows, lower, batch.upper)
+                    operator.apply_peer(rows, lower, batch.upper)
         except HistoryLostError:
             await self._start_over()
 
@@ -199,12 +199,12 @@ class Writer:
             except HistoryLostError:
                 continue
         kept = self._operator
-        self._operator = Upsert(schema, Mirror.hydrate(schema, rows, upper), fault=self._fault)
+        self._operator = UpsertOperator(schema, Mirror.hydrate(schema, rows, upper), fault=self._fault)
         if kept is not None:
             self._shared.world.trace(f"{self._node.actor.life} started over at {upper}")
-            self._operator.adopt(kept)
+            self._operator.adopt_stash(kept)
 
-    async def _at_the_end(self, operator: Upsert) -> bool:
+    async def _at_the_end(self, operator: UpsertOperator) -> bool:
         latest = await self._remap.latest()
         topic = self._shared.topic
         if not topic.done or latest is None or latest.offsets != {"t": (len(topic.records),)}:
@@ -229,9 +229,13 @@ def _commands(schema: ShardSchema, seen: Sequence[Command]) -> Commands:
     return Commands(pa.Table.from_arrays(columns, schema=command_schema(schema)))
 
 
-def drained_twice(schema: Any, commands: Commands, mirror: Lookup, lower: int, upper: int, hasher: Any) -> Resolved:
+def drained_twice(
+    schema: Any, commands: Commands, mirror: MirrorLookup, lower: int, upper: int, hasher: Any
+) -> Resolved:
     """Plants drain-twice: every time is drained by itself, all of them against the mirror at one upper."""
     whole = resolve(schema, commands, mirror, lower, upper, hasher)
     times = times_of(commands)
-    each = [resolve(schema, select(commands, times == t), mirror, lower, upper, hasher) for t in sorted(set(times))]
+    each = [
+        resolve(schema, filter_commands(commands, times == t), mirror, lower, upper, hasher) for t in sorted(set(times))
+    ]
     return Resolved(lower, upper, pa.concat_tables([whole.updates[:0], *(r.updates for r in each)]), whole.changes)

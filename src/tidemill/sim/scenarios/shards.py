@@ -62,9 +62,9 @@ async def run(world: World, fault: str = "") -> None:
         swapped(compaction, "RANGE_BYTES", world.source.choice((4 << 10, 32 << 20))),
         swapped(compaction, "PART_ROWS", world.source.choice((3, 1 << 20))),
         swapped(part_reader, "decode_part", decode_once),
-        swapped(apply_rules, "collectable", _deaf if fault == "collect-held" else apply_rules.collectable),
+        swapped(apply_rules, "collectable", _deaf if fault == "collect-held" else apply_rules.collectable_garbage),
         swapped(operator, "resolve", shard_upserts.drained_twice if fault == "drain-twice" else resolve.resolve),
-        swapped(compaction, "merged", _eager if fault == "consolidate-above-since" else consolidate.merged),
+        swapped(compaction, "merged", _eager if fault == "consolidate-above-since" else consolidate.merge_updates),
     ):
         await play(world, shared)
         await check(shared)
@@ -77,7 +77,7 @@ def _deaf(state: ShardState, before_ms: int, now_ms: int) -> tuple[Garbage, ...]
 
 def _eager(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
     """Plants consolidate-above-since: all that is merged is summed up, whoever may still tell its times apart."""
-    return consolidate.merged(schema, updates, max(advance_to, pc.max(updates.column(TIME)).as_py()))
+    return consolidate.merge_updates(schema, updates, max(advance_to, pc.max(updates.column(TIME)).as_py()))
 
 
 async def play(world: World, shared: Shared) -> None:

@@ -22,7 +22,7 @@ from tidemill.metastore.rows.row_family import Family
 from tidemill.sim.world import Crew, Down, Link, Violated
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.partition.recovery import partition_log
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 if TYPE_CHECKING:
     from tidemill.sim.scenarios.topics import Cluster
@@ -36,7 +36,7 @@ FAMILIES: tuple[Family[Any], ...] = (PARTITIONS, EXTENTS, ABORTED, L1_PARTITIONS
 
 
 class Lives:
-    def __init__(self, cluster: Cluster, metastore: Metastore, reader: PartitionReaderImpl) -> None:
+    def __init__(self, cluster: Cluster, metastore: Metastore, reader: LogPartitionReader) -> None:
         self._cluster = cluster
         self._metastore = metastore
         self._reader = reader

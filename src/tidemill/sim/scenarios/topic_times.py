@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.sim.world import Down, Link, Violated
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 if TYPE_CHECKING:
     from tidemill.sim.scenarios.topics import Cluster
@@ -62,7 +62,7 @@ async def _check(cluster: Cluster, partition: int, offset: int, asked_ms: int, a
     late = found is None or found[0] > offset
     if late and after <= offset:
         # One that was deposed meanwhile does not know where its successor has let the log start.
-        reader = PartitionReaderImpl(cluster.world.consensus, cluster.world.objects)
+        reader = LogPartitionReader(cluster.world.consensus, cluster.world.objects)
         after = await reader.log_start(cluster.topic.topic_id, partition)
     if (late and after <= offset) or (found is not None and (found[0] < before or found[1] < asked_ms)):
         raise Violated(

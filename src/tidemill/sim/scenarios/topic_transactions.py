@@ -21,7 +21,7 @@ from tidemill.topics.api import (
     ProduceTransaction,
 )
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.batch.control_batch import commits, transactional
+from tidemill.topics.batch.control_batch import as_transactional, is_commit_marker
 from tidemill.topics.batch.header import CONTROL, HEADER_BYTES, TRANSACTIONAL
 from tidemill.topics.local_topics import LocalTopics
 
@@ -40,7 +40,9 @@ async def confirmed(*_: object) -> None:
 def batch_of(records: Sequence[Record], identity: tuple[int, int], sequence: int) -> bytes:
     """Records of one transaction; identity = (producer id, epoch)."""
     producer_id, epoch = identity
-    return transactional(encode_batch(records, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence))
+    return as_transactional(
+        encode_batch(records, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence)
+    )
 
 
 class Transactor:
@@ -135,7 +137,7 @@ def _passed(cluster: Cluster, partition: int, position: int, batches: list[bytes
         while named and named[0][1] < header.next_offset:
             aborted.add(named.pop(0)[0])
         if header.attributes & CONTROL:
-            if not commits(bytes(batch[HEADER_BYTES:])):
+            if not is_commit_marker(bytes(batch[HEADER_BYTES:])):
                 aborted.discard(header.producer_id)
         else:
             given = not (header.attributes & TRANSACTIONAL and header.producer_id in aborted)

@@ -28,16 +28,16 @@ from typing import Any
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.topics.compaction import TopicCompaction
-from tidemill.maintenance.topics.l0_garbage import TopicObjects
-from tidemill.maintenance.topics.l1_garbage import TopicL1
-from tidemill.maintenance.topics.l1_merge import TopicL1Levels
-from tidemill.maintenance.topics.rollups import TopicRollups
+from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
+from tidemill.maintenance.topics.l1_garbage import L1GarbageCollector
+from tidemill.maintenance.topics.l1_merge import L1Merger
+from tidemill.maintenance.topics.rollups import RollupCollector
 from tidemill.metastore.backup.checkpoint import Checkpointer
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.domain.settings import DomainSettings
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import L1_EXTENTS, L1_PARTITIONS
 from tidemill.sim.oracles.topics import Durable, Place, check_acknowledged, check_log, check_producer, check_stable
@@ -58,11 +58,11 @@ from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
-from tidemill.topics.lifecycle.retention import no_holds
+from tidemill.topics.lifecycle.retention import no_retention_holds
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.membership import Alone, Assignment, Membership, NodeInfo
+from tidemill.topics.membership import Assignment, Membership, NodeInfo, SingleNodeAssignment
 from tidemill.topics.partition.recovery import partition_log
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import LogPartitionReader
 
 COMPACTION_FAULTS = ("clean-last", "aborted-supersedes")
 COLLECTION_FAULTS = ("first-region", "undecided", "one-report")
@@ -142,23 +142,23 @@ class Cluster:
         self.lives: Lives | None = None
         self.failure: BaseException | None = None
 
-    async def _build_keeper(self, actor: Actor[TopicObjects]) -> TopicObjects:
+    async def _build_keeper(self, actor: Actor[L0GarbageCollector]) -> L0GarbageCollector:
         """One that collects all the time: at once, or after a while in which batches are on their way."""
         consensus, objects, rand = actor.consensus(), actor.objects(), self.world.rand()
-        metastore = metastore_on(consensus, objects, actor.clock, rand, holder=str(actor.life), settings=EAGER)
+        metastore = create_metastore(consensus, objects, actor.clock, rand, holder=str(actor.life), settings=EAGER)
         retention = Retention(collect_after_s=self.world.source.choice((0.0, 0.5)), orphans_after_s=1.0)
         grounds = JobContext(consensus, objects, metastore, actor.clock, rand, retention)
-        keeper = TopicObjects(grounds, quiet_s=2.0, fault=self.collection_fault)
-        l1 = TopicL1(grounds, registered_s=1.0)
-        levels = TopicL1Levels(grounds, target_bytes=self.world.source.choice((300, 1 << 20)), fanout=2)
+        keeper = L0GarbageCollector(grounds, quiet_s=2.0, fault=self.collection_fault)
+        l1 = L1GarbageCollector(grounds, registered_s=1.0)
+        levels = L1Merger(grounds, target_bytes=self.world.source.choice((300, 1 << 20)), fanout=2)
         compaction = TopicCompaction(
             grounds,
-            no_holds,
+            no_retention_holds,
             room=self.extra.choice((1, 3, 1 << 20)),
             target_bytes=self.extra.choice((300, 1 << 20)),
             fault=self.fault,
         )
-        rollups = TopicRollups(grounds, fault=self.fault)
+        rollups = RollupCollector(grounds, fault=self.fault)
         stages = [PartitionsStage(consensus, objects, metastore, actor.clock)]
         checkpoint = Checkpointer(metastore, stages, actor.clock, holder=str(actor.life))
 
@@ -166,7 +166,7 @@ class Cluster:
         if self.lives is not None:
             jobs.append(rollups.run)
         steps: list[Callable[[], Awaitable[object]]] = [checkpoint.round] if self.settings.reconcile else []
-        steps += [lambda run=run: run(Budget(actor.clock, 1)) for run in jobs]  # type: ignore[misc]
+        steps += [lambda run=run: run(StepBudget(actor.clock, 1)) for run in jobs]  # type: ignore[misc]
 
         async def collect() -> None:
             while True:
@@ -197,13 +197,13 @@ class Cluster:
         consensus, rand = actor.consensus(), self.world.rand()
         assignment: Assignment
         if self.quarrel:
-            assignment = Alone(actor.name, actor.life.number)
+            assignment = SingleNodeAssignment(actor.name, actor.life.number)
         else:
             membership = Membership(consensus, actor.name, NodeInfo(), actor.clock, rand, ttl_ms=3_000)
             await membership.start()
             assignment = membership
         objects = actor.objects()
-        metastore = metastore_on(consensus, objects, actor.clock, rand, holder=str(actor.life))
+        metastore = create_metastore(consensus, objects, actor.clock, rand, holder=str(actor.life))
         node = LocalTopics(
             consensus,
             objects,
@@ -214,7 +214,7 @@ class Cluster:
             settings=self.settings,
             metastore=metastore,
         )
-        node.coordinated_by(confirmed)
+        node.set_coordinator(confirmed)
         await node.start()
         return node
 
@@ -414,7 +414,7 @@ def cut(cluster: Cluster, broker: Actor[LocalTopics]) -> None:
     """As DeleteRecords does: anywhere, also within a batch."""
     for led in broker._node._led.values() if broker._node is not None else ():
         if led.is_open:
-            led.start_at(cluster.world.source.randint(0, led.state.high_watermark))
+            led.advance_log_start(cluster.world.source.randint(0, led.state.high_watermark))
             cluster.world.trace(f"{broker.life} cuts {led.partition}")
 
 
@@ -422,7 +422,7 @@ async def run(world: World, fault: str = "") -> None:
     source = world.source
     cluster = Cluster(world, fault)
     partitions = source.randint(1, 3)
-    metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="scenario")
+    metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand(), holder="scenario")
     catalogue = Catalogue(metastore, world.clock, world.rand())
     cluster.topic = await catalogue.create_topic("t", partitions, config=cluster.config)
     kept = bool(cluster.config or cluster.collection_fault or cluster.settings.reconcile)
@@ -467,22 +467,22 @@ async def run(world: World, fault: str = "") -> None:
             await collected(cluster)
     for actor in world.actors:
         actor.crash()
-    metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="oracle")
+    metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand(), holder="oracle")
     try:
         await check(cluster, partitions, metastore)
     finally:
         await metastore.aclose()
 
 
-def reader_of(world: World, metastore: Metastore) -> PartitionReaderImpl:
+def reader_of(world: World, metastore: Metastore) -> LogPartitionReader:
     l1 = L1Reader(ExtentStore(metastore, world.clock, world.rand()), world.objects)
-    return PartitionReaderImpl(world.consensus, world.objects, l1)
+    return LogPartitionReader(world.consensus, world.objects, l1)
 
 
 async def read_to_the_end(cluster: Cluster) -> None:
     """Liveness: what was acknowledged is given to whoever asks the leader for it, though nothing more is written."""
     world, topic = cluster.world, cluster.topic
-    reader = PartitionReaderImpl(world.consensus, world.objects)
+    reader = LogPartitionReader(world.consensus, world.objects)
     ends = {partition: await reader.high_watermark(topic.topic_id, partition) for partition in range(topic.partitions)}
 
     def behind() -> dict[tuple[str, int], int]:
@@ -498,7 +498,7 @@ async def read_to_the_end(cluster: Cluster) -> None:
 async def collected(cluster: Cluster) -> None:
     """Liveness: what no log names goes, also what was uploaded by a broker that died and never placed."""
     world = cluster.world
-    metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="collected")
+    metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand(), holder="collected")
     try:
         until_s = world.loop.time() + COLLECTED_S
         while True:
@@ -528,7 +528,7 @@ async def collected(cluster: Cluster) -> None:
 
 
 async def read_all(
-    reader: PartitionReaderImpl, cluster: Cluster, partition: int, end: int
+    reader: LogPartitionReader, cluster: Cluster, partition: int, end: int
 ) -> tuple[list[tuple[int, bytes]], int]:
     """What stands in a partition, and where its last batch ends."""
     try:
@@ -546,7 +546,7 @@ async def read_all(
     return found, reached
 
 
-async def everything_moved(cluster: Cluster, metastore: Metastore, reader: PartitionReaderImpl) -> bool:
+async def everything_moved(cluster: Cluster, metastore: Metastore, reader: LogPartitionReader) -> bool:
     """Where brokers reconcile, all of the topic comes to lie in L1."""
     if not cluster.settings.reconcile:
         return True

@@ -25,14 +25,14 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic_state import GroupLimits
-from tidemill.kafka.groups.coordinator import Coordinator
-from tidemill.kafka.transactions.coordinator import Transactions
-from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, keep
-from tidemill.kafka.transactions.hints import Hints
+from tidemill.kafka.groups.coordinator import GroupCoordinator
+from tidemill.kafka.transactions.coordinator import TransactionCoordinator
+from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, store_offsets
+from tidemill.kafka.transactions.hints import TransactionHints
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
-from tidemill.kafka.transactions.store import all_of
+from tidemill.kafka.transactions.store import read_all
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.sim.oracles.transactions import Fate, Sent, check_order, check_transaction
 from tidemill.sim.scenarios.topic_transactions import batch_of
@@ -45,12 +45,12 @@ from tidemill.topics.api import (
     ProduceTransaction,
 )
 from tidemill.topics.batch import Record, decode_columns
-from tidemill.topics.batch.decode import has_records
+from tidemill.topics.batch.decode import has_user_records
 from tidemill.topics.batch.header import CONTROL, TRANSACTIONAL, parse_header
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.membership import Alone, Assignment, Membership, NodeInfo, rendezvous
-from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.membership import Assignment, Membership, NodeInfo, SingleNodeAssignment, rendezvous_leader
+from tidemill.topics.partition_reader import LogPartitionReader
 from tidemill.topics.produce.producer_ids import ProducerIds
 
 GROUP = "g"
@@ -69,7 +69,9 @@ class Over(Exception):
 class Untold(CoordinatedOffsets):
     """Planted: a group's offsets are told as written before they are."""
 
-    def __init__(self, groups: Coordinator, owner: Callable[[str], str], clock: Clock, own: str, tasks: Tasks) -> None:
+    def __init__(
+        self, groups: GroupCoordinator, owner: Callable[[str], str], clock: Clock, own: str, tasks: Tasks
+    ) -> None:
         super().__init__(groups, owner, clock)
         self._own = own
         self._tasks = tasks
@@ -89,7 +91,7 @@ class Untold(CoordinatedOffsets):
         self._tasks.spawn(write(), name="untold offsets")
 
 
-class Dozing(Transactions):
+class Dozing(TransactionCoordinator):
     """Stands still at times before it takes offsets: the group that its members were looked at in goes on meanwhile."""
 
     doze: Callable[[], Awaitable[None]]
@@ -107,8 +109,8 @@ class Broker:
     def __init__(
         self,
         topics: LocalTopics,
-        transactions: Transactions,
-        groups: Coordinator,
+        transactions: TransactionCoordinator,
+        groups: GroupCoordinator,
         owner: Callable[[str], str],
         group_owner: Callable[[str], str],
     ) -> None:
@@ -152,22 +154,22 @@ class Cluster:
         consensus, objects, rand = actor.consensus(), actor.objects(), self.world.rand()
         assignment: Assignment
         if self.quarrel:
-            assignment = Alone(actor.name, actor.life.number)
+            assignment = SingleNodeAssignment(actor.name, actor.life.number)
 
             def owner(name: str) -> str:
                 """Once healed, they agree."""
                 running = [broker.name for broker in self.brokers if broker.ready]
-                return rendezvous(running, name, 0) if self.world.faults.healed and running else actor.name
+                return rendezvous_leader(running, name, 0) if self.world.faults.healed and running else actor.name
         else:
             membership = Membership(consensus, actor.name, NodeInfo(), actor.clock, rand, ttl_ms=3_000)
             await membership.start()
             assignment = membership
-            membership.on_change(lambda: groups.reassigned())
+            membership.on_change(lambda: groups.apply_ownership())
 
             def owner(name: str) -> str:
-                return rendezvous([member.name for member in membership.members()], name, 0)
+                return rendezvous_leader([member.name for member in membership.members()], name, 0)
 
-        metastore = metastore_on(consensus, objects, actor.clock, rand, holder=str(actor.life))
+        metastore = create_metastore(consensus, objects, actor.clock, rand, holder=str(actor.life))
         catalogue = Catalogue(metastore, actor.clock, rand)
         topics = LocalTopics(
             consensus, objects, catalogue, clock=actor.clock, rand=rand, assignment=assignment, settings=self.settings
@@ -189,10 +191,10 @@ class Cluster:
                 await asyncio.sleep(chance.uniform(0.1, 2.0))
                 healed = self.world.faults.healed
                 for mistaken in (True, False):
-                    groups.reassigned()
+                    groups.apply_ownership()
                     await asyncio.sleep(chance.uniform(0.01, 0.2) if mistaken else 0)
 
-        groups = Coordinator(
+        groups = GroupCoordinator(
             metastore,
             lambda group: group_owner(group) == actor.name,
             actor.clock,
@@ -204,7 +206,7 @@ class Cluster:
             tracker=StatusTracker(),
             faults=self.faults,
         )
-        groups.reassigned()
+        groups.apply_ownership()
         tasks = Tasks(self._broke)
         store = CoordinatedOffsets(groups, group_owner, actor.clock)
         if "untold-offsets" in self.faults:
@@ -221,9 +223,9 @@ class Cluster:
             expires_ms=1 << 40,
         )
         transactions.doze = self._doze
-        hints = Hints(consensus, rand, actor.name, transactions.look_at)
+        hints = TransactionHints(consensus, rand, actor.name, transactions.check)
         transactions.remind = hints.send
-        topics.coordinated_by(transactions.confirm)
+        topics.set_coordinator(transactions.confirm)
         tasks.spawn(self._again(transactions.take_over, every_s=TAKE_OVER_S), name="take over")
         tasks.spawn(self._again(hints.follow, every_s=0.1), name="hints")
         if self.two_minds:
@@ -304,7 +306,7 @@ class Producer:
         await asyncio.sleep(self._world.source.uniform(0.01, 0.2))
         return None
 
-    async def _coded(self, work: Callable[[Transactions], Coroutine[Any, Any, int]]) -> None:
+    async def _coded(self, work: Callable[[TransactionCoordinator], Coroutine[Any, Any, int]]) -> None:
         """Until it is done. Raises Over."""
         while True:
             code = await self._ask(lambda node: work(node.transactions), lambda node: node.owner(self._id))
@@ -320,7 +322,7 @@ class Producer:
 
         async def ask(node: Broker) -> int:
             identity = (self._id, *self._identity)
-            return await keep(node.groups, node.transactions, identity, GROUP, NOBODY, offsets, adds=False)
+            return await store_offsets(node.groups, node.transactions, identity, GROUP, NOBODY, offsets, adds=False)
 
         given_up = False
         while True:
@@ -488,7 +490,7 @@ async def run(world: World, fault: str = "") -> None:
     source = world.source
     cluster = Cluster(world, fault)
     partitions = source.randint(1, 3)
-    metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="scenario")
+    metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand(), holder="scenario")
     cluster.topic = await Catalogue(metastore, world.clock, world.rand()).create_topic("t", partitions)
     await metastore.aclose()
     for broker in cluster.brokers[: source.randint(1, 2)]:
@@ -521,8 +523,8 @@ async def ended(cluster: Cluster, partitions: int) -> None:
     while True:
         if cluster.failure is not None:
             raise cluster.failure
-        reader = PartitionReaderImpl(world.consensus, world.objects)
-        open_ids = [each for each, (_, found) in (await all_of(world.consensus)).items() if found.started_ms >= 0]
+        reader = LogPartitionReader(world.consensus, world.objects)
+        open_ids = [each for each, (_, found) in (await read_all(world.consensus)).items() if found.started_ms >= 0]
         behind = [
             partition
             for partition in range(partitions)
@@ -536,20 +538,20 @@ async def ended(cluster: Cluster, partitions: int) -> None:
 
 async def read_to_the_end(cluster: Cluster, partitions: int) -> None:
     """Liveness: what is committed is given to whoever asks the leader for it."""
-    reader = PartitionReaderImpl(cluster.world.consensus, cluster.world.objects)
+    reader = LogPartitionReader(cluster.world.consensus, cluster.world.objects)
     ends = {p: await reader.last_stable(cluster.topic.topic_id, p) for p in range(partitions)}
     await cluster.world.until(lambda: all(cluster.positions.get(p, 0) >= end for p, end in ends.items()))
 
 
 async def shown_of(cluster: Cluster, partitions: int) -> dict[tuple[int, int], bytes]:
     """(partition, offset) → value, of all that committed readers are shown."""
-    reader = PartitionReaderImpl(cluster.world.consensus, cluster.world.objects)
+    reader = LogPartitionReader(cluster.world.consensus, cluster.world.objects)
     shown: dict[tuple[int, int], bytes] = {}
     for partition in range(partitions):
         end = await reader.last_stable(cluster.topic.topic_id, partition)
         refs = await reader.plan(cluster.topic.topic_id, partition, 0, end)
         for ref, batch in zip(refs, await reader.read(refs), strict=True):
-            if has_records(parse_header(batch), ref):
+            if has_user_records(parse_header(batch), ref):
                 _, columns = decode_columns(batch, ref=ref)
                 for offset, value in zip(columns.offsets.tolist(), columns.values, strict=True):
                     shown[partition, offset] = value or b""
@@ -575,7 +577,7 @@ async def check(cluster: Cluster, partitions: int) -> None:
 
 async def committed(world: World) -> dict[tuple[str, int], int]:
     """(topic, partition) → the group's offset."""
-    metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="oracle")
+    metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand(), holder="oracle")
     rows = await metastore.rows(GROUP_OFFSETS, GROUP)
     await metastore.aclose()
     return {(row.topic_id, row.partition): row.offset for row in rows}

@@ -30,24 +30,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec.structs import replace
 
-from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.floats import float32s
+from tidemill.shards.parts.floats import narrow_to_float32
 from tidemill.shards.parts.pg_columns import cast_text, parse_column
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode import events
-from tidemill.spark.decode.avro import AvroReader, AvroVersion, SchemaMismatchError, after_in, found_in
-from tidemill.spark.decode.block_decoder import Block, bools, in_order, strange_floats
-from tidemill.spark.decode.command_table import command_table
-from tidemill.spark.decode.dead_letter_rows import Letter, letter_table
-from tidemill.spark.decode.newline_text import Mask, Places, of_ranges
-from tidemill.spark.decode.partial_rows import OmittedColumns, set_aside, with_leaving
+from tidemill.spark.decode.avro import AvroReader, AvroVersion, SchemaMismatchError, after_row, locate_rows
+from tidemill.spark.decode.block_decoder import Block, join_blocks, non_finite_mask, to_bool_mask
+from tidemill.spark.decode.command_table import build_command_table
+from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
+from tidemill.spark.decode.newline_text import Mask, Places, bytes_of_ranges
+from tidemill.spark.decode.partial_rows import OmittedColumns, add_unchanged_columns, split_partial_rows
 from tidemill.spark.decode.records import Records
-from tidemill.spark.decode.row_decoder import FLOATS, columns_of_rows
-from tidemill.spark.decode.schema_versions import PLAIN_HEADERS, Generation, Generations, version_at, within
+from tidemill.spark.decode.row_decoder import FLOATS, rows_to_columns
+from tidemill.spark.decode.schema_versions import (
+    VERSION_1_HEADERS,
+    SchemaVersions,
+    VersionReaders,
+    places_between,
+    version_at,
+)
 from tidemill.spark.upsert.commands import Commands, Truncate
-from tidemill.spark.upsert.toast_fill import names_of
-from tidemill.topics.batch import Columns
+from tidemill.spark.upsert.toast_fill import unchanged_columns
+from tidemill.topics.batch import RecordColumns
 
 OP_HEADER = "tm.op"
 TRUNCATE = b"truncate"
@@ -80,7 +86,7 @@ class Captured(msgspec.Struct, frozen=True):
     stop: Stop | None = None
 
 
-class _Found:
+class _DecodeResults:
     """Results of decoding, run by run."""
 
     def __init__(self, stop: Stop | None) -> None:
@@ -91,7 +97,7 @@ class _Found:
         self.dead: list[tuple[int, str]] = []
         self.leaving: list[OmittedColumns] = []
 
-    def stops(self, at: Stop) -> None:
+    def add_stop(self, at: Stop) -> None:
         self.stop = at if self.stop is None else min(self.stop, at)
 
 
@@ -115,37 +121,41 @@ class CapturedDecoder:
         self.table = table
         self._events = forms is not None
         self._forms = forms or {}
-        exact, partial = (_Carried(self._forms, exact=exact) for exact in (True, False))
-        self._generations = Generations(schema, known, _NATIVE, exact, partial, self._forms, avro)
+        exact, partial = (_CaptureDialect(self._forms, exact=exact) for exact in (True, False))
+        self._generations = SchemaVersions(schema, known, _NATIVE, exact, partial, self._forms, avro)
 
     def decode(self, records: Records) -> Captured:
         """Decode all records, or those before the stop, if there is one."""
-        found = _Found(stop=min((self._unread(letter) for letter in records.unread), default=None))
-        kinds = _kinds(records.columns)
+        found = _DecodeResults(
+            stop=min((self._unreadable_batch_stop(letter) for letter in records.unread), default=None)
+        )
+        kinds = _classify_records(records.columns)
         for first, end, version in self._generations.runs(records.columns, len(records)):
             if version > self._generations.newest:
-                found.stops(self._described_anew(records, first))
+                found.add_stop(self._new_version_stop(records, first))
                 break
             under = self._generations[version]
-            valued, *others = (within(k, first, end) for k in kinds)
-            whole, leaving = set_aside(records.columns, valued, PLAIN_HEADERS + (version > 1))
-            goes_on = self._run(under, records, [whole, *others], found)
+            valued, *others = (places_between(k, first, end) for k in kinds)
+            whole, leaving = split_partial_rows(records.columns, valued, VERSION_1_HEADERS + (version > 1))
+            goes_on = self._decode_run(under, records, [whole, *others], found)
             for some in leaving:
-                goes_on &= self._leaving(under, some, records, found)
+                goes_on &= self._decode_partial(under, some, records, found)
             if not goes_on:
                 break
         newest, nothing = self._generations[self._generations.newest], np.zeros(0, dtype=np.int64)
-        none = Block(nothing, columns_of_rows(newest.columns, [], [], [], self._array)[0])
-        found.blocks.append(newest.under_newest(none))
-        found.gone.append(Block(nothing, columns_of_rows(newest.key_columns, [], [], [], self._array)[0]))
-        live, live_at = in_order(found.blocks)
-        table = command_table(self.schema, live, live_at, *in_order(found.gone), records)
+        none = Block(nothing, rows_to_columns(newest.columns, [], [], [], self._to_array)[0])
+        found.blocks.append(newest.convert_to_newest(none))
+        found.gone.append(Block(nothing, rows_to_columns(newest.key_columns, [], [], [], self._to_array)[0]))
+        live, live_at = join_blocks(found.blocks)
+        table = build_command_table(self.schema, live, live_at, *join_blocks(found.gone), records)
         if found.leaving:
-            table = with_leaving(table, live_at, found.leaving, records.columns)
-        letters = letter_table([self._letter(records, at, reason) for at, reason in found.dead])
+            table = add_unchanged_columns(table, live_at, found.leaving, records.columns)
+        letters = dead_letter_table([self._dead_letter(records, at, reason) for at, reason in found.dead])
         return Captured(Commands(table, tuple(found.truncates)), letters, found.stop)
 
-    def _leaving(self, under: Generation, some: OmittedColumns, records: Records, found: _Found) -> bool:
+    def _decode_partial(
+        self, under: VersionReaders, some: OmittedColumns, records: Records, found: _DecodeResults
+    ) -> bool:
         """Decode records that omit the same columns; False if the table stops at one of them.
 
         If the key changed too, the previous row belongs to another key, which a reader of a part of the keys does not
@@ -153,18 +163,18 @@ class CapturedDecoder:
         """
         nothing = some.places[:0]
         try:
-            under = under.without(names_of(some.names))
+            under = under.omitting(unchanged_columns(some.names))
         except ValueError as error:
-            found.stops(self._differs(records, int(some.places[0]), str(error)))
+            found.add_stop(self._schema_stop(records, int(some.places[0]), str(error)))
             return False
         if some.moved:
-            reason = f"its key changed, and the stream has no value of {', '.join(names_of(some.names))}"
-            return self._run(under, records, [nothing, nothing, some.places], found, reason)
+            reason = f"its key changed, and the stream has no value of {', '.join(unchanged_columns(some.names))}"
+            return self._decode_run(under, records, [nothing, nothing, some.places], found, reason)
         found.leaving.append(some)
-        return self._run(under, records, [some.places, nothing, nothing], found)
+        return self._decode_run(under, records, [some.places, nothing, nothing], found)
 
-    def _run(
-        self, under: Generation, records: Records, kinds: Sequence[Places], found: _Found, dies_of: str = ""
+    def _decode_run(
+        self, under: VersionReaders, records: Records, kinds: Sequence[Places], found: _DecodeResults, dies_of: str = ""
     ) -> bool:
         """Decode records of one version; False if the table stops at one of them. `dies_of`: reject all with this
         reason."""
@@ -179,7 +189,7 @@ class CapturedDecoder:
         value_at, value_bytes = columns.value_at[valued], columns.value_bytes[valued]
         if self._events:
             value_at, value_bytes, valued, unclear = (
-                events.found_in(columns, valued) if under.avro is None else found_in(columns, valued, under.avro)
+                events.locate_rows(columns, valued) if under.avro is None else locate_rows(columns, valued, under.avro)
             )
             others = np.concatenate([others, unclear])
         blocks, slow = under.values.read(columns.body, value_at, value_bytes, valued)
@@ -190,7 +200,7 @@ class CapturedDecoder:
                 dead.append((at, dies_of))
                 continue
             try:
-                value, truncated = self._row_of(under, columns, at)
+                value, truncated = self._extract_row(under, columns, at)
                 if value is not None:
                     rows.append(under.value.decode(value))
                     live_at.append(at)
@@ -198,66 +208,68 @@ class CapturedDecoder:
                     truncate = Truncate(int(records.times[at]), records.partition, int(records.offsets[at]))
                     found.truncates.append(truncate)
                 elif columns.value_bytes[at] < 0:  # not a deletion's event, whose tombstone carries the deletion
-                    keys.append(self._key_of(under, columns.key(at)))
+                    keys.append(self._decode_key(under, columns.key(at)))
                     absent_at.append(at)
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                difference = str(error) if isinstance(error, SchemaMismatchError) else self._difference(under, value)
+                difference = (
+                    str(error) if isinstance(error, SchemaMismatchError) else self._describe_difference(under, value)
+                )
                 if difference:
-                    found.stops(self._differs(records, at, difference))
+                    found.add_stop(self._schema_stop(records, at, difference))
                     # Offset order is time order, so everything after this record is beyond the stop.
                     blocks, gone = [b.before(at) for b in blocks], [b.before(at) for b in gone]
                     goes_on = False
                     break
-                dead.append((at, sentence(error)))
-        alone, live_at = columns_of_rows(under.columns, rows, live_at, dead, self._array)
+                dead.append((at, error_sentence(error)))
+        alone, live_at = rows_to_columns(under.columns, rows, live_at, dead, self._to_array)
         # The previous value of a rejected row is not current: its key is absent until a good value arrives.
         for at, _ in dead:
             if columns.value(at) is not None:
                 try:
-                    keys.append(self._key_of(under, columns.key(at)))
+                    keys.append(self._decode_key(under, columns.key(at)))
                     absent_at.append(at)
                 except BaseException as error:
                     if not is_fault(error):
                         raise
         named, keyless = {at for at, _ in dead}, list[tuple[int, str]]()
-        alone_gone, absent_at = columns_of_rows(under.key_columns, keys, absent_at, keyless, self._array)
+        alone_gone, absent_at = rows_to_columns(under.key_columns, keys, absent_at, keyless, self._to_array)
         found.dead += dead + [(at, reason) for at, reason in keyless if at not in named]
         blocks.append(Block(np.array(live_at, dtype=np.int64), alone))
         gone.append(Block(np.array(absent_at, dtype=np.int64), alone_gone))
-        found.blocks += [under.under_newest(block) for block in blocks]
-        found.gone += [under.under_newest(block, whole=False) for block in gone]
+        found.blocks += [under.convert_to_newest(block) for block in blocks]
+        found.gone += [under.convert_to_newest(block, whole=False) for block in gone]
         return goes_on
 
-    def _row_of(self, under: Generation, columns: Columns, at: int) -> tuple[bytes | None, bool]:
+    def _extract_row(self, under: VersionReaders, columns: RecordColumns, at: int) -> tuple[bytes | None, bool]:
         """Return the row in a record, if any, and whether the record truncates the table. Raises exceptions of any
         type, depending on the bytes."""
         value = columns.value(at)
         if value is None:
-            return None, _truncates(columns, at)
+            return None, _is_truncate(columns, at)
         if not self._events:
             return value, False
         if under.avro is not None:
-            after = after_in(value, under.avro)
-            return after, after is None and columns.key_bytes[at] < 0 and _truncates(columns, at)
+            after = after_row(value, under.avro)
+            return after, after is None and columns.key_bytes[at] < 0 and _is_truncate(columns, at)
         event = events.read_event(value)
         if event.op in (events.DELETED, events.TRUNCATED):
             return None, event.op == events.TRUNCATED
         return bytes(event.after), False
 
-    def _array(self, values: Sequence[Any], column: Column) -> pa.Array:
-        found = events.to_arrow(self._forms.get(column.name, ""), values, column)
-        return _array(values, column) if found is None else found
+    def _to_array(self, values: Sequence[Any], column: Column) -> pa.Array:
+        found = events.convert_values(self._forms.get(column.name, ""), values, column)
+        return _values_to_array(values, column) if found is None else found
 
     @staticmethod
-    def _key_of(under: Generation, key: bytes | None) -> Any:
+    def _decode_key(under: VersionReaders, key: bytes | None) -> Any:
         if key is None:
             raise ValueError("record has neither key nor value")
         return under.key.decode(key)
 
     @staticmethod
-    def _difference(under: Generation, value: bytes | None) -> str:
+    def _describe_difference(under: VersionReaders, value: bytes | None) -> str:
         """Return how a record's columns differ from the table's; "" if they do not, or if it is not a JSON object."""
         if value is None:
             return ""
@@ -271,17 +283,17 @@ class CapturedDecoder:
         out += [f"-{name}" for name in sorted(under.names - found)]
         return " ".join(out)
 
-    def _differs(self, records: Records, at: int, difference: str) -> Stop:
+    def _schema_stop(self, records: Records, at: int, difference: str) -> Stop:
         place = f"topic={records.topic} partition={records.partition} offset={int(records.offsets[at])}"
         return Stop(
             int(records.times[at]),
             records.partition,
             int(records.offsets[at]),
             f"the source's columns differ from the table's: table={self.table} difference=[{difference}] {place}.",
-            _start_over(self.table),
+            _recopy_fix(self.table),
         )
 
-    def _described_anew(self, records: Records, at: int) -> Stop:
+    def _new_version_stop(self, records: Records, at: int) -> Stop:
         place = f"topic={records.topic} partition={records.partition} offset={int(records.offsets[at])}"
         return Stop(
             int(records.times[at]),
@@ -292,21 +304,21 @@ class CapturedDecoder:
             grown=True,
         )
 
-    def _unread(self, letter: Letter) -> Stop:
+    def _unreadable_batch_stop(self, letter: DeadLetter) -> Stop:
         return Stop(
             letter.time_ms,
             letter.partition,
             letter.offset,
             f"records of a captured table cannot be read: table={self.table} topic={letter.topic}"
             f" partition={letter.partition} offsets={letter.offset}..{letter.last_offset} {letter.reason}.",
-            _start_over(self.table),
+            _recopy_fix(self.table),
         )
 
-    def _letter(self, records: Records, at: int, reason: str) -> Letter:
+    def _dead_letter(self, records: Records, at: int, reason: str) -> DeadLetter:
         value, key = records.columns.value(at), records.columns.key(at)
         offset = int(records.offsets[at])
         place = f"table={self.table} {reason}" if self.table else reason
-        return Letter(
+        return DeadLetter(
             records.topic,
             records.partition,
             offset,
@@ -315,10 +327,10 @@ class CapturedDecoder:
             place,
             value if value is not None else key,
             self.table,
-            self._key_said(records.columns, at),
+            self._key_as_json(records.columns, at),
         )
 
-    def _key_said(self, columns: Columns, at: int) -> str:
+    def _key_as_json(self, columns: RecordColumns, at: int) -> str:
         """Return the key as JSON, which keys of rows and of JSON events already are."""
         key = columns.key(at) or b""
         keys = self._generations[version_at(columns, at)].keys
@@ -327,61 +339,63 @@ class CapturedDecoder:
                 said = keys.values(key)
             except ValueError:
                 return key.hex()
-            return json.dumps({n: _float_said(v) for n, v in said.items()}, ensure_ascii=False, separators=(",", ":"))
+            return json.dumps(
+                {n: _float_as_json(v) for n, v in said.items()}, ensure_ascii=False, separators=(",", ":")
+            )
         return key.decode("utf-8", "replace")
 
 
-class _Carried:
+class _CaptureDialect:
     """Dialect of JSON that capture writes; see block_decoder.Dialect."""
 
     def __init__(self, forms: Mapping[str, str], *, exact: bool) -> None:
         self.exact = exact
         self._forms = forms
 
-    def read_as(self, column: Column, seen: bytes) -> pa.DataType:
-        found = events.read_as(self._forms.get(column.name, ""))
+    def arrow_input_type(self, column: Column, seen: bytes) -> pa.DataType:
+        found = events.arrow_input_type(self._forms.get(column.name, ""))
         if found is not None:
             return found
         if column.type not in _NATIVE or (column.type == "int64" and seen[:1] == b'"'):  # an oid
             return pa.string()
         return pa.float64() if column.type == "float32" else arrow_type(column.type)
 
-    def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
-        found = events.typed(self._forms.get(column.name, ""), column, array, odd)
+    def convert(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
+        found = events.convert_form(self._forms.get(column.name, ""), column, array, odd)
         if found is not None:
             return found
         if pa.types.is_string(array.type):
             moment = column.type == "date" or column.type in TIMESTAMPS
             if moment or column.type.startswith("decimal"):
-                strange = _unusual(array, moment=moment)
+                strange = _postgres_only_mask(array, moment=moment)
                 if strange.any():
                     odd |= strange
                     array = pc.if_else(pa.array(strange), None, array)
             return cast_text(array, column.type)
         if column.type in FLOATS:
-            odd |= strange_floats(array)
+            odd |= non_finite_mask(array)
         if column.type == "float32":
-            array, beyond = float32s(array)
+            array, beyond = narrow_to_float32(array)
             odd |= beyond
         return array
 
 
-def _unusual(texts: pa.Array, *, moment: bool) -> Mask:
+def _postgres_only_mask(texts: pa.Array, *, moment: bool) -> Mask:
     """Return a mask of texts in forms that only PostgreSQL writes: NaN, infinity, years of another length, BC."""
     _, offsets, data = texts.buffers()
     places = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
     if places[0] == places[-1]:
-        return bools(texts.is_valid())
+        return to_bool_mask(texts.is_valid())
     text, sizes = np.frombuffer(data, dtype=np.uint8), np.diff(places)
     begins = np.minimum(places[:-1], len(text) - 1)
     first = text[begins]
     strange: Mask = (sizes == 0) | ((first - ord("0") > 9) & (moment | (first != ord("-"))))
     if moment:
         strange |= (text[np.minimum(begins + 4, len(text) - 1)] != ord("-")) | (text[places[1:] - 1] == ord("C"))
-    return strange & bools(texts.is_valid()) if texts.null_count else strange
+    return strange & to_bool_mask(texts.is_valid()) if texts.null_count else strange
 
 
-def _kinds(columns: Columns) -> tuple[Places, Places, Places]:
+def _classify_records(columns: RecordColumns) -> tuple[Places, Places, Places]:
     """Return the places of records with a value, of certain deletions, and of the others."""
     valued = columns.value_bytes >= 0
     deleted = ~valued & (columns.key_bytes >= 0)
@@ -394,44 +408,44 @@ def _kinds(columns: Columns) -> tuple[Places, Places, Places]:
         with_headers, ends = with_headers[known], ends[known]
     if len(with_headers):
         begins, all_of_them = columns.headers_at[with_headers], np.ones(len(ends), dtype=bool)
-        headers = of_ranges(pa.py_buffer(columns.body), begins, ends, all_of_them)
-        deleted[with_headers] = ~bools(pc.match_substring(headers, TRUNCATE))
+        headers = bytes_of_ranges(pa.py_buffer(columns.body), begins, ends, all_of_them)
+        deleted[with_headers] = ~to_bool_mask(pc.match_substring(headers, TRUNCATE))
     return np.flatnonzero(valued), np.flatnonzero(deleted), np.flatnonzero(~valued & ~deleted)
 
 
-def _truncates(columns: Columns, at: int) -> bool:
+def _is_truncate(columns: RecordColumns, at: int) -> bool:
     headers = columns.headers_of(at) if columns.header_counts[at] else ()
     return dict(headers).get(OP_HEADER) == TRUNCATE
 
 
-def _float_said(value: object) -> object:
+def _float_as_json(value: object) -> object:
     """Return floats that JSON cannot represent as PostgreSQL's text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def _start_over(table: str) -> str:
+def _recopy_fix(table: str) -> str:
     return f"Run `tidemill capture recopy {table}`, or `tidemill shard drop` if the shard was made from another source."
 
 
-def _array(values: Sequence[Any], column: Column) -> pa.Array:
+def _values_to_array(values: Sequence[Any], column: Column) -> pa.Array:
     if column.type not in _NATIVE:
         return parse_column(values, column)
     kind = "float64" if column.type == "float32" else column.type
     if any(type(v) is str for v in values):  # NaN, Infinity, an oid: text where JSON has no number
-        found = parse_column([None if v is None else _text(v) for v in values], replace(column, type=kind))
+        found = parse_column([None if v is None else _value_as_text(v) for v in values], replace(column, type=kind))
     else:
         found = pa.array(values, arrow_type(kind))
     if kind == column.type:
         return found
-    narrow, beyond = float32s(found)
+    narrow, beyond = narrow_to_float32(found)
     if beyond.any():
         raise ValueError("beyond a float32")
     return narrow
 
 
-def _text(value: object) -> str:
+def _value_as_text(value: object) -> str:
     if isinstance(value, bool):
         return "t" if value else "f"
     return value if isinstance(value, str) else repr(value)

@@ -9,12 +9,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.shards.api import TIME, ShardSchema
-from tidemill.shards.parts.key_hash import normal_keys
+from tidemill.shards.parts.key_hash import normalize_keys
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schema
 
 
-def command_table(
+def build_command_table(
     schema: ShardSchema,
     live: Mapping[str, pa.Array],
     live_at: npt.NDArray[np.int64],
@@ -42,4 +42,4 @@ def command_table(
             below = absent[field.name] if field.name in absent else pa.nulls(gone, field.type)
             column = pa.concat_arrays([column, below])
         arrays.append(column)
-    return normal_keys(pa.Table.from_arrays(arrays, schema=target), schema.key)
+    return normalize_keys(pa.Table.from_arrays(arrays, schema=target), schema.key)

@@ -6,7 +6,7 @@ import re
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.schema import canonical_type, checked
+from tidemill.shards.parts.schema import canonical_type, check_schema
 
 _TYPES = {
     "string": "string",
@@ -30,7 +30,7 @@ _DECIMAL = re.compile(r"(?:decimal|numeric)\((\d+),(\d+)\)")
 _COLUMN = re.compile(r"\s*(?:`([^`]+)`|(\w+))\s+([A-Za-z_]+(?:\s*\(\s*\d+\s*,\s*\d+\s*\))?)\s*(?:,|$)")
 
 
-_ONE = re.compile(
+_COLUMN_DECLARATION = re.compile(
     r"\s*(?:`([^`]+)`|(\w+))\s+(\w+(?:\s*\([^)]*\))?)(?:\s+default\s+(.+?))?\s*", re.IGNORECASE | re.DOTALL
 )
 
@@ -40,7 +40,7 @@ def parse_column(text: str) -> Column:
 
     Raises InvalidError naming the text that does not parse.
     """
-    found = _ONE.fullmatch(text)
+    found = _COLUMN_DECLARATION.fullmatch(text)
     if found is None:
         raise InvalidError(
             f"column does not parse: column={text!r}.", fix='Write "name type" or "name type default value".'
@@ -82,4 +82,4 @@ def stream_schema(ddl: str, key: str | tuple[str, ...]) -> ShardSchema:
     names = tuple(n.strip() for n in key.split(",")) if isinstance(key, str) else tuple(key)
     if not names or not all(names):
         raise InvalidError("a table needs a key.", fix='Name the key columns, e.g. key="click_id".')
-    return checked(ShardSchema(parse_ddl(ddl), names))
+    return check_schema(ShardSchema(parse_ddl(ddl), names))

@@ -38,7 +38,7 @@ DEAD_BYTES_MAX = 64 << 10
 REASON_CHARS_MAX = 500
 
 
-class Letter(msgspec.Struct, frozen=True):
+class DeadLetter(msgspec.Struct, frozen=True):
     topic: str
     partition: int
     offset: int
@@ -50,7 +50,7 @@ class Letter(msgspec.Struct, frozen=True):
     key: str = ""
 
 
-def letter_table(letters: Sequence[Letter]) -> pa.Table:
+def dead_letter_table(letters: Sequence[DeadLetter]) -> pa.Table:
     """Return updates of the dead-letter shard, ordered by offset, each with the record's time."""
     if not letters:
         return no_dead_letters()
@@ -60,19 +60,19 @@ def letter_table(letters: Sequence[Letter]) -> pa.Table:
         pa.array([x.topic for x in letters], pa.string()),
         pa.array([x.partition for x in letters], pa.int32()),
         pa.array([x.offset for x in letters], pa.int64()),
-        pa.array([_text(x.reason)[:REASON_CHARS_MAX] for x in letters], pa.string()),
+        pa.array([_to_utf8_text(x.reason)[:REASON_CHARS_MAX] for x in letters], pa.string()),
         pa.array([bytes((x.data or b"")[:DEAD_BYTES_MAX]) for x in letters], pa.binary()),
         pa.array(times * 1000, pa.int64()).cast(pa.timestamp("us", tz="UTC")),
         pa.array([x.last_offset for x in letters], pa.int64()),
-        pa.array([_text(x.table) for x in letters], pa.string()),
-        pa.array([_text(x.key) for x in letters], pa.string()),
+        pa.array([_to_utf8_text(x.table) for x in letters], pa.string()),
+        pa.array([_to_utf8_text(x.key) for x in letters], pa.string()),
         pa.array(times, pa.int64()),
         pa.array(np.ones(len(letters), dtype=np.int64)),
     ]
     return pa.Table.from_arrays(arrays, schema=update_schema(DEAD_LETTERS))
 
 
-def _text(text: str) -> str:
+def _to_utf8_text(text: str) -> str:
     """Replace characters that UTF-8 cannot encode: an error may quote half a surrogate pair."""
     return text.encode("utf-8", "replace").decode()
 

@@ -31,8 +31,8 @@ from tidemill.base.pgtypes.debezium import (
 from tidemill.shards.api import Column
 from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, cast_text, parse_column
 from tidemill.shards.parts.schema import arrow_type
-from tidemill.spark.decode.newline_text import Mask, Places, of_ranges
-from tidemill.topics.batch import Columns
+from tidemill.spark.decode.newline_text import Mask, Places, bytes_of_ranges
+from tidemill.topics.batch import RecordColumns
 
 TRUNCATED, DELETED = "t", "d"
 _AFTER, _GONE, _SOURCE = b',"after":{', b',"after":null,"source":{"version":', b'},"source":{"version":'
@@ -49,7 +49,7 @@ class Event(msgspec.Struct, frozen=True):
 read_event = msgspec.json.Decoder(Event).decode
 
 
-def found_in(columns: Columns, places: Places) -> tuple[Places, Places, Places, Places]:
+def locate_rows(columns: RecordColumns, places: Places) -> tuple[Places, Places, Places, Places]:
     """Locate the rows in the events at `places`: return (starts, sizes, places, places of events that must be parsed).
 
     Deletions are in neither.
@@ -57,24 +57,24 @@ def found_in(columns: Columns, places: Places) -> tuple[Places, Places, Places, 
     if not len(places):
         return places, places, places, places
     at, sizes = columns.value_at[places], columns.value_bytes[places]
-    values = of_ranges(pa.py_buffer(columns.body), at, at + sizes, np.ones(len(at), dtype=bool))
-    begins, ends = _where(values, _AFTER), _where(values, _SOURCE)
+    values = bytes_of_ranges(pa.py_buffer(columns.body), at, at + sizes, np.ones(len(at), dtype=bool))
+    begins, ends = _find_pattern(values, _AFTER), _find_pattern(values, _SOURCE)
     good = (begins >= 0) & (ends > begins)
-    gone = ~good & (columns.key_bytes[places] >= 0) & (_where(values, _GONE) >= 0)
+    gone = ~good & (columns.key_bytes[places] >= 0) & (_find_pattern(values, _GONE) >= 0)
     starts = begins[good] + len(_AFTER) - 1
     return at[good] + starts, ends[good] + 1 - starts, places[good], places[~good & ~gone]
 
 
-def _where(values: pa.Array, pattern: bytes) -> Places:
+def _find_pattern(values: pa.Array, pattern: bytes) -> Places:
     return np.asarray(pc.find_substring(values, pattern), dtype=np.int64)
 
 
-def read_as(form: str) -> pa.DataType | None:
+def arrow_input_type(form: str) -> pa.DataType | None:
     """Return the type that Arrow shall read; None for a form that needs no conversion."""
     return pa.int64() if form in NUMBERS else None
 
 
-def typed(form: str, column: Column, array: pa.Array, odd: Mask) -> pa.Array | None:
+def convert_form(form: str, column: Column, array: pa.Array, odd: Mask) -> pa.Array | None:
     """Convert an array of a form; see block_decoder.Dialect. None for a form that needs no conversion."""
     if form == "hex":
         return cast_text(pc.binary_join_element_wise("\\x", array, ""), column.type)
@@ -95,9 +95,9 @@ def typed(form: str, column: Column, array: pa.Array, odd: Mask) -> pa.Array | N
     return pc.utf8_rtrim(pc.utf8_rtrim(micros.view(pa.time64("us")).cast(pa.string()), "0"), ".")
 
 
-def to_arrow(form: str, values: Sequence[Any], column: Column) -> pa.Array | None:
-    """Convert value by value, as `typed`. None for a form that needs no conversion. Raises ValueError, InvalidError,
-    ArrowInvalid."""
+def convert_values(form: str, values: Sequence[Any], column: Column) -> pa.Array | None:
+    """Convert value by value, as `convert_form`. None for a form that needs no conversion. Raises ValueError,
+    InvalidError, ArrowInvalid."""
     if form == "hex":
         return parse_column([None if v is None else f"\\x{v}" for v in values], column)
     if form == "zoned":

@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 
 from tidemill.shards.api import Column
 from tidemill.shards.parts.decimals import DIGITS
-from tidemill.shards.parts.floats import float32s
+from tidemill.shards.parts.floats import narrow_to_float32
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
-from tidemill.spark.decode.block_decoder import bools, strange_floats
+from tidemill.spark.decode.block_decoder import non_finite_mask, to_bool_mask
 from tidemill.spark.decode.newline_text import Mask
 
 _US_OF_DAY = 86_400_000_000
@@ -29,7 +29,7 @@ _PLAIN = frozenset({"string", "bool", "int16", "int32", "int64", "float32", "flo
 _NUMBER = re.compile(rb"-?\d+$")
 
 
-class Declared:
+class DeclaredDialect:
     """Dialect of a declared schema; see block_decoder.Dialect. `us_range`: timestamps that the table may hold, in
     µs."""
 
@@ -40,11 +40,11 @@ class Declared:
         self._us_range = us_range
 
     @staticmethod
-    def reads(columns: Sequence[Column]) -> bool:
+    def supports(columns: Sequence[Column]) -> bool:
         """Return whether these columns can be read in blocks."""
         return all(c.type in _PLAIN or c.type in _FORMS or c.type.startswith("decimal") for c in columns)
 
-    def read_as(self, column: Column, seen: bytes) -> pa.DataType:
+    def arrow_input_type(self, column: Column, seen: bytes) -> pa.DataType:
         if column.type in _FORMS:
             return pa.int64() if column.type == "timestamp" and _NUMBER.match(seen) else pa.string()
         kind = arrow_type(column.type)
@@ -52,54 +52,54 @@ class Declared:
             return pa.decimal256(DIGITS, kind.scale)  # wide enough for every product of Arrow's reader: none overflows
         return pa.float64() if column.type == "float32" else kind
 
-    def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
+    def convert(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
         if array.null_count and column.name in self._key:
-            odd |= bools(array.is_null())
+            odd |= to_bool_mask(array.is_null())
         if column.type in _FORMS:
             if pa.types.is_integer(array.type):
-                return _millis(array, self._us_range, odd)
-            return _moments(array, column.type, self._us_range, odd)
+                return _millis_to_timestamps(array, self._us_range, odd)
+            return _parse_moments(array, column.type, self._us_range, odd)
         if pa.types.is_decimal(array.type):
             return array.cast(arrow_type(column.type))
         if column.type in ("float32", "float64"):
-            odd |= strange_floats(array)
+            odd |= non_finite_mask(array)
         if column.type == "float32":
-            array, beyond = float32s(array)
+            array, beyond = narrow_to_float32(array)
             odd |= beyond
         return array
 
 
-def _moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -> pa.Array:
+def _parse_moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -> pa.Array:
     """Convert ISO 8601 texts to dates or timestamps (`kind`). Texts in an unusual form, or out of range, are added to
     `odd` and become null. Raises ArrowInvalid if a text of the usual form is no valid date, e.g. the 30th of
     February."""
-    if not _plainest(texts, kind):
+    if not _have_common_form(texts, kind):
         strange = pc.fill_null(pc.invert(pc.match_substring_regex(texts, _FORMS[kind])), False)
-        odd |= bools(strange)
+        odd |= to_bool_mask(strange)
         texts = pc.if_else(strange, None, texts)
     found = texts.cast(arrow_type(kind))
     low, high = us_range if kind in TIMESTAMPS else (us_range[0] // _US_OF_DAY, us_range[1] // _US_OF_DAY)
-    return _in_range(found, low, high, odd)
+    return _mask_out_of_range(found, low, high, odd)
 
 
-def _millis(numbers: pa.Array, us_range: tuple[int, int], odd: Mask) -> pa.Array:
+def _millis_to_timestamps(numbers: pa.Array, us_range: tuple[int, int], odd: Mask) -> pa.Array:
     """Convert integer milliseconds to timestamps. Values out of range are added to `odd` and become null."""
-    found = _in_range(numbers, us_range[0] // 1000 + 1, us_range[1] // 1000, odd)
+    found = _mask_out_of_range(numbers, us_range[0] // 1000 + 1, us_range[1] // 1000, odd)
     return pc.multiply(found, 1000).cast(arrow_type("timestamp"))
 
 
-def _in_range(array: pa.Array, low: int, high: int, odd: Mask) -> pa.Array:
+def _mask_out_of_range(array: pa.Array, low: int, high: int, odd: Mask) -> pa.Array:
     """Add values outside [low, high] to `odd` and make them null."""
     numbers = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
     seen = pc.min_max(numbers)
     if not numbers.null_count < len(numbers) or (low <= seen["min"].as_py() and seen["max"].as_py() <= high):
         return array
     strange = pc.fill_null(pc.or_(pc.less(numbers, low), pc.greater(numbers, high)), False)
-    odd |= bools(strange)
+    odd |= to_bool_mask(strange)
     return pc.if_else(strange, None, array)
 
 
-def _plainest(texts: pa.Array, kind: str) -> bool:
+def _have_common_form(texts: pa.Array, kind: str) -> bool:
     """Return whether all texts have a common length and ending: 2026-11-22, 2026-11-22T01:02:03.5Z.
 
     Of such texts Arrow's cast accepts only those that the other reader accepts with the same result: neither +02 nor
@@ -109,7 +109,7 @@ def _plainest(texts: pa.Array, kind: str) -> bool:
     places = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
     ends, sizes = places[1:], np.diff(places)
     if texts.null_count:
-        valid = bools(texts.is_valid())
+        valid = to_bool_mask(texts.is_valid())
         ends, sizes = ends[valid], sizes[valid]
     if not len(ends):
         return True

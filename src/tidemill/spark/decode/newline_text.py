@@ -21,12 +21,12 @@ Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
-LINES = 5_000
-SPAN_BYTES = 2 << 20
+STRETCH_LINES = 5_000
+STRETCH_BYTES = 2 << 20
 """Limits of a stretch: its number of values, and the bytes in which they are (a larger value is alone). Measured: every
 stretch costs a handover to another thread for Arrow's reader, and a larger one exceeds the CPU cache."""
 
-NESTED = 200
+BRACKETS_MAX = 200
 """A row with more brackets than this may exceed the nesting limit of the other reader."""
 
 _OPENING, _CLOSING, _LINE = b"{}\n"
@@ -43,69 +43,76 @@ _IN_NUMBERS[list(b"+-.")] = True
 _BEFORE_NUMBERS = _BEFORE_VALUES.copy()
 _BEFORE_NUMBERS[list(b'" \t\r\n')] = True
 _ESCAPED = (b"2d", b"2D", b"45", b"65", *(b"3%d" % digit for digit in range(10)))
-_OF_NUMBERS = np.array([int.from_bytes(pair) for pair in _ESCAPED])
+_ESCAPED_NUMBER_CHARS = np.array([int.from_bytes(pair) for pair in _ESCAPED])
 """Characters after \\u00 of an escaped minus, E, e or digit."""
-_WORDS = (b"NaN", b"Inf")
+_NON_FINITE_WORDS = (b"NaN", b"Inf")
 _QUOTE, _ESCAPE = b'"\\'
 _ESCAPES_MAX = 32
 
 
-class Lines:
+class JsonLines:
     """Objects that may be passed to Arrow's reader: UTF-8, not too deep, without NaN or Infinity; for decimals, without
     exponents that Arrow does not check. `places[i]` is the record of line i, `left_out` those of the other values."""
 
     def __init__(self, body: pa.Buffer, at: Places, sizes: Places, places: Places, *, decimals: bool = False) -> None:
-        self._checks = (_not_text, _too_deep, _no_numbers, *((_small_exponents,) if decimals else ()))
+        self._checks = (
+            _invalid_utf8_rows,
+            _deeply_nested_rows,
+            _non_finite_rows,
+            *((_small_exponent_rows,) if decimals else ()),
+        )
         data = np.frombuffer(body, dtype=np.uint8)
         # For a value that is too short the bytes belong to other data, and the size check rejects it.
         good = (sizes >= 2) & (data[at] == _OPENING) & (data[at + sizes - 1] == _CLOSING)
-        self._take(of_ranges(body, at, at + sizes + 1, good))
-        odd = self._odd() if good.any() else None
+        self._load(bytes_of_ranges(body, at, at + sizes + 1, good))
+        odd = self._odd_lines() if good.any() else None
         if odd is not None:
             array = pa.Array.from_buffers(
                 pa.binary(), len(odd), [None, pa.py_buffer(self._offsets), pa.py_buffer(self._text)]
             )
-            self._take(array.filter(pa.array(~odd)))
+            self._load(array.filter(pa.array(~odd)))
             good[good] = ~odd
         self.places, self.left_out = places[good], places[~good]
 
     def between(self, first: int, last: int) -> pa.Buffer:
         return pa.py_buffer(self._text[self._offsets[first] : self._offsets[last]])
 
-    def _take(self, array: pa.Array) -> None:
+    def _load(self, array: pa.Array) -> None:
         _, offsets, data = array.buffers()
         self._offsets = np.frombuffer(offsets, dtype=np.int32)[: len(array) + 1]
         self._text = np.frombuffer(data, dtype=np.uint8)[: self._offsets[-1]].copy()  # it may share the batches' memory
         self._text[self._offsets[1:] - 1] = _LINE
 
-    def _odd(self) -> Mask | None:
+    def _odd_lines(self) -> Mask | None:
         """Return a mask of the lines that only the other reader may read; or None."""
         found = [odd for odd in (check(self._text, self._offsets) for check in self._checks) if odd is not None]
         return np.logical_or.reduce(found) if found else None
 
 
-def stretches(body: pa.Buffer, at: Places, sizes: Places, places: Places, *, decimals: bool = False) -> Iterator[Lines]:
+def cut_stretches(
+    body: pa.Buffer, at: Places, sizes: Places, places: Places, *, decimals: bool = False
+) -> Iterator[JsonLines]:
     """Yield the values that start at `at`, ascending, as lines in order."""
     ends = at + sizes
-    first, most = 0, -(-len(at) // max(1, -(-len(at) // LINES)))  # stretches of about equal size
+    first, most = 0, -(-len(at) // max(1, -(-len(at) // STRETCH_LINES)))  # stretches of about equal size
     while first < len(at):
-        reached = int(np.searchsorted(ends, at[first] + SPAN_BYTES, side="right"))
+        reached = int(np.searchsorted(ends, at[first] + STRETCH_BYTES, side="right"))
         last = min(first + most, max(reached, first + 1))
-        yield Lines(body, at[first:last], sizes[first:last], places[first:last], decimals=decimals)
+        yield JsonLines(body, at[first:last], sizes[first:last], places[first:last], decimals=decimals)
         first = last
 
 
-def texts(body: bytes, at: Places, sizes: Places) -> pa.Array:
+def fields_as_strings(body: bytes, at: Places, sizes: Places) -> pa.Array:
     """Return the fields that start at `at`, ascending, as strings. Raises ArrowInvalid if one is not UTF-8."""
     if not len(at):
         return pa.array([], pa.string())
-    found = of_ranges(pa.py_buffer(body), at, at + sizes, np.ones(len(at), dtype=bool))
+    found = bytes_of_ranges(pa.py_buffer(body), at, at + sizes, np.ones(len(at), dtype=bool))
     strings = pa.Array.from_buffers(pa.string(), len(found), found.buffers())
     strings.validate(full=True)
     return strings
 
 
-def of_ranges(body: pa.Buffer, begins: Places, ends: Places, good: Mask) -> pa.Array:
+def bytes_of_ranges(body: pa.Buffer, begins: Places, ends: Places, good: Mask) -> pa.Array:
     """Return the bytes of the good ranges as a binary array; the ranges ascend."""
     count, low = len(begins), int(begins[0])
     offsets = np.empty(2 * count + 1, dtype=np.int32)
@@ -119,7 +126,7 @@ def of_ranges(body: pa.Buffer, begins: Places, ends: Places, good: Mask) -> pa.A
     return with_gaps.filter(pa.array(mask))
 
 
-def _not_text(text: Bytes, offsets: Offsets) -> Mask | None:
+def _invalid_utf8_rows(text: Bytes, offsets: Offsets) -> Mask | None:
     """Return a mask of rows that are not UTF-8, which Arrow would accept as a string; None if all are."""
     try:
         lines = pa.Array.from_buffers(pa.string(), len(offsets) - 1, [None, *map(pa.py_buffer, (offsets, text))])
@@ -127,7 +134,7 @@ def _not_text(text: Bytes, offsets: Offsets) -> Mask | None:
         return None
     except pa.ArrowInvalid:
         odd = np.zeros(len(offsets) - 1, dtype=bool)
-    for row in np.unique(_rows(offsets, np.flatnonzero(text > 0x7F))).tolist():
+    for row in np.unique(_rows_at(offsets, np.flatnonzero(text > 0x7F))).tolist():
         try:
             bytes(text[offsets[row] : offsets[row + 1]]).decode()
         except UnicodeDecodeError:
@@ -135,24 +142,24 @@ def _not_text(text: Bytes, offsets: Offsets) -> Mask | None:
     return odd
 
 
-def _too_deep(text: Bytes, offsets: Offsets) -> Mask | None:
+def _deeply_nested_rows(text: Bytes, offsets: Offsets) -> Mask | None:
     brackets = (text | 0x20) == _OPENING  # { and [ differ in this bit
-    if np.count_nonzero(brackets) - len(offsets) + 1 <= NESTED:
+    if np.count_nonzero(brackets) - len(offsets) + 1 <= BRACKETS_MAX:
         return None
-    odd: Mask = np.add.reduceat(brackets, offsets[:-1], dtype=np.int32) > NESTED
+    odd: Mask = np.add.reduceat(brackets, offsets[:-1], dtype=np.int32) > BRACKETS_MAX
     return odd if odd.any() else None
 
 
-def _no_numbers(text: Bytes, offsets: Offsets) -> Mask | None:
+def _non_finite_rows(text: Bytes, offsets: Offsets) -> Mask | None:
     """Return a mask of rows with NaN or Infinity at the place of a value: after one of `:,[`, blanks and a sign."""
-    at = np.concatenate([_found(text, word) for word in _WORDS])
+    at = np.concatenate([_find_word(text, word) for word in _NON_FINITE_WORDS])
     if not len(at):
         return None
-    rows, before = _rows(offsets, at), at - 1  # within the row, whose first byte is {
-    return _begun(text, rows, before, _BEFORE_VALUES, _SKIPPED, len(offsets) - 1)
+    rows, before = _rows_at(offsets, at), at - 1  # within the row, whose first byte is {
+    return _rows_preceded_by(text, rows, before, _BEFORE_VALUES, _SKIPPED, len(offsets) - 1)
 
 
-def _small_exponents(text: Bytes, offsets: Offsets) -> Mask | None:
+def _small_exponent_rows(text: Bytes, offsets: Offsets) -> Mask | None:
     """Return a mask of rows with a number, also within a string, whose exponent is -10 or less.
 
     Arrow does not check the power of ten that it looks up for a decimal (shards/parts/decimals.py). An escaped digit, e
@@ -162,16 +169,18 @@ def _small_exponents(text: Bytes, offsets: Offsets) -> Mask | None:
     small = np.flatnonzero(text == _MINUS) - 1  # a minus is never the first byte of a row
     small = small[(text[small] | 0x20) == _E]
     small = small[_DIGIT[text[np.minimum(small + 2, last)]] & _DIGIT[text[np.minimum(small + 3, last)]]]
-    odd = _begun(text, _rows(offsets, small), small - 1, _BEFORE_NUMBERS, _IN_NUMBERS, len(offsets) - 1)
-    escaped = _found(text, b"\\u00")
+    odd = _rows_preceded_by(text, _rows_at(offsets, small), small - 1, _BEFORE_NUMBERS, _IN_NUMBERS, len(offsets) - 1)
+    escaped = _find_word(text, b"\\u00")
     if len(escaped):
         pairs = text[np.minimum(escaped + 4, last)].astype(np.uint16) << 8 | text[np.minimum(escaped + 5, last)]
         odd = np.zeros(len(offsets) - 1, dtype=bool) if odd is None else odd
-        odd[_rows(offsets, escaped[np.isin(pairs, _OF_NUMBERS)])] = True
+        odd[_rows_at(offsets, escaped[np.isin(pairs, _ESCAPED_NUMBER_CHARS)])] = True
     return odd if odd is not None and odd.any() else None
 
 
-def _begun(text: Bytes, rows: Places, before: Places, begins: Mask, skipped: Mask, count: int) -> Mask | None:
+def _rows_preceded_by(
+    text: Bytes, rows: Places, before: Places, begins: Mask, skipped: Mask, count: int
+) -> Mask | None:
     """Return a mask of rows where one of `begins` precedes these places, with any of `skipped` in between; rows where
     the search takes too many steps are included."""
     odd = np.zeros(count, dtype=bool)
@@ -185,7 +194,7 @@ def _begun(text: Bytes, rows: Places, before: Places, begins: Mask, skipped: Mas
     return odd if odd.any() else None
 
 
-def _found(text: Bytes, word: bytes) -> Places:
+def _find_word(text: Bytes, word: bytes) -> Places:
     """Return the places of the word. The last byte of a text is a newline."""
     at = np.flatnonzero(text[: -len(word)] == word[0])
     for further in range(1, len(word)):
@@ -193,7 +202,7 @@ def _found(text: Bytes, word: bytes) -> Places:
     return at
 
 
-def quotes(text: Bytes) -> int:
+def count_quotes(text: Bytes) -> int:
     """Return the number of unescaped quotes in a JSON text; −1 if counting takes too many steps."""
     marks, escapes = text == _QUOTE, text == _ESCAPE
     count = int(np.count_nonzero(marks))
@@ -208,5 +217,5 @@ def quotes(text: Bytes) -> int:
     return -1
 
 
-def _rows(offsets: Offsets, at: Places) -> Places:
+def _rows_at(offsets: Offsets, at: Places) -> Places:
     return np.searchsorted(offsets, at, side="right") - 1

@@ -39,14 +39,14 @@ class Slice(msgspec.Struct, frozen=True):
         return np.array(self.times, dtype=np.int64)[at]
 
 
-class Descriptor(msgspec.Struct, frozen=True):
+class SliceDescriptor(msgspec.Struct, frozen=True):
     """A slice and the positions of its record batches: all that an executor needs apart from the bucket."""
 
     slice: Slice
     refs: tuple[BatchRef, ...]
 
 
-def cut(
+def cut_slices(
     base: Binding | None, bindings: Sequence[Binding], topic: str, topic_id: str, *, begins_first: bool = True
 ) -> list[Slice]:
     """Return the non-empty slices of a topic, by partition; a topic that begins here without records has one empty

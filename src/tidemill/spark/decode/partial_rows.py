@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.upsert.commands import RECORD_KEY, UNCHANGED
-from tidemill.topics.batch import Columns
+from tidemill.topics.batch import RecordColumns
 
 UNCHANGED_HEADER, WAS_HEADER = "tm.unchanged", "tm.was"
 
@@ -31,7 +31,7 @@ class OmittedColumns(msgspec.Struct, frozen=True):
     places: Places
 
 
-def set_aside(columns: Columns, valued: Places, plain: int) -> tuple[Places, list[OmittedColumns]]:
+def split_partial_rows(columns: RecordColumns, valued: Places, plain: int) -> tuple[Places, list[OmittedColumns]]:
     """Separate the records with all columns from the others. `plain`: the number of headers of a record with all
     columns."""
     more = columns.header_counts[valued] > plain
@@ -49,7 +49,9 @@ def set_aside(columns: Columns, valued: Places, plain: int) -> tuple[Places, lis
     return np.setdiff1d(valued, np.concatenate([some.places for some in leaving]), assume_unique=True), leaving
 
 
-def with_leaving(table: pa.Table, live_at: Places, leaving: Sequence[OmittedColumns], columns: Columns) -> pa.Table:
+def add_unchanged_columns(
+    table: pa.Table, live_at: Places, leaving: Sequence[OmittedColumns], columns: RecordColumns
+) -> pa.Table:
     """Add the columns of partial rows to commands, the first of which are those of the records at `live_at`.
 
     A partial record that is not among them became a dead letter.

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column
 from tidemill.shards.parts.schema import arrow_type
 
@@ -49,25 +49,25 @@ def row_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any,
     """Return a decoder. `kinds`: column type → Python type. `exact`: an object has exactly these columns."""
     plain = _plain_decoder(columns, kinds, other, exact)
     signed = [(f"c{i}", c.name) for i, c in enumerate(columns) if c.type in FLOATS]
-    return _SignedZeros(plain, signed) if signed else plain
+    return _SignedZeroDecoder(plain, signed) if signed else plain
 
 
 def _plain_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, exact: bool) -> RowDecoder:
     types = [kinds.get(c.type, other) for c in columns]
-    if any(_odd(c.name) for c in columns):
-        return _OddDecoder(columns, types, exact)
+    if any(_is_unsupported_name(c.name) for c in columns):
+        return _AnyNameDecoder(columns, types, exact)
     fields = [(f"c{i}", t) if exact else (f"c{i}", t, None) for i, t in enumerate(types)]
     rename = {f"c{i}": c.name for i, c in enumerate(columns)}
     kind = msgspec.defstruct("Row", fields, rename=rename, gc=False, kw_only=True, forbid_unknown_fields=exact)
     return msgspec.json.Decoder(kind)
 
 
-def _odd(name: str) -> bool:
+def _is_unsupported_name(name: str) -> bool:
     """Return whether msgspec cannot use the name for a struct field."""
     return '"' in name or "\\" in name or any(ord(c) < 32 for c in name)
 
 
-class _OddDecoder:
+class _AnyNameDecoder:
     """Decoder for columns with a quote, a backslash or a control character in a name; several times slower."""
 
     def __init__(self, columns: Sequence[Column], types: Sequence[Any], exact: bool) -> None:
@@ -86,7 +86,7 @@ class _OddDecoder:
         return self._row(**{c: kind.decode(found[name]) for c, name, kind in self._fields if name in found})
 
 
-class _SignedZeros:
+class _SignedZeroDecoder:
     """Decoder that keeps the sign of zero: msgspec reads the number -0 as an integer, so as 0; -0.0 it reads
     correctly."""
 
@@ -105,7 +105,7 @@ class _SignedZeros:
         return row
 
 
-def columns_of_rows(
+def rows_to_columns(
     columns: Sequence[Column], rows: list[Any], places: list[int], dead: list[tuple[int, str]], to_arrow: ToArrow
 ) -> tuple[dict[str, pa.Array], list[int]]:
     """Return (columns of the valid rows, their places); the others are added to `dead` with the reason."""
@@ -119,7 +119,7 @@ def columns_of_rows(
         except BaseException as error:
             if not is_fault(error):
                 raise
-            out[column.name] = _by_halves(values, column, to_arrow, bad)
+            out[column.name] = _convert_by_bisection(values, column, to_arrow, bad)
     if not bad:
         return out, places
     dead += [(places[at], reason) for at, reason in sorted(bad.items())]
@@ -128,7 +128,7 @@ def columns_of_rows(
     return {name: array.take(taken) for name, array in out.items()}, [places[at] for at in good]
 
 
-def _by_halves(values: Sequence[Any], column: Column, to_arrow: ToArrow, bad: dict[int, str]) -> pa.Array:
+def _convert_by_bisection(values: Sequence[Any], column: Column, to_arrow: ToArrow, bad: dict[int, str]) -> pa.Array:
     """Return the whole column, with null for values that it cannot represent, which are added to `bad`.
 
     Neighbours do not influence a value: a block that fails although each of its values is valid (two forms of a
@@ -147,6 +147,6 @@ def _by_halves(values: Sequence[Any], column: Column, to_arrow: ToArrow, bad: di
                 middle = (first + last) // 2
                 open_ranges += [(middle, last), (first, middle)]
                 continue
-            bad.setdefault(first, f"column={column.name}: {sentence(error)}")
+            bad.setdefault(first, f"column={column.name}: {error_sentence(error)}")
             parts.append(pa.nulls(1, arrow_type(column.type)))
     return pa.concat_arrays(parts)

@@ -17,34 +17,36 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.pgtypes.avro import prefix
+from tidemill.base.pgtypes.avro import record_prefix
 from tidemill.base.pgtypes.debezium import NUMBERS
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.shards.parts.schema_evolution import default_value
 from tidemill.spark.decode.avro import AvroReader, AvroVersion
-from tidemill.spark.decode.block_decoder import Block, Dialect, ObjectReader
+from tidemill.spark.decode.block_decoder import Block, JsonDialect, ObjectReader
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.row_decoder import RowDecoder, row_decoder
-from tidemill.topics.batch import Columns
+from tidemill.topics.batch import RecordColumns
 
 VERSION_HEADER = "tm.version"
-PLAIN_HEADERS = 3
+VERSION_1_HEADERS = 3
 """Headers of a record under version 1; a record of a later version has one more."""
-READERS_KEPT = 64
+CACHED_READERS_MAX = 64
 """Limit of cached readers of one version, one for each set of columns that records omit."""
 
 
-class Generation:
+class VersionReaders:
     """Readers of one version. `schema`: the table's; `columns`: as the version has them."""
 
     def __init__(
         self, schema: ShardSchema, columns: Sequence[Column], defaults: Mapping[str, Column], kinds: Mapping[str, Any],
-        exact: Dialect, some: Dialect, forms: Mapping[str, str], avro: AvroVersion | None = None,
+        exact: JsonDialect, some: JsonDialect, forms: Mapping[str, str], avro: AvroVersion | None = None,
     ) -> None:  # fmt: skip
         here = {c.name: c for c in columns}
-        self._without: dict[frozenset[str], Generation] = {}
-        self._less = partial(Generation, schema, defaults=defaults, kinds=kinds, exact=exact, some=some, forms=forms)
+        self._without: dict[frozenset[str], VersionReaders] = {}
+        self._less = partial(
+            VersionReaders, schema, defaults=defaults, kinds=kinds, exact=exact, some=some, forms=forms
+        )
         self.columns = [here[c.name] for c in schema.columns if c.name in here]
         self.key_columns = [c for c in self.columns if c.name in schema.key]
         self.names = set(here)
@@ -55,16 +57,16 @@ class Generation:
         self.keys: AvroReader | ObjectReader
         if avro is not None:
             self.value = self.values = AvroReader(avro.row, self.columns, exact, forms)
-            self.key = self.keys = AvroReader(avro.key, self.key_columns, some, forms, prefix(avro.key_id))
+            self.key = self.keys = AvroReader(avro.key, self.key_columns, some, forms, record_prefix(avro.key_id))
         else:
-            self.value = row_decoder(_as_numbers(self.columns, forms), kinds, str | None, exact=True)
-            self.key = row_decoder(_as_numbers(self.key_columns, forms), kinds, str | None)
+            self.value = row_decoder(_number_columns(self.columns, forms), kinds, str | None, exact=True)
+            self.key = row_decoder(_number_columns(self.key_columns, forms), kinds, str | None)
             self.values = ObjectReader(self.columns, exact)
             self.keys = ObjectReader(self.key_columns, some)
         self._wider = {c.name: c.type for c in schema.columns if c.name in here and here[c.name].type != c.type}
-        self._lacking = [_filled(c, defaults) for c in schema.columns if c.name not in here]
+        self._lacking = [_default_column(c, defaults) for c in schema.columns if c.name not in here]
 
-    def without(self, names: Sequence[str]) -> Generation:
+    def omitting(self, names: Sequence[str]) -> VersionReaders:
         """Return readers for records that omit these columns, whose values are then placeholders. Raises ValueError for
         a column that values of this version may not omit."""
         left = frozenset(names)
@@ -72,12 +74,12 @@ class Generation:
             raise ValueError(f"these columns may not be omitted: {', '.join(sorted(left))}")
         found = self._without.get(left)
         if found is None:
-            if len(self._without) >= READERS_KEPT:
+            if len(self._without) >= CACHED_READERS_MAX:
                 self._without.clear()
             found = self._without[left] = self._less([c for c in self.columns if c.name not in left])
         return found
 
-    def under_newest(self, block: Block, *, whole: bool = True) -> Block:
+    def convert_to_newest(self, block: Block, *, whole: bool = True) -> Block:
         """Return the block's arrays with the table's types; `whole`: add the columns that this version lacks."""
         if not self._wider and not (whole and self._lacking):
             return block
@@ -90,12 +92,12 @@ class Generation:
         return Block(block.places, arrays)
 
 
-class Generations:
+class SchemaVersions:
     """Versions of one table. `known`: the columns of each version, oldest first; empty = one version, the schema's."""
 
     def __init__(
-        self, schema: ShardSchema, known: Sequence[Sequence[Column]], kinds: Mapping[str, Any], exact: Dialect,
-        some: Dialect, forms: Mapping[str, str], avro: Sequence[AvroVersion] = (),
+        self, schema: ShardSchema, known: Sequence[Sequence[Column]], kinds: Mapping[str, Any], exact: JsonDialect,
+        some: JsonDialect, forms: Mapping[str, str], avro: Sequence[AvroVersion] = (),
     ) -> None:  # fmt: skip
         """Create the readers. `forms`: of the columns, empty if records are rows (events.py). `avro`: schemas of each
         version, if records are Avro."""
@@ -103,21 +105,21 @@ class Generations:
         defaults = {c.name: c for c in described[-1]}
         versions: Sequence[AvroVersion | None] = avro or [None] * len(described)
         self._of = [
-            Generation(schema, columns, defaults, kinds, exact, some, forms, version)
+            VersionReaders(schema, columns, defaults, kinds, exact, some, forms, version)
             for columns, version in zip(described, versions, strict=True)
         ]
 
-    def __getitem__(self, version: int) -> Generation:
+    def __getitem__(self, version: int) -> VersionReaders:
         return self._of[version - 1]
 
     @property
     def newest(self) -> int:
         return len(self._of)
 
-    def runs(self, columns: Columns, count: int) -> list[tuple[int, int, int]]:
+    def runs(self, columns: RecordColumns, count: int) -> list[tuple[int, int, int]]:
         """Return (first, end, version) of the records in order; one run if all are under version 1, which is cheap to
         check."""
-        if not count or not (columns.header_counts > PLAIN_HEADERS).any():
+        if not count or not (columns.header_counts > VERSION_1_HEADERS).any():
             return [(0, count, 1)] if count else []
         out: list[tuple[int, int, int]] = []
         first = 0
@@ -135,20 +137,20 @@ class Generations:
         return out
 
 
-def version_at(columns: Columns, at: int) -> int:
+def version_at(columns: RecordColumns, at: int) -> int:
     """Return the version of the description that a record was written under."""
-    if columns.header_counts[at] <= PLAIN_HEADERS:
+    if columns.header_counts[at] <= VERSION_1_HEADERS:
         return 1
     return int(dict(columns.headers_of(at)).get(VERSION_HEADER) or b"1")
 
 
-def within(places: Places, first: int, end: int) -> Places:
+def places_between(places: Places, first: int, end: int) -> Places:
     return places[np.searchsorted(places, first) : np.searchsorted(places, end)]
 
 
-def _as_numbers(columns: Sequence[Column], forms: Mapping[str, str]) -> list[Column]:
+def _number_columns(columns: Sequence[Column], forms: Mapping[str, str]) -> list[Column]:
     return [Column(c.name, "int64") if forms.get(c.name) in NUMBERS else c for c in columns]
 
 
-def _filled(column: Column, defaults: Mapping[str, Column]) -> Column:
+def _default_column(column: Column, defaults: Mapping[str, Column]) -> Column:
     return Column(column.name, column.type, defaults[column.name].default if column.name in defaults else None)

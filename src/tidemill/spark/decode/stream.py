@@ -22,20 +22,20 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.decimals import of_decimals
-from tidemill.shards.parts.floats import float32s
+from tidemill.shards.parts.decimals import decimals_to_arrow
+from tidemill.shards.parts.floats import narrow_to_float32
 from tidemill.shards.parts.schema import arrow_type
-from tidemill.spark.decode.block_decoder import Block, ObjectReader, in_order, texts_as_they_are
-from tidemill.spark.decode.command_table import command_table
-from tidemill.spark.decode.dead_letter_rows import Letter, letter_table
-from tidemill.spark.decode.json_dialect import Declared
+from tidemill.spark.decode.block_decoder import Block, ObjectReader, join_blocks, read_plain_texts
+from tidemill.spark.decode.command_table import build_command_table
+from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
+from tidemill.spark.decode.json_dialect import DeclaredDialect
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.records import Records
-from tidemill.spark.decode.row_decoder import check_nesting, columns_of_rows, row_decoder
+from tidemill.spark.decode.row_decoder import check_nesting, row_decoder, rows_to_columns
 from tidemill.spark.upsert.commands import Commands
-from tidemill.topics.batch import Columns
+from tidemill.topics.batch import RecordColumns
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
@@ -45,16 +45,16 @@ LAST_US = (datetime.datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=datetime.
 Python."""
 
 
-def _sized(bits: int) -> Any:
+def _bounded_int(bits: int) -> Any:
     return Annotated[int, msgspec.Meta(ge=-(2 ** (bits - 1)), le=2 ** (bits - 1) - 1)] | None
 
 
 _FIELDS: dict[str, Any] = {
     "string": str | None,
     "bool": bool | None,
-    "int16": _sized(16),
-    "int32": _sized(32),
-    "int64": _sized(64),
+    "int16": _bounded_int(16),
+    "int32": _bounded_int(32),
+    "int64": _bounded_int(64),
     "float32": float | None,
     "float64": float | None,
     "date": datetime.date | None,
@@ -74,9 +74,9 @@ class StreamDecoder:
         self._value = row_decoder(schema.columns, _FIELDS, Decimal | None)
         self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None)
         self._one_key = len(self._key_columns) == 1
-        dialect = Declared(schema.key, (FIRST_US, LAST_US))
-        self._objects = ObjectReader(schema.columns, dialect) if Declared.reads(schema.columns) else None
-        self._keys = ObjectReader(self._key_columns, dialect) if Declared.reads(self._key_columns) else None
+        dialect = DeclaredDialect(schema.key, (FIRST_US, LAST_US))
+        self._objects = ObjectReader(schema.columns, dialect) if DeclaredDialect.supports(schema.columns) else None
+        self._keys = ObjectReader(self._key_columns, dialect) if DeclaredDialect.supports(self._key_columns) else None
 
     def decode(self, records: Records) -> tuple[Commands, pa.Table]:
         """Return (commands, dead letters as updates of DEAD_LETTERS)."""
@@ -99,62 +99,62 @@ class StreamDecoder:
                     check_nesting(value)
                     row = self._value.decode(value)
                     if any(getattr(row, name) in _NULLS for name in key_fields):
-                        raise _Unreadable("a key column is null or absent")
+                        raise _UnreadableError("a key column is null or absent")
                     rows.append(row)
                     live_at.append(at)
                 else:
-                    keys.append(self._key_of(columns.key(at)))
+                    keys.append(self._decode_key(columns.key(at)))
                     absent_at.append(at)
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                dead.append((at, _said(error)))
-        alone, live_at = columns_of_rows(self._columns, rows, live_at, dead, _array)
-        alone_gone, absent_at = columns_of_rows(self._key_columns, keys, absent_at, dead, _array)
-        live = in_order([*blocks, Block(np.array(live_at, dtype=np.int64), alone)])
-        absent = in_order([*gone, Block(np.array(absent_at, dtype=np.int64), alone_gone)])
-        table = command_table(self.schema, *live, *absent, records)
-        return Commands(table), letter_table([*records.unread, *_letters(records, dead)])
+                dead.append((at, _error_text(error)))
+        alone, live_at = rows_to_columns(self._columns, rows, live_at, dead, _values_to_array)
+        alone_gone, absent_at = rows_to_columns(self._key_columns, keys, absent_at, dead, _values_to_array)
+        live = join_blocks([*blocks, Block(np.array(live_at, dtype=np.int64), alone)])
+        absent = join_blocks([*gone, Block(np.array(absent_at, dtype=np.int64), alone_gone)])
+        table = build_command_table(self.schema, *live, *absent, records)
+        return Commands(table), dead_letter_table([*records.unread, *_letters(records, dead)])
 
-    def _values_by_blocks(self, columns: Columns, live: Places) -> tuple[list[Block], Places]:
+    def _values_by_blocks(self, columns: RecordColumns, live: Places) -> tuple[list[Block], Places]:
         if self._objects is None:
             return [], live
         return self._objects.read(columns.body, columns.value_at[live], columns.value_bytes[live], live)
 
-    def _keys_by_blocks(self, columns: Columns, keyed: Places) -> tuple[list[Block], Places]:
+    def _keys_by_blocks(self, columns: RecordColumns, keyed: Places) -> tuple[list[Block], Places]:
         at, sizes = columns.key_at[keyed], columns.key_bytes[keyed]
         if self._one_key and self._key_columns[0].type == "string":
-            return texts_as_they_are(self._key_columns[0], columns.body, at, sizes, keyed)
+            return read_plain_texts(self._key_columns[0], columns.body, at, sizes, keyed)
         return self._keys.read(columns.body, at, sizes, keyed) if self._keys is not None else ([], keyed)
 
-    def _key_of(self, key: bytes | None) -> Any:
+    def _decode_key(self, key: bytes | None) -> Any:
         """Return a row with fields c0… of the key columns."""
         if key is None:
-            raise _Unreadable("a deletion without a key")
+            raise _UnreadableError("a deletion without a key")
         name = self._key_columns[0].name
         if self._one_key and self._key_columns[0].type == "string":
             try:
                 key = msgspec.json.encode({name: key.decode()})
             except UnicodeDecodeError as error:
-                raise _Unreadable("the key of a deletion is not UTF-8") from error
+                raise _UnreadableError("the key of a deletion is not UTF-8") from error
         elif self._one_key and not key.lstrip().startswith(b"{"):
             key = b"{" + msgspec.json.encode(name) + b":" + key + b"}"
         check_nesting(key)
         found = self._key.decode(key)
         if any(getattr(found, f"c{i}") in _NULLS for i in range(len(self._key_columns))):
-            raise _Unreadable("a key column of a deletion is null or absent")
+            raise _UnreadableError("a key column of a deletion is null or absent")
         return found
 
 
-class _Unreadable(ValueError):
+class _UnreadableError(ValueError):
     """Error of this module, reported without the name of its type."""
 
 
-def _said(error: BaseException) -> str:
-    return str(error) if isinstance(error, _Unreadable | msgspec.MsgspecError) else sentence(error)
+def _error_text(error: BaseException) -> str:
+    return str(error) if isinstance(error, _UnreadableError | msgspec.MsgspecError) else error_sentence(error)
 
 
-def _array(values: Sequence[Any], column: Column) -> pa.Array:
+def _values_to_array(values: Sequence[Any], column: Column) -> pa.Array:
     if column.type == "timestamp":
         micros = [None if v is None else _timestamp_us(v) for v in values]
         return pa.array(micros, pa.int64()).cast(arrow_type(column.type))
@@ -162,9 +162,9 @@ def _array(values: Sequence[Any], column: Column) -> pa.Array:
     if column.type == "json":
         return pa.array([None if v in _NULLS else bytes(v).decode() for v in values], pa.string())
     if pa.types.is_decimal(kind):
-        return of_decimals(values, kind)
+        return decimals_to_arrow(values, kind)
     if pa.types.is_float32(kind):
-        found, beyond = float32s(pa.array(values, pa.float64()))
+        found, beyond = narrow_to_float32(pa.array(values, pa.float64()))
         if beyond.any():
             raise ValueError("beyond a float32")
         return found
@@ -184,12 +184,12 @@ def _timestamp_us(value: datetime.datetime | int) -> int:
     return us
 
 
-def _letters(records: Records, dead: list[tuple[int, str]]) -> list[Letter]:
+def _letters(records: Records, dead: list[tuple[int, str]]) -> list[DeadLetter]:
     """Return one letter for each record at these places."""
     out = []
     for at, reason in dead:
         value = records.columns.value(at)
         data = value if value is not None else records.columns.key(at)
         offset = int(records.offsets[at])
-        out.append(Letter(records.topic, records.partition, offset, offset, int(records.times[at]), reason, data))
+        out.append(DeadLetter(records.topic, records.partition, offset, offset, int(records.times[at]), reason, data))
     return out

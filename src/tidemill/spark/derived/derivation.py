@@ -33,12 +33,19 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import HistoryLostError, SchemaEvolvedError, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.row_hash import U64
-from tidemill.shards.parts.schema import checked, update_schema
+from tidemill.shards.parts.schema import check_schema, update_schema
 from tidemill.spark.definition import DerivedTable
-from tidemill.spark.derived.function_result import OmittedRows, Sifted, commands_of, is_frame, no_frame, stored_rows
+from tidemill.spark.derived.function_result import (
+    OmittedResult,
+    OmittedRows,
+    commands_for,
+    is_frame,
+    not_a_frame_error,
+    stored_rows,
+)
 from tidemill.spark.derived.group_mirror import NO_GROUPS, groups_of
 from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
-from tidemill.spark.derived.inputs import GroupedInput, Input
+from tidemill.spark.derived.inputs import DerivedInput, GroupedInput
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.stores import Stores
 from tidemill.spark.types import columns_of, spark_schema
@@ -49,17 +56,18 @@ from tidemill.spark.upsert.resolve import resolve
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_HASH_ALIKE = ({"int16", "int32", "int64"}, {"float32", "float64"}, {"string", "json"})
+_HASH_COMPATIBLE_TYPES = ({"int16", "int32", "int64"}, {"float32", "float64"}, {"string", "json"})
 """Types of columns of an input and the result that may identify one group. Spark has no JSON type and returns a
 string."""
-MOST_BUSY = 0.5
+BUSY_SHARE_MAX = 0.5
 """Maximum share of one thread's time for recomputing: a slow function extends its interval."""
 
 log = structlog.get_logger()
 
 
 class Derivation:
-    """Derivation of one table. `run` is the body of its thread; `round` is one recomputation, callable from tests."""
+    """Derivation of one table. `run` is the body of its thread; `recompute` is one recomputation, callable from
+    tests."""
 
     def __init__(
         self, portal: BlockingPortal, stores: Stores, spark: SparkSession, table: DerivedTable, mirror_dir: Path
@@ -85,14 +93,14 @@ class Derivation:
         self._stores = stores
         self._spark = spark
         self._mirror_dir = mirror_dir
-        self._inputs: list[Input] = []
+        self._inputs: list[DerivedInput] = []
         self._output: GroupedInput | None = None
         """The table's own contents by group."""
         self._opened = True
         """True if nothing was computed since `open`: the inputs are new."""
 
     @property
-    def left_out(self) -> str:
+    def omitted_rows_error(self) -> str:
         """Description of the result rows without a unique key, or ""."""
         return self._left_out.sentence()
 
@@ -112,9 +120,9 @@ class Derivation:
             try:
                 if self.writer is None:
                     self.open()
-                self.round()
+                self.recompute()
                 self.error, self.waits = "", False
-                if not self.left_out:
+                if not self.omitted_rows_error:
                     worked()
             except (MissingError, SchemaEvolvedError) as error:
                 self.error, self.waits = error.message, False
@@ -132,8 +140,8 @@ class Derivation:
             took_s = clock.monotonic_s() - began_s
             if self.recomputed > computed:
                 self.took_s = took_s
-            stopping.wait(max(self.table.every_s - took_s, took_s * (1 / MOST_BUSY - 1), 0.05))
-        self.let_go()
+            stopping.wait(max(self.table.every_s - took_s, took_s * (1 / BUSY_SHARE_MAX - 1), 0.05))
+        self.release_inputs()
 
     def open(self) -> None:
         """Open the inputs, determine the schema of the result by calling the function, and open the output.
@@ -142,31 +150,31 @@ class Derivation:
         """
         s = self._stores
         self.waits_for = ""
-        self.let_go()
-        inputs: list[Input] = []
+        self.release_inputs()
+        inputs: list[DerivedInput] = []
         for name in self.table.inputs:
             self.waits_for = f"shard:{name}"
             shard = self._portal.call(s.shard(name))
             by = self.table.by.get(name)
-            inputs.append(self._grouped(shard, by) if by else Input(self._portal, shard, s.clock))
+            inputs.append(self._open_grouped(shard, by) if by else DerivedInput(self._portal, shard, s.clock))
         self.waits_for = ""
         self._inputs = inputs
         frames = [self._spark.createDataFrame([], spark_schema(i.shard.schema.columns)) for i in inputs]
-        result = self._called(frames)
-        schema = checked(ShardSchema(columns_of(result.schema), self.table.key))
+        result = self._call_function(frames)
+        schema = check_schema(ShardSchema(columns_of(result.schema), self.table.key))
         shard = self._portal.call(s.shard(self.table.name, schema))
         writer = TableWriter(self._portal, s, shard, self._mirror_dir)
         writer.hydrate()
-        self._output = self._grouped(shard, self.table.by_output) if self.table.by else None
+        self._output = self._open_grouped(shard, self.table.by_output) if self.table.by else None
         check_groups(self.table, schema, {i.shard.name: i.shard.schema for i in inputs})
         self.writer = writer
         self._opened = True
 
-    def _grouped(self, shard: LogShard, by: tuple[str, ...]) -> GroupedInput:
+    def _open_grouped(self, shard: LogShard, by: tuple[str, ...]) -> GroupedInput:
         directory = self._mirror_dir.parent.parent / "derived" / self.table.name / shard.name
         return GroupedInput(self._portal, shard, self._stores.clock, by, directory)
 
-    def let_go(self) -> None:
+    def release_inputs(self) -> None:
         """Release the inputs and their holds."""
         inputs, self._inputs = self._inputs, []
 
@@ -175,7 +183,7 @@ class Derivation:
 
         self._portal.call(release())
 
-    def round(self) -> bool:
+    def recompute(self) -> bool:
         """Advance the output to the inputs' common time; False if there was nothing to do or a peer was first."""
         assert self.writer is not None
         uppers = {i.shard.name: self._portal.call(i.shard.frontiers())[1] for i in self._inputs}
@@ -187,38 +195,38 @@ class Derivation:
         if newest - end > LAG_MS:
             s = self._stores
             self._portal.call(advance_idle(s.catalogue, s.remap, slowest, end, newest - 1))
-        self._peer_was_first(self.writer.follow())
+        self._on_peer_append(self.writer.follow())
         lower = self.writer.upper
         if end <= lower:
             return False
         for one in self._inputs:
             one.move_to(end - 1)
-            one.keep(end - 1)  # hold before anything is read there
+            one.hold_from(end - 1)  # hold before anything is read there
         if not any(one.changed for one in self._inputs):
             won = self._portal.call(self.writer.append(lower, end, ()))
             if won:
-                self.writer.operator.feedback(update_schema(self.writer.schema).empty_table(), lower, end)
+                self.writer.operator.apply_peer(update_schema(self.writer.schema).empty_table(), lower, end)
             return won
-        groups, because = self._touched()
-        commands, left_out = self._whole(end) if groups is None else self._by_group(groups, lower, end)
+        groups, because = self._changed_groups()
+        commands, left_out = self._compute_whole(end) if groups is None else self._compute_groups(groups, lower, end)
         pending = resolve(self.writer.schema, commands, self.writer.operator.mirror, lower, end)
         won = self._portal.call(self._append(lower, end, pending.updates))
         if won:
             self.writer.committed(pending)
             for one in self._inputs:
-                one.settle()
+                one.mark_computed()
             self.recomputed += 1
             self.groups = None if groups is None else len(groups)
             self.whole_because = because
-            self._left_out.computed(groups, left_out)
+            self._left_out.record_round(groups, left_out)
             self._opened = False
             if self.recomputed == 1:
                 log.info("derived table is ready", table=self.table.name, rows=len(pending.changes.hashes))
         else:
-            self._peer_was_first(self.writer.follow())
+            self._on_peer_append(self.writer.follow())
         return won
 
-    def _peer_was_first(self, rows: bool) -> None:
+    def _on_peer_append(self, rows: bool) -> None:
         """Forget omitted rows after a peer's append of a table that is computed whole: the peer reports its own. If the
         peer appended no rows, it may have computed nothing."""
         if rows and not self.table.by:
@@ -228,7 +236,7 @@ class Derivation:
         assert self.writer is not None
         return await self.writer.append(lower, upper, await self.writer.write(updates))
 
-    def _touched(self) -> tuple[U64 | None, str]:
+    def _changed_groups(self) -> tuple[U64 | None, str]:
         """Return the groups to compute; None = all of them, with the reason."""
         if not self.table.by:
             return None, "no by=… says which columns group it"
@@ -245,16 +253,16 @@ class Derivation:
             found = np.union1d(found, one.touched)
         return found, ""
 
-    def _whole(self, end: int) -> tuple[Commands, Sifted | None]:
+    def _compute_whole(self, end: int) -> tuple[Commands, OmittedResult | None]:
         assert self.writer is not None
-        result = self._compute(end, None)
-        return commands_of(self.writer.schema, result, self.writer.operator.mirror, end - 1)
+        result = self._run_function(end, None)
+        return commands_for(self.writer.schema, result, self.writer.operator.mirror, end - 1)
 
-    def _by_group(self, groups: U64, lower: int, end: int) -> tuple[Commands, Sifted | None]:
+    def _compute_groups(self, groups: U64, lower: int, end: int) -> tuple[Commands, OmittedResult | None]:
         """Compute these groups. Raises InvalidError if the function returns rows of other groups."""
         assert self.writer is not None and self._output is not None
         schema = self.writer.schema
-        result = self._compute(end, groups)
+        result = self._run_function(end, groups)
         if not np.isin(groups_of(result, self.table.by_output), groups).all():
             raise InvalidError(
                 f"derived function returned rows of groups that it was given no rows of: table={self.table.name}.",
@@ -262,25 +270,25 @@ class Derivation:
             )
         self._output.move_to(lower - 1)
         here = Mirror.hydrate(schema, self._output.rows_of(groups), lower)
-        return commands_of(schema, result, here, end - 1)
+        return commands_for(schema, result, here, end - 1)
 
-    def _compute(self, end: int, groups: U64 | None) -> pa.Table:
+    def _run_function(self, end: int, groups: U64 | None) -> pa.Table:
         """Return the function's rows at end - 1, from the rows of these groups or of all; inputs are held while it
         runs."""
         assert self.writer is not None
         with contextlib.ExitStack() as holds:
             for one in self._inputs:
-                holds.enter_context(one.held())
+                holds.enter_context(one.renewed_hold())
             frames = [
                 self._spark.createDataFrame(one.rows_of(groups), spark_schema(one.shard.schema.columns))
                 if groups is not None and isinstance(one, GroupedInput)
                 else self._frame(one, end - 1)
                 for one in self._inputs
             ]
-            rows = self._called(frames, lambda result: result.toArrow())
+            rows = self._call_function(frames, lambda result: result.toArrow())
         return stored_rows(self.table.name, rows, self.writer.schema)
 
-    def _frame(self, one: Input, at: int) -> DataFrame:
+    def _frame(self, one: DerivedInput, at: int) -> DataFrame:
         """Return all rows of an input, natively read by Spark if possible."""
         from tidemill.spark.table_reader import frame_at
 
@@ -292,7 +300,7 @@ class Derivation:
             self.no_plan[name] = because
         return frame
 
-    def _called(self, frames: Sequence[Any], then: Callable[[Any], Any] = lambda result: result) -> Any:
+    def _call_function(self, frames: Sequence[Any], then: Callable[[Any], Any] = lambda result: result) -> Any:
         """Call the user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionFailedError."""
         try:
             result = self.table.function(self._spark, *frames)
@@ -302,7 +310,7 @@ class Derivation:
             raise FunctionFailedError(
                 f"derived function raised: table={self.table.name} {_first_line(error)}"
             ) from error
-        raise no_frame(self.table.name, result)
+        raise not_a_frame_error(self.table.name, result)
 
 
 class FunctionFailedError(TidemillError):
@@ -327,7 +335,7 @@ def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, Sha
                     f"no such column to group by: table={table.name} {lacks}.",
                     fix="Name columns of the input and of the result in by=….",
                 )
-            if here != there and not any({here, there} <= alike for alike in _HASH_ALIKE):
+            if here != there and not any({here, there} <= alike for alike in _HASH_COMPATIBLE_TYPES):
                 raise InvalidError(
                     f"a group's column has two types: table={table.name} input={name} {column} {here}, {ours} {there}.",
                     fix="Cast it in the function to the type that the input has.",

@@ -14,17 +14,17 @@ import pyarrow as pa
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
-from tidemill.shards.parts.arrow_rows import Mask, one_chunk, shown, to_mask
-from tidemill.shards.parts.key_hash import normal_keys
+from tidemill.shards.parts.arrow_rows import Mask, combine_columns, format_scalar, to_mask
+from tidemill.shards.parts.key_hash import normalize_keys
 from tidemill.shards.parts.row_hash import U64, hash_rows
-from tidemill.shards.parts.schema import conform, contents_schema
+from tidemill.shards.parts.schema import conform_rows, contents_schema
 from tidemill.spark.derived.group_mirror import groups_of
 from tidemill.spark.upsert.commands import Commands
-from tidemill.spark.upsert.diff import difference
+from tidemill.spark.upsert.diff import diff_commands
 from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.lookup import Lookup
+from tidemill.spark.upsert.lookup import MirrorLookup
 
-LEFT_OUT = "rows of the result have no unique key"
+OMITTED = "rows of the result have no unique key"
 
 
 def is_frame(result: Any) -> bool:
@@ -32,7 +32,7 @@ def is_frame(result: Any) -> bool:
     return hasattr(result, "schema") and hasattr(result, "toArrow")
 
 
-def no_frame(table: str, result: Any) -> InvalidError:
+def not_a_frame_error(table: str, result: Any) -> InvalidError:
     kind = type(result)
     return InvalidError(
         f"derived function returned no DataFrame: table={table} returned={kind.__module__}.{kind.__qualname__}.",
@@ -49,7 +49,7 @@ def stored_rows(table: str, rows: pa.Table, schema: ShardSchema) -> pa.Table:
             f"derived function returned more columns than for empty inputs: table={table} more={','.join(more)[:300]}.",
             fix="Make its columns independent of the rows, e.g. by pivot with a list of values.",
         )
-    return conform(rows, contents_schema(schema))
+    return conform_rows(rows, contents_schema(schema))
 
 
 class _Counts(NamedTuple):
@@ -69,7 +69,7 @@ class OmittedRows:
         self._by = by
         self._of: dict[int, _Counts] = {}
 
-    def computed(self, groups: U64 | None, left_out: Sifted | None) -> None:
+    def record_round(self, groups: U64 | None, left_out: OmittedResult | None) -> None:
         """Record a round that computed `groups` (None = all) and omitted `left_out` from its result."""
         if groups is None:
             self._of.clear()
@@ -77,13 +77,13 @@ class OmittedRows:
             self._of.pop(group, None)
         if left_out is None:
             return
-        for group, _, count in self._counted(left_out.null):
+        for group, _, count in self._count_by_group(left_out.null):
             self._of[group] = _Counts(null=count)
-        for group, first, count in self._counted(left_out.twice):
+        for group, first, count in self._count_by_group(left_out.twice):
             found = self._of.get(group, _Counts())
-            self._of[group] = found._replace(twice=count, example=left_out.shown(first))
+            self._of[group] = found._replace(twice=count, example=left_out.show_key(first))
 
-    def _counted(self, rows: pa.Table) -> list[tuple[int, int, int]]:
+    def _count_by_group(self, rows: pa.Table) -> list[tuple[int, int, int]]:
         """Return (group, its first row, its number of rows)."""
         groups = groups_of(rows, self._by) if self._by else np.zeros(rows.num_rows, dtype=np.uint64)
         found, firsts, counts = np.unique(groups, return_index=True, return_counts=True)
@@ -99,38 +99,40 @@ class OmittedRows:
         found = self._of.values()
         null, twice = sum(one.null for one in found), sum(one.twice for one in found)
         example = next((one.example for one in found if one.example), "")
-        return f"{LEFT_OUT}: table={self._table} null={null} twice={twice}{example}"
+        return f"{OMITTED}: table={self._table} null={null} twice={twice}{example}"
 
 
-class Sifted(NamedTuple):
+class OmittedResult(NamedTuple):
     """Rows that were omitted from a result, and the key columns."""
 
     null: pa.Table
     twice: pa.Table
     key: tuple[str, ...]
 
-    def shown(self, at: int) -> str:
-        return "".join(f" {name}={shown(self.twice.column(name)[at]):.100}" for name in self.key)
+    def show_key(self, at: int) -> str:
+        return "".join(f" {name}={format_scalar(self.twice.column(name)[at]):.100}" for name in self.key)
 
 
-def commands_of(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int) -> tuple[Commands, Sifted | None]:
+def commands_for(
+    schema: ShardSchema, wanted: pa.Table, now: MirrorLookup, time_ms: int
+) -> tuple[Commands, OmittedResult | None]:
     """Return the commands that make the contents `now` equal to the rows at `time_ms`, and the omitted rows, if any."""
     try:
-        return difference(schema, wanted, now, time_ms), None
+        return diff_commands(schema, wanted, now, time_ms), None
     except InvalidError:
-        good, left_out = _sifted(schema, wanted)
-        return difference(schema, good, now, time_ms), left_out
+        good, left_out = _split_by_unique_key(schema, wanted)
+        return diff_commands(schema, good, now, time_ms), left_out
 
 
-def _sifted(schema: ShardSchema, rows: pa.Table) -> tuple[pa.Table, Sifted]:
+def _split_by_unique_key(schema: ShardSchema, rows: pa.Table) -> tuple[pa.Table, OmittedResult]:
     """Return the rows with a unique key, and the others."""
     null: Mask = np.zeros(rows.num_rows, dtype=bool)
     for name in schema.key:
         null |= to_mask(rows.column(name).is_null())
-    keyed = one_chunk(normal_keys(rows.filter(pa.array(~null)), schema.key))
+    keyed = combine_columns(normalize_keys(rows.filter(pa.array(~null)), schema.key))
     order, starts = group_by_key(keyed, hash_rows(keyed, schema.key), schema.key)
     groups = np.cumsum(starts) - 1
     twice = np.zeros(len(order), dtype=bool)
     twice[order] = np.bincount(groups, minlength=1)[groups] > 1
-    left_out = Sifted(rows.filter(pa.array(null)), keyed.filter(pa.array(twice)), schema.key)
+    left_out = OmittedResult(rows.filter(pa.array(null)), keyed.filter(pa.array(twice)), schema.key)
     return keyed.filter(pa.array(~twice)), left_out

@@ -19,7 +19,7 @@ from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.spark.upsert.lookup import HashRows
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.sorted_runs import Run, merge
+from tidemill.spark.upsert.sorted_runs import SortedRun, merge_runs
 
 _HALF = np.uint64(32)
 _LOWER = np.uint64(0xFFFFFFFF)
@@ -32,7 +32,7 @@ def groups_of(rows: pa.Table, by: tuple[str, ...]) -> U64:
     return hash_rows(rows, by) >> _HALF << _HALF
 
 
-def _hasher(by: tuple[str, ...]) -> HashRows:
+def _group_hasher(by: tuple[str, ...]) -> HashRows:
     def hashes(rows: pa.Table, key: tuple[str, ...]) -> U64:
         rest = tuple(name for name in key if name not in by)
         return groups_of(rows, by) | hash_rows(rows, rest) >> _HALF
@@ -40,32 +40,32 @@ def _hasher(by: tuple[str, ...]) -> HashRows:
     return hashes
 
 
-def grouped(
+def build_group_mirror(
     schema: ShardSchema, by: tuple[str, ...], directory: Path, contents: Iterable[pa.Table] = (), upper: int = 0
 ) -> Mirror:
     """Build a mirror by group of a shard's contents at upper - 1; long runs are files in `directory`.
 
     `contents`: tables without common keys; memory holds one of them.
     """
-    mirror = Mirror(_identity(schema, by), upper, directory=directory, hasher=_hasher(by))
+    mirror = Mirror(_identity_schema(schema, by), upper, directory=directory, hasher=_group_hasher(by))
     for rows in contents:
         mirror.insert(rows)
     return mirror
 
 
-def rows_of(mirror: Mirror, groups: U64) -> pa.Table:
-    """Return the live rows of `groups` (distinct, ascending) in a mirror that `grouped` built."""
+def find_group_rows(mirror: Mirror, groups: U64) -> pa.Table:
+    """Return the live rows of `groups` (distinct, ascending) in a mirror that `build_group_mirror` built."""
     runs = []
     for run in reversed(mirror.runs):
         first = np.searchsorted(run.hashes, groups, side="left")
         counts = np.searchsorted(run.hashes, groups | _LOWER, side="right") - first
         at = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         if len(at):
-            runs.append(Run(run.rows_at(at), run.hashes[at], run.live[at]))
+            runs.append(SortedRun(run.rows_at(at), run.hashes[at], run.live[at]))
     if not runs:
         return contents_schema(mirror.schema).empty_table()
-    return merge(mirror.schema, runs, drop_absent=True).rows
+    return merge_runs(mirror.schema, runs, drop_absent=True).rows
 
 
-def _identity(schema: ShardSchema, by: tuple[str, ...]) -> ShardSchema:
+def _identity_schema(schema: ShardSchema, by: tuple[str, ...]) -> ShardSchema:
     return ShardSchema(schema.columns, (*by, *(name for name in schema.key if name not in by)), schema.buckets)

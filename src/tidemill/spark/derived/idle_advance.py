@@ -35,7 +35,7 @@ async def advance_idle(
         with contextlib.suppress(ConflictError):  # another process appended a letter or advanced the time first
             await shard.compare_and_append(upper, time_ms + 1, (), "")
         return True
-    if upper <= time_ms and not any(shard.name in row.tables for row in rows) and _is_written(shard):
+    if upper <= time_ms and not any(shard.name in row.tables for row in rows) and _is_idle_written_shard(shard):
         rows = await catalogue.list(PipelineRow)  # a pipeline's shard must only be advanced through its source
         if not any(shard.name in row.tables for row in rows):
             with contextlib.suppress(ConflictError):  # another process was first
@@ -50,11 +50,11 @@ async def advance_idle(
     return moved
 
 
-def _is_written(shard: LogShard) -> bool:
+def _is_idle_written_shard(shard: LogShard) -> bool:
     """Return whether the newest append came from a DataFrame write, and no write is in progress, which would have to be
     recomputed."""
-    state, now_ms = shard.state, shard.stamp_ms()
-    writing = any(hold.reader.startswith(f"{WRITES}/") and hold.live(now_ms) for hold in state.holds)
+    state, now_ms = shard.state, shard.part_time_ms()
+    writing = any(hold.reader.startswith(f"{WRITES}/") and hold.is_live(now_ms) for hold in state.holds)
     return bool(state.writers) and state.writers[-1].token.startswith(WRITES) and not writing
 
 

@@ -20,17 +20,17 @@ from tidemill.shards.api import Batch, HistoryLostError, Part
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.row_hash import U64
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.shards.parts.schema_evolution import check_known
-from tidemill.shards.read.hash_ranges import cut, read_range
+from tidemill.shards.parts.schema_evolution import check_schema_known
+from tidemill.shards.read.hash_ranges import cut_ranges, read_range
 from tidemill.shards.read.holds import MovingHold
-from tidemill.spark.derived.group_mirror import NO_GROUPS, grouped, groups_of, rows_of
+from tidemill.spark.derived.group_mirror import NO_GROUPS, build_group_mirror, find_group_rows, groups_of
 
-LOOK_BYTES = 1 * MIB
+INSPECT_BYTES_MAX = 1 * MIB
 """Encoded size. A batch that overlaps the interval partly is read to find out whether it has updates there; a larger
 one that compaction merged is assumed to have some, because it may be the whole shard."""
 
 
-class Input:
+class DerivedInput:
     """Input that is passed whole. It stores no rows: only the time up to which it was checked, and whether anything
     changed."""
 
@@ -43,7 +43,7 @@ class Input:
         # kept: the hold outlasts its lease, because much may be written, merged and collected while Spark reads.
         self._hold = MovingHold(shard, shard.reader_name("derived"), clock, kept=True)
 
-    def settle(self) -> None:
+    def mark_computed(self) -> None:
         """Record that the output was computed from the present contents."""
         self.changed = False
 
@@ -67,22 +67,22 @@ class Input:
         """Return whether the batch has updates from `upper` on and before `end`."""
         if batch.lower >= end:
             return False
-        check_known(self.shard.schema, batch)
+        check_schema_known(self.shard.schema, batch)
         if not batch.parts or (self.upper <= batch.lower and batch.upper <= end):
             return bool(batch.parts)
-        if sum(part.size_bytes for part in batch.parts) > LOOK_BYTES:
+        if sum(part.size_bytes for part in batch.parts) > INSPECT_BYTES_MAX:
             return True
         return bool(self._portal.call(self.shard.read_batch(batch, self.upper, end)).num_rows)
 
-    def keep(self, time_ms: int) -> None:
+    def hold_from(self, time_ms: int) -> None:
         """Hold the input from `time_ms` on: Spark reads there, and so does a restart while another input is behind."""
         with contextlib.suppress(HistoryLostError):  # the reader gets the error
-            self._portal.call(self._hold.at(time_ms))
+            self._portal.call(self._hold.move_to(time_ms))
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Renew the hold while the block runs: the parts at the time of the last `keep` stay readable."""
-        renewing = asyncio.run_coroutine_threadsafe(self._hold.keep(), self._portal.loop)
+    def renewed_hold(self) -> Iterator[None]:
+        """Renew the hold while the block runs: the parts at the time of the last `hold_from` stay readable."""
+        renewing = asyncio.run_coroutine_threadsafe(self._hold.renew_until_cancelled(), self._portal.loop)
         try:
             yield
         finally:
@@ -93,11 +93,12 @@ class Input:
         await self._hold.release()
 
 
-class GroupedInput(Input):
+class GroupedInput(DerivedInput):
     """Input that is passed by group: a mirror of the shard that finds rows by `by` and follows the shard's deltas.
 
     `touched`: groups that may differ from those that the output was last computed from; None = any row may. It grows
-    before the mirror moves, because a move may fail half way; `settle` empties it. Long runs are files in `directory`.
+    before the mirror moves, because a move may fail half way; `mark_computed` empties it. Long runs are files in
+    `directory`.
     """
 
     def __init__(
@@ -108,10 +109,10 @@ class GroupedInput(Input):
         self.touched: U64 | None = None
         self._directory = directory
         shutil.rmtree(directory, ignore_errors=True)  # of an earlier process, and not to be trusted
-        self._mirror = grouped(shard.schema, by, directory)
+        self._mirror = build_group_mirror(shard.schema, by, directory)
 
-    def settle(self) -> None:
-        super().settle()
+    def mark_computed(self) -> None:
+        super().mark_computed()
         self.touched = NO_GROUPS
 
     def move_to(self, time_ms: int) -> None:
@@ -126,9 +127,9 @@ class GroupedInput(Input):
             pass
         if self._mirror.upper < end:
             self.touched, self.changed = None, True
-            with SyncContext(self._portal, self.shard.chosen_until(time_ms)) as batches:
+            with SyncContext(self._portal, self.shard.batches_held_until(time_ms)) as batches:
                 contents = self._by_range(batches, time_ms)
-                self._mirror = grouped(self.shard.schema, self.by, self._directory, contents, end)
+                self._mirror = build_group_mirror(self.shard.schema, self.by, self._directory, contents, end)
             self._mirror.sweep()
         self.upper = end
 
@@ -139,7 +140,7 @@ class GroupedInput(Input):
         def fetch(part: Part) -> Buffer:
             return self._portal.call(self.shard.fetch(part, batches))
 
-        for chosen in cut(batches):
+        for chosen in cut_ranges(batches):
             rows = read_range(schema, chosen, time_ms, fetch)
             yield pa.concat_tables([contents_schema(schema).empty_table(), *rows])
 
@@ -149,10 +150,10 @@ class GroupedInput(Input):
             if upper <= lower:
                 continue
             rows = self._portal.call(self.shard.read_batch(batch, lower, upper))
-            self._touch(rows)
+            self._add_changed_groups(rows)
             self._mirror.apply(rows, lower, upper)
 
-    def _touch(self, rows: pa.Table) -> None:
+    def _add_changed_groups(self, rows: pa.Table) -> None:
         if not rows.num_rows:
             return
         self.changed = True
@@ -162,4 +163,4 @@ class GroupedInput(Input):
 
     def rows_of(self, groups: U64) -> pa.Table:
         """Return the live rows of these groups."""
-        return rows_of(self._mirror, groups)
+        return find_group_rows(self._mirror, groups)

@@ -9,14 +9,14 @@ from tidemill.shards.api import TIME
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.spark.upsert.commands import ORDER, PARTITION, Commands
 
-RECORDS = 10
+RUN_RECORDS_MIN = 10
 """A run of this many dead letters without a good record is no accident; for a table that holds nothing, one
 suffices."""
-DEAD = "its newest records are all dead letters"
+DEAD_RUN_TEXT = "its newest records are all dead letters"
 _SHIFT = 20
 
 
-class Buried:
+class StepDeadLetters:
     """Count of the dead letters of one step, which may arrive in any number of pieces; none of the pieces is
     retained."""
 
@@ -35,7 +35,7 @@ class Buried:
             self._newest, self.last = newest, last
 
 
-class DeadRun:
+class DeadLetterRun:
     """Run of dead letters of a table. `count`: dead letters after the newest good record; `last`: position and reason
     of the newest of them."""
 
@@ -43,14 +43,14 @@ class DeadRun:
         self.count = 0
         self.last = ""
 
-    def of_many(self, records: int, buried: Buried) -> None:
+    def add_counted_step(self, records: int, buried: StepDeadLetters) -> None:
         """Add a step whose commands were not seen here: if it has fewer letters than records, one of them was good."""
         if buried.records < records:
             self.count = 0
         elif buried.records:
             self.count, self.last = self.count + buried.records, buried.last
 
-    def passed(self, commands: Commands | None, letters: pa.Table) -> None:
+    def add_step(self, commands: Commands | None, letters: pa.Table) -> None:
         """Add the result of one step, in order of time; `commands` None: no record of it was good."""
         if not letters.num_rows:
             self.count = 0 if commands else self.count
@@ -68,9 +68,9 @@ class DeadRun:
 
     def sentence(self, empty: bool) -> str:
         """Return the error text, or "" if there is no run. `empty`: the table holds no row."""
-        if not self.count or (self.count < RECORDS and not empty):
+        if not self.count or (self.count < RUN_RECORDS_MIN and not empty):
             return ""
-        return f"{DEAD}: count={self.count} {self.last}"
+        return f"{DEAD_RUN_TEXT}: count={self.count} {self.last}"
 
 
 def _newest_of(letters: pa.Table) -> tuple[tuple[int, int], str]:

@@ -32,7 +32,7 @@ log = structlog.get_logger()
 _Place = tuple[str, int]
 
 
-class DeadLetters:
+class DeadLetterWriter:
     """Writer of dead letters. `opened` returns the shard and creates it if absent; it is called on first use, and the
     caller retries it."""
 
@@ -60,10 +60,10 @@ class DeadLetters:
         if letters.num_rows == 0:
             return
         with self._one_at_a_time:
-            while not self._added(self._opened_shard(), letters):
+            while not self._try_add(self._opened_shard(), letters):
                 pass
 
-    def _added(self, shard: LogShard, letters: pa.Table) -> bool:
+    def _try_add(self, shard: LogShard, letters: pa.Table) -> bool:
         """Add the new letters; False if a peer was first, or evolved the shard: try again."""
         try:
             self._follow(shard)
@@ -96,7 +96,7 @@ class DeadLetters:
         except ConflictError:
             return False  # a peer added letters: read them before the next attempt
         self._upper = at + 1
-        self._learn(rows)
+        self._add_known(rows)
         return True
 
     def _follow(self, shard: LogShard) -> None:
@@ -113,10 +113,10 @@ class DeadLetters:
         if batches is None:
             batches = self._portal.call(shard.batches_until(upper - 1))
         for batch in batches:
-            self._learn(self._portal.call(shard.read_batch(batch, 0, batch.upper)))
+            self._add_known(self._portal.call(shard.read_batch(batch, 0, batch.upper)))
         self._upper = max(batch.upper for batch in batches)
 
-    def _learn(self, rows: pa.Table) -> None:
+    def _add_known(self, rows: pa.Table) -> None:
         for place, offsets, _ in _by_place(rows):
             known = self._known.get(place)
             self._known[place] = np.unique(offsets) if known is None else np.union1d(known, offsets)

@@ -15,12 +15,12 @@ from concurrent.futures import CancelledError
 import structlog
 
 from tidemill.base.errors import ClosedError, TidemillError
-from tidemill.base.runtime.tasks import keep_thread, sentence
-from tidemill.base.status.histogram import Stages
+from tidemill.base.runtime.tasks import error_sentence, run_unit_thread
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.spark.definition import CapturedTable, Input
-from tidemill.spark.ingest.dead_letters import DeadLetters
+from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_mark
+from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_status_name
 from tidemill.spark.ingest.schema_growth import has_grown
 from tidemill.spark.ingest.sources import TopicFeed, captured_feed, stream_feed
 from tidemill.spark.ingest.table_unit import TableUnit
@@ -40,39 +40,49 @@ log = structlog.get_logger()
 class Feed:
     """One source: its sink, once it is open, and its table units."""
 
-    def __init__(self, source: str, tables: dict[str, Input], host: PipelineContext, dead_letters: DeadLetters) -> None:
+    def __init__(
+        self, source: str, tables: dict[str, Input], host: PipelineContext, dead_letters: DeadLetterWriter
+    ) -> None:
         self.source = source
-        self.mark = feed_mark(host.settings.name, source)
+        self.mark = feed_status_name(host.settings.name, source)
         self.bindings_mark = f"{self.mark}:bindings"
         self.sink: FeedSink | None = None
         self._host = host
         self._dead = dead_letters
         self._follows = False
         self.units = [
-            TableUnit(name, source, table.upstream, self._look_up(table), host, lambda: self.sink, self._grown(table))
+            TableUnit(
+                name,
+                source,
+                table.upstream,
+                self._feed_lookup(table),
+                host,
+                lambda: self.sink,
+                self._growth_check(table),
+            )
             for name, table in sorted(tables.items())
         ]
 
-    def _look_up(self, table: Input) -> Callable[[], TopicFeed]:
+    def _feed_lookup(self, table: Input) -> Callable[[], TopicFeed]:
         host = self._host
 
-        def look() -> TopicFeed:
+        def find_feed() -> TopicFeed:
             catalogue = host.stores.catalogue
             if isinstance(table, CapturedTable):
                 return host.portal.call(captured_feed(catalogue, table.capture, table.table))
             return host.portal.call(stream_feed(catalogue, table.topic, table.schema))
 
-        return look
+        return find_feed
 
-    def _grown(self, table: Input) -> Callable[[TopicFeed], bool]:
+    def _growth_check(self, table: Input) -> Callable[[TopicFeed], bool]:
         host = self._host
 
-        def grown(feed: TopicFeed) -> bool:
+        def has_newer_version(feed: TopicFeed) -> bool:
             if not isinstance(table, CapturedTable):
                 return False
             return host.portal.call(has_grown(host.stores.catalogue, table.capture, table.table, feed))
 
-        return grown
+        return has_newer_version
 
     def wake(self) -> None:
         """Wake all waits, because the pipeline ends."""
@@ -87,29 +97,31 @@ class Feed:
         threads = [threading.Thread(target=unit.run, name=f"table-{unit.name}", daemon=True) for unit in self.units]
         for thread in threads:
             thread.start()
-        keep_thread(self.mark, self._feed, tracker=host.tracker, clock=host.stores.clock, ending=host.ending)
+        run_unit_thread(
+            self.mark, self._advance_tables, tracker=host.tracker, clock=host.stores.clock, ending=host.ending
+        )
 
-    def _feed(self) -> None:
+    def _advance_tables(self) -> None:
         host, clock = self._host, self._host.stores.clock
-        sink = self.sink = self.sink or self._open()
-        self._follow(sink)
+        sink = self.sink = self.sink or self._open_sink()
+        self._follow_bindings(sink)
         uses_spark = False
         while not host.ending.is_set():
             if not uses_spark and host.session_ready.is_set() and host.spark is not None:
-                sink.use(host.spark.sparkContext)
+                sink.use_spark(host.spark.sparkContext)
                 uses_spark = True
             if sink.due_in_s == 0:  # a time was bound, or a table's pause ended, or a table joined
                 began_s = clock.monotonic_s()
-                sink.forward()
+                sink.advance()
                 round_s = ROUND_S if host.session_ready.is_set() else WARM_ROUND_S
                 took_s = clock.monotonic_s() - began_s
                 host.ending.wait(WATCH_S if sink.error else max(0.0, round_s - took_s))
             else:
-                host.tracker.heal(self.mark)
+                host.tracker.clear_failure(self.mark)
             sink.seats.changed.wait(sink.due_in_s)
             sink.seats.changed.clear()
 
-    def _open(self) -> FeedSink:
+    def _open_sink(self) -> FeedSink:
         host = self._host
         return FeedSink(
             host.portal,
@@ -117,23 +129,23 @@ class Feed:
             self.source,
             host.portal.call(host.stores.remap(self.source)),
             (),
-            host.stages.setdefault(self.source, Stages()),
+            host.stages.setdefault(self.source, StageHistograms()),
             dead_letters=self._dead,
             scratch=host.settings.scratch,
         )
 
-    def _follow(self, sink: FeedSink) -> None:
+    def _follow_bindings(self, sink: FeedSink) -> None:
         """Wake the feed for every time that is bound, until the pipeline ends."""
         host = self._host
 
         def follow() -> None:
             while not host.ending.is_set():
                 try:
-                    host.portal.call(sink.arrival(FOLLOW_S))
+                    host.portal.call(sink.wait_for_binding(FOLLOW_S))
                 except (ClosedError, CancelledError):
                     return  # the process ends
                 except TidemillError as error:  # the status report reads bindings too, and reports the error
-                    log.debug("cannot follow bindings", source=self.source, error=sentence(error))
+                    log.debug("cannot follow bindings", source=self.source, error=error_sentence(error))
                     host.ending.wait(WATCH_S)
 
         if not self._follows:

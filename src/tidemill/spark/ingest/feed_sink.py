@@ -28,21 +28,21 @@ import pyarrow as pa
 
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.runtime.tasks import sentence
-from tidemill.base.status.histogram import Stages
+from tidemill.base.runtime.tasks import error_sentence
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.api import Remap
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.ingest.dead_letter_run import Buried
-from tidemill.spark.ingest.dead_letters import DeadLetters
-from tidemill.spark.ingest.distributed_step import ByTasks
-from tidemill.spark.ingest.fetch_decode import DECODERS, Batches, Decoded, decode, fetch
-from tidemill.spark.ingest.oversized_step import LargeStep
+from tidemill.spark.ingest.dead_letter_run import StepDeadLetters
+from tidemill.spark.ingest.dead_letters import DeadLetterWriter
+from tidemill.spark.ingest.distributed_step import DistributedStep
+from tidemill.spark.ingest.fetch_decode import DECODERS, Batches, Decoded, decode, fetch_batches
+from tidemill.spark.ingest.oversized_step import OversizedStep
 from tidemill.spark.ingest.prefetch import Prefetcher
 from tidemill.spark.ingest.schema_growth import SourceSchemaGrewError
-from tidemill.spark.ingest.step_planner import STEP_BYTES, STEP_RECORDS, Planner, Step
+from tidemill.spark.ingest.step_planner import STEP_BYTES, STEP_RECORDS, Step, StepPlanner
 from tidemill.spark.ingest.table_schedule import IDLE_MOVE_S, ScheduledTable, TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.ingest.unresolved_updates import lost_letters
+from tidemill.spark.ingest.unresolved_updates import letters_of_lost
 from tidemill.spark.stores import Stores
 from tidemill.spark.upsert.commands import Commands
 
@@ -59,7 +59,7 @@ class TableStopsError(InvalidError):
     """The table is advanced to the last time before a record that it cannot represent, and no further."""
 
 
-class _Work(msgspec.Struct):
+class _StepWork(msgspec.Struct):
     """Work of one table in a round. `upper` shrinks if the table stops."""
 
     seat: ScheduledTable
@@ -87,9 +87,9 @@ class FeedSink:
         source: str,
         remap: Remap,
         tables: Sequence[TableWriter],
-        stages: Stages,
+        stages: StageHistograms,
         *,
-        dead_letters: DeadLetters | None = None,
+        dead_letters: DeadLetterWriter | None = None,
         inline_rows: int | None = None,
         idle_move_s: float = IDLE_MOVE_S,
         decoders: int = DECODERS,
@@ -109,10 +109,10 @@ class FeedSink:
         self._most_inline = STEP_RECORDS
         self._scratch = scratch
         self.seats = TableSchedule(stores.clock, stages, idle_move_s)
-        self._planner = Planner(stores, remap)
+        self._planner = StepPlanner(stores, remap)
         self._helpers = ThreadPoolExecutor(decoders, f"decode-{source}") if decoders else None
         self._ahead = Prefetcher(portal, stores, remap, self._helpers)
-        self._by_tasks: ByTasks | None = None
+        self._by_tasks: DistributedStep | None = None
         self._stopping = threading.Event()
         self._one_at_a_time = threading.Lock()
         self.idle = threading.Event()
@@ -122,46 +122,46 @@ class FeedSink:
             self.seats.attach(table)
 
     @property
-    def taken_bytes(self) -> int:
+    def in_flight_bytes(self) -> int:
         """Stored bytes of the current round and of the prefetched step; at most three steps' worth."""
         return self._round_bytes + self._ahead.bytes
 
     @property
-    def resting(self) -> list[TableWriter]:
+    def idle_tables(self) -> list[TableWriter]:
         """Tables that no thread is changing, so their mirrors may be saved: a half-applied change would be trusted
         later."""
-        return self.seats.at_rest if self.idle.is_set() else []
+        return self.seats.idle_tables if self.idle.is_set() else []
 
-    def use(self, context: SparkContext) -> None:
+    def use_spark(self, context: SparkContext) -> None:
         """Allow Spark tasks for larger steps from now on; until then every step is computed here."""
         local = str(context.master).startswith("local")
         wanted = self._inline_rows if self._inline_rows is not None else STEP_RECORDS if local else INLINE_ROWS
-        self._by_tasks, self._most_inline = ByTasks(context, self._stores), wanted
+        self._by_tasks, self._most_inline = DistributedStep(context, self._stores), wanted
 
     def stop(self) -> None:
         """End the current batch as soon as possible, and start no other."""
         self._stopping.set()
 
-    def forward(self, end: int | None = None) -> None:
+    def advance(self, end: int | None = None) -> None:
         """Process to `end`, or else to the newest binding; if storage is unavailable, set `error`."""
         try:
             self.process(self.latest() if end is None else end)
         except (UnavailableError, UnknownOutcomeError) as error:
-            self.error = sentence(error)
+            self.error = error_sentence(error)
 
-    def time_comes(self, end: int) -> None:
+    def advance_to(self, end: int) -> None:
         """Advance to the end of a micro-batch. If a round is running, return: its thread continues to this end."""
         if end > self.target:
             self.target = end
             self.seats.changed.set()
         if self.idle.is_set():
-            self.forward(end)
+            self.advance(end)
 
     def latest(self) -> int:
         """Return the end of the newest binding: the target of this feed's tables."""
-        return self._portal.call(self.newest())
+        return self._portal.call(self.fetch_newest_time())
 
-    async def newest(self) -> int:
+    async def fetch_newest_time(self) -> int:
         """Return the same as `latest`, on the portal's loop."""
         newest = await self.remap.latest()
         end = newest.time_ms + 1 if newest is not None else 0
@@ -170,10 +170,10 @@ class FeedSink:
             self.seats.changed.set()
         return self.target
 
-    async def arrival(self, timeout_s: float) -> None:
+    async def wait_for_binding(self, timeout_s: float) -> None:
         """Return once there is a binding newer than the newest seen, and update `target`, or after the timeout."""
         if await self.remap.wait(self.target - 1, timeout_s):
-            await self.newest()
+            await self.fetch_newest_time()
 
     @property
     def due_in_s(self) -> float | None:
@@ -189,55 +189,55 @@ class FeedSink:
             self.idle.clear()
             try:
                 while not self._stopping.is_set():
-                    for seat in [seat for seat in self.seats.due(end) if seat.table.outgrown]:
-                        self.seats.fault(
+                    for seat in [seat for seat in self.seats.due_tables(end) if seat.table.outgrown]:
+                        self.seats.handle_failure(
                             seat,
                             SourceSchemaGrewError(f"the source has a new description of the table: shard={seat.name}."),
                         )
-                    due = self.seats.due(end)
+                    due = self.seats.due_tables(end)
                     if not due:
                         self.error = ""
                         return
-                    self._round(due, end)
+                    self._run_round(due, end)
             finally:
                 self._round_bytes = 0
-                self._ahead.drop()
+                self._ahead.discard()
                 self.idle.set()
                 self.seats.changed.set()
 
     # one round ----------------------------------------------------------------------------------------
-    def _round(self, due: Sequence[ScheduledTable], end: int) -> None:
+    def _run_round(self, due: Sequence[ScheduledTable], end: int) -> None:
         """Process one step of every table that fits into the round's share of memory; at least one."""
-        self._planner.begin()
-        ahead = next((s for s in due if self._ahead.is_for(s.name, _feed(s), s.table.upper)), None)
-        prepared = self._ahead.take() if ahead is not None else None
+        self._planner.start_round()
+        ahead = next((s for s in due if self._ahead.is_for(s.name, _feed_of(s), s.table.upper)), None)
+        prepared = self._ahead.wait_result() if ahead is not None else None
         to_plan = [s for s in due if prepared is None or s is not ahead]
-        planned = self._gather([(s, self._planner.next(s.name, _feed(s), s.table.upper, end)) for s in to_plan])
-        small: list[_Work] = []
+        planned = self._gather([(s, self._planner.next(s.name, _feed_of(s), s.table.upper, end)) for s in to_plan])
+        small: list[_StepWork] = []
         for seat, step in planned:
             if step.large:
-                self._take_aside(seat, step)
+                self._start_oversized(seat, step)
             elif not step.slices and step.upper >= end and self.seats.moved_lately(seat):
                 seat.nothing_until = step.upper
             else:
-                small.append(_Work(seat, step, step.upper))
+                small.append(_StepWork(seat, step, step.upper))
         if ahead is not None and prepared is not None:
-            small.append(_Work(ahead, prepared.step, prepared.step.upper, prepared.decoded))
-        work = _share(small)
-        self.seats.came_to("planned", (w.step for w in work))
+            small.append(_StepWork(ahead, prepared.step, prepared.step.upper, prepared.decoded))
+        work = _select_round(small)
+        self.seats.record_latency("planned", (w.step for w in work))
         self._round_bytes = sum(w.step.bytes for w in work)
-        self._read_ahead(small, work, end)
+        self._prefetch_next(small, work, end)
         big = [w for w in work if w.step.records > self._most_inline]
-        self._inline([w for w in work if w not in big])
+        self._run_inline([w for w in work if w not in big])
         if big:
-            self._in_spark(big)
+            self._run_distributed(big)
 
-    def _read_ahead(self, small: Sequence[_Work], work: Sequence[_Work], end: int) -> None:
+    def _prefetch_next(self, small: Sequence[_StepWork], work: Sequence[_StepWork], end: int) -> None:
         """Prefetch the step that is certainly needed next: of the table that will then be furthest behind."""
         after = [((w.upper if w in work else w.step.lower), w.seat.name, w.seat) for w in small]
         lower, _, seat = min(after, key=lambda one: one[:2], default=(end, "", None))
         if lower < end and seat is not None:
-            self._ahead.begin(seat.name, _feed(seat), lower, end, self._most_inline)
+            self._ahead.start(seat.name, _feed_of(seat), lower, end, self._most_inline)
 
     def _gather(self, calls: Sequence[tuple[ScheduledTable, Any]]) -> list[tuple[ScheduledTable, Any]]:
         """Await all calls concurrently on the portal's loop. Failures are reported to their tables, results
@@ -249,132 +249,132 @@ class FeedSink:
         out = []
         for (seat, _), found in zip(calls, self._portal.call(run()), strict=True):
             if isinstance(found, BaseException):
-                self.seats.fault(seat, found)
+                self.seats.handle_failure(seat, found)
             else:
                 out.append((seat, found))
         return out
 
-    def _inline(self, work: Sequence[_Work]) -> None:
+    def _run_inline(self, work: Sequence[_StepWork]) -> None:
         """Decode and resolve on this thread; then write the parts and appends of all tables concurrently."""
         by_seat = {w.seat.name: w for w in work}
         self._fetch([w for w in work if w.decoded is None])
-        self.seats.came_to("decoded", (w.step for w in work if w.decoded is not None))
-        ready = [w for w in work if w.decoded is not None and self.seats.alone(w.seat, partial(self._drain, w))]
+        self.seats.record_latency("decoded", (w.step for w in work if w.decoded is not None))
+        ready = [w for w in work if w.decoded is not None and self.seats.run_isolated(w.seat, partial(self._drain, w))]
         appended = self._gather([(w.seat, self._append(w)) for w in ready])
         for seat, won in appended:
             item = by_seat[seat.name]
-            self.seats.alone(seat, partial(self._settle, item, won))
+            self.seats.run_isolated(seat, partial(self._settle, item, won))
 
-    def _fetch(self, work: Sequence[_Work]) -> None:
+    def _fetch(self, work: Sequence[_StepWork]) -> None:
         """Fetch for all tables concurrently, then decode; an unreadable table gets the error."""
-        fetched = self._portal.call(fetch(self._stores.objects, [w.step.descriptors for w in work]))
+        fetched = self._portal.call(fetch_batches(self._stores.objects, [w.step.descriptors for w in work]))
         for item, batches in zip(work, fetched, strict=True):
             if isinstance(batches, TidemillError):
-                self.seats.fault(item.seat, batches)
+                self.seats.handle_failure(item.seat, batches)
             else:
-                self.seats.alone(item.seat, partial(self._decode, item, batches))
+                self.seats.run_isolated(item.seat, partial(self._decode, item, batches))
 
-    def _decode(self, item: _Work, batches: Batches) -> None:
-        item.decoded = decode(_feed(item.seat), item.step.descriptors, batches, self._helpers)
+    def _decode(self, item: _StepWork, batches: Batches) -> None:
+        item.decoded = decode(_feed_of(item.seat), item.step.descriptors, batches, self._helpers)
 
-    def _drain(self, item: _Work) -> None:
+    def _drain(self, item: _StepWork) -> None:
         table, decoded = item.table, item.decoded
         assert decoded is not None
         item.decoded = None  # the operator owns it from here on
         item.commands, item.dead = decoded.commands, decoded.dead
         if decoded.stop is not None:
-            item.upper = _before(decoded.stop, item.step.lower)
-        self._bury(decoded.dead)
-        table.operator.begin(decoded.commands)
+            item.upper = _stop_time(decoded.stop, item.step.lower)
+        self._put_dead_letters(decoded.dead)
+        table.operator.replace_stash(decoded.commands)
         table.operator.advance(item.upper)
         item.pending = table.operator.drain()
-        self._bury(lost_letters(_feed(item.seat), item.pending.lost))
+        self._put_dead_letters(letters_of_lost(_feed_of(item.seat), item.pending.lost))
 
-    async def _append(self, item: _Work) -> bool:
+    async def _append(self, item: _StepWork) -> bool:
         found = item.pending
         if found.upper <= found.lower:
             return True
         parts = await item.table.write(found.updates)
-        self.seats.came_to("written", [item.step])
+        self.seats.record_latency("written", [item.step])
         return await item.table.append(found.lower, found.upper, parts)
 
-    def _settle(self, item: _Work, won: bool) -> None:
+    def _settle(self, item: _StepWork, won: bool) -> None:
         if won and item.pending.upper > item.pending.lower:
             item.table.committed(item.pending)
         elif not won:
             item.table.follow()
-        item.table.dead_run.passed(item.commands, item.dead)
+        item.table.dead_run.add_step(item.commands, item.dead)
         item.commands = item.dead = None
-        self.seats.went_on(item.seat, item.step, item.step.records)
+        self.seats.record_progress(item.seat, item.step, item.step.records)
 
-    def _in_spark(self, work: Sequence[_Work]) -> None:
+    def _run_distributed(self, work: Sequence[_StepWork]) -> None:
         """Compute the steps in Spark: tasks by table and hash range write parts, the driver appends."""
         assert self._by_tasks is not None
         results = self._by_tasks.run([(w.table, w.step) for w in work])
-        self.seats.came_to("written", (w.step for w in work if not results[w.seat.name].inline))
+        self.seats.record_latency("written", (w.step for w in work if not results[w.seat.name].inline))
         over = []
         for item in work:
             found = results[item.seat.name]
             if found.inline:
                 over.append(item)
-            elif self.seats.alone(item.seat, partial(self._take_results, item, found)):
-                buried = Buried()
+            elif self.seats.run_isolated(item.seat, partial(self._append_results, item, found)):
+                buried = StepDeadLetters()
                 buried.add(found.dead)
-                item.table.dead_run.of_many(item.step.records, buried)
-                self.seats.went_on(item.seat, item.step, item.step.records)
-        self._inline(over)
+                item.table.dead_run.add_counted_step(item.step.records, buried)
+                self.seats.record_progress(item.seat, item.step, item.step.records)
+        self._run_inline(over)
 
-    def _take_results(self, item: _Work, found: Any) -> None:
+    def _append_results(self, item: _StepWork, found: Any) -> None:
         assert self._by_tasks is not None
-        self._bury(found.dead)
+        self._put_dead_letters(found.dead)
         self._by_tasks.append(item.table, item.step, found)
 
-    def _bury(self, letters: Any) -> None:
+    def _put_dead_letters(self, letters: Any) -> None:
         if letters.num_rows and self._dead is not None:
             self._dead.put(letters)
 
     # a time larger than a step --------------------------------------------------------------------------
-    def _take_aside(self, seat: ScheduledTable, step: Step) -> None:
+    def _start_oversized(self, seat: ScheduledTable, step: Step) -> None:
         seat.aside = True
-        threading.Thread(target=self._large, args=(seat, step), name=f"large-{seat.name}", daemon=True).start()
+        threading.Thread(target=self._run_oversized, args=(seat, step), name=f"large-{seat.name}", daemon=True).start()
 
-    def _large(self, seat: ScheduledTable, step: Step) -> None:
+    def _run_oversized(self, seat: ScheduledTable, step: Step) -> None:
         try:
-            self.seats.alone(seat, partial(self._large_step, seat, step))
+            self.seats.run_isolated(seat, partial(self._oversized_step, seat, step))
         finally:
             seat.aside = False
             self.seats.changed.set()
 
-    def _large_step(self, seat: ScheduledTable, step: Step) -> None:
+    def _oversized_step(self, seat: ScheduledTable, step: Step) -> None:
         table = seat.table
         scratch = (self._scratch or table.mirror_dir.parent.parent) / "large" / seat.name
-        table.progress.begin(step.records + step.to_go)
-        large = LargeStep(self._stores, table, step, scratch, table.progress.add)
-        buried = Buried()
+        table.progress.start(step.records + step.to_go)
+        large = OversizedStep(self._stores, table, step, scratch, table.progress.add)
+        buried = StepDeadLetters()
 
         def bury(letters: pa.Table) -> None:
-            self._bury(letters)
+            self._put_dead_letters(letters)
             buried.add(letters)
 
         if not large.run(bury, self._stopping.is_set):
             return
-        table.dead_run.of_many(step.records, buried)
+        table.dead_run.add_counted_step(step.records, buried)
         if large.stop is not None:
-            large.upper = _before(large.stop, step.lower)
+            large.upper = _stop_time(large.stop, step.lower)
         if self._portal.call(table.append(step.lower, large.upper, large.parts)):
-            table.took(large.changes, step.lower, large.upper, large.rows)
+            table.apply_external(large.changes, step.lower, large.upper, large.rows)
         else:
             table.follow()
-        self.seats.went_on(seat, step, 0)
+        self.seats.record_progress(seat, step, 0)
 
 
-def _feed(seat: ScheduledTable) -> Any:
+def _feed_of(seat: ScheduledTable) -> Any:
     feed = seat.table.feed
     assert feed is not None
     return feed
 
 
-def _share(work: Sequence[_Work]) -> list[_Work]:
+def _select_round(work: Sequence[_StepWork]) -> list[_StepWork]:
     """Choose small steps first, up to one step's worth of memory, but always the table that is furthest behind."""
     if not work:
         return []
@@ -389,7 +389,7 @@ def _share(work: Sequence[_Work]) -> list[_Work]:
     return chosen
 
 
-def _before(stop: Stop, lower: int) -> int:
+def _stop_time(stop: Stop, lower: int) -> int:
     """Return the time up to which a table that stops may advance.
 
     Raises TableStopsError if the table is there already, SourceSchemaGrewError if it then continues under a new schema

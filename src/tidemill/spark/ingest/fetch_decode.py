@@ -21,12 +21,20 @@ from tidemill.shards.api import TIME
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.spark.decode.captured import CapturedDecoder, Stop
 from tidemill.spark.decode.dead_letter_rows import no_dead_letters
-from tidemill.spark.decode.offset_slices import Descriptor, record_count
-from tidemill.spark.decode.records import Records, blocks_of
+from tidemill.spark.decode.offset_slices import SliceDescriptor, record_count
+from tidemill.spark.decode.records import Records, cut_blocks
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.stores import shared_objects
-from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join, no_commands, select, times_of
+from tidemill.spark.upsert.commands import (
+    BEFORE_ALL,
+    Commands,
+    Truncate,
+    filter_commands,
+    join_commands,
+    no_commands,
+    times_of,
+)
 from tidemill.topics.batch_reads import read_batches
 
 T = TypeVar("T")
@@ -43,7 +51,7 @@ class Decoded(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=256)
-def _decoder(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
+def _decoder_for(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
     if not feed.captured:
         return StreamDecoder(feed.schema)
     forms = None if feed.forms is None else dict(feed.forms)
@@ -52,29 +60,29 @@ def _decoder(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
 
 DECODERS = 2
 """Threads that help a driver's `decode`. Half of a block's time is native code, during which another thread can run."""
-BESIDE = 2 * DECODERS
+BLOCKS_IN_FLIGHT = 2 * DECODERS
 """Blocks that are decoded concurrently."""
-BESIDE_RECORDS = 5_000
+MIN_PARALLEL_RECORDS = 5_000
 """Below this many records the calling thread decodes: handing them to a helper would take as long."""
 
 
 def decode(
-    feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches, helpers: Executor | None = None
+    feed: TopicFeed, descriptors: Sequence[SliceDescriptor], batches: Batches, helpers: Executor | None = None
 ) -> Decoded:
     """Decode `batches[i]`, the record batches of `descriptors[i]`. Undecodable records are in the result, never
     raised."""
     parts = list(decode_blocks(feed, descriptors, batches, helpers))
     stop = min((part.stop for part in parts if part.stop is not None), default=None)
-    commands = join(feed.schema, [part.commands for part in parts])
+    commands = join_commands(feed.schema, [part.commands for part in parts])
     dead = pa.concat_tables([part.dead for part in parts]) if parts else no_dead_letters()
     if stop is not None:
-        commands = select(commands, times_of(commands) < stop.time_ms)
+        commands = filter_commands(commands, times_of(commands) < stop.time_ms)
         dead = dead.filter(pa.array(int64s(dead, TIME) < stop.time_ms))
     return Decoded(commands, dead, stop)
 
 
 def decode_blocks(
-    feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches, helpers: Executor | None = None
+    feed: TopicFeed, descriptors: Sequence[SliceDescriptor], batches: Batches, helpers: Executor | None = None
 ) -> Iterator[Decoded]:
     """Decode block by block, in order, as `decode`. The input of a block is released when the next block is taken, or
     with helpers BESIDE blocks later.
@@ -85,10 +93,10 @@ def decode_blocks(
     blocks = (
         records
         for descriptor, data in zip(descriptors, batches, strict=True)
-        for records in blocks_of(descriptor.slice, data, descriptor.refs)
+        for records in cut_blocks(descriptor.slice, data, descriptor.refs)
     )
-    few = record_count([d.slice for d in descriptors]) < BESIDE_RECORDS
-    yield from map(read, blocks) if helpers is None or few else _beside(helpers, read, blocks)
+    few = record_count([d.slice for d in descriptors]) < MIN_PARALLEL_RECORDS
+    yield from map(read, blocks) if helpers is None or few else _map_concurrently(helpers, read, blocks)
     # The table restarts on this topic: a re-snapshot of a captured table, or a stream that was deleted and created
     # again. Rows that are not in the new topic are deleted. All partitions are truncated at one time, even those
     # without records in this interval, so the result does not depend on how intervals are cut.
@@ -99,19 +107,19 @@ def decode_blocks(
         yield Decoded(Commands(no_commands(feed.schema).rows, gone), no_dead_letters())
 
 
-def _beside(helpers: Executor, call: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
+def _map_concurrently(helpers: Executor, call: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
     """Map `call` over items in order, with several calls running concurrently."""
     under_way: deque[Future[U]] = deque()
     for item in items:
         under_way.append(helpers.submit(call, item))
-        if len(under_way) == BESIDE:
+        if len(under_way) == BLOCKS_IN_FLIGHT:
             yield under_way.popleft().result()
     while under_way:
         yield under_way.popleft().result()
 
 
 def decode_block(feed: TopicFeed, records: Records) -> Decoded:
-    decoder = _decoder(feed)
+    decoder = _decoder_for(feed)
     if isinstance(decoder, CapturedDecoder):
         found = decoder.decode(records)
         return Decoded(found.commands, found.dead, found.stop)
@@ -122,8 +130,8 @@ Batches = Sequence[Sequence[Buffer]]
 """Record batches by descriptor: for each, those of its slice."""
 
 
-async def fetch(
-    objects: ObjectStore, tables: Sequence[Sequence[Descriptor]]
+async def fetch_batches(
+    objects: ObjectStore, tables: Sequence[Sequence[SliceDescriptor]]
 ) -> list[list[list[Buffer]] | TidemillError]:
     """Fetch the record batches of each table's descriptors from the bucket alone; an unreadable table yields the error.
 
@@ -138,18 +146,18 @@ async def fetch(
     return out
 
 
-def fetch_here(portal: BlockingPortal, objects: ObjectStore, descriptors: Sequence[Descriptor]) -> Batches:
+def fetch_table(portal: BlockingPortal, objects: ObjectStore, descriptors: Sequence[SliceDescriptor]) -> Batches:
     """Fetch the record batches of one table. Raises as reading them."""
-    (found,) = portal.call(fetch(objects, [descriptors]))
+    (found,) = portal.call(fetch_batches(objects, [descriptors]))
     if isinstance(found, TidemillError):
         raise found
     return found
 
 
-def decode_here(objects_url: str, feed: TopicFeed, descriptors: Sequence[Descriptor]) -> Decoded:
+def fetch_and_decode(objects_url: str, feed: TopicFeed, descriptors: Sequence[SliceDescriptor]) -> Decoded:
     """Fetch and decode in a worker process."""
     portal, objects = shared_objects(objects_url)
-    return decode(feed, descriptors, fetch_here(portal, objects, descriptors))
+    return decode(feed, descriptors, fetch_table(portal, objects, descriptors))
 
 
 def to_ipc(table: pa.Table) -> bytes:
@@ -173,7 +181,7 @@ def boot_id() -> str:
         return ""
 
 
-def saved_under(life: str) -> str:
+def mirror_identity(life: str) -> str:
     """Return the identity under which a mirror on disk is saved and trusted: this boot, and this life of consensus.
     After a restore, consensus may accept appends that do not continue the mirror's contents."""
     return f"{boot_id()} {life}".strip()

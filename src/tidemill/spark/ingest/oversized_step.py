@@ -23,31 +23,31 @@ from tidemill.shards.parts.arrow_rows import Index, int64s
 from tidemill.shards.parts.checksums import checksum
 from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.ingest.fetch_decode import decode_blocks, fetch_here
-from tidemill.spark.ingest.step_planner import STEP_BYTES, Step, pieces
+from tidemill.spark.ingest.fetch_decode import decode_blocks, fetch_table
+from tidemill.spark.ingest.step_planner import STEP_BYTES, Step, split_descriptors
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.ingest.unresolved_updates import lost_letters
+from tidemill.spark.ingest.unresolved_updates import letters_of_lost
 from tidemill.spark.stores import Stores
 from tidemill.spark.upsert.commands import (
     RECORD_KEY,
     UNCHANGED,
     Commands,
     Truncate,
-    leaving_schema,
-    select,
+    filter_commands,
+    partial_command_schema,
     times_of,
 )
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.range_mirror import cut
+from tidemill.spark.upsert.range_mirror import cut_by_hash
 from tidemill.spark.upsert.resolve import KeyChanges, no_changes, resolve
-from tidemill.spark.upsert.sorted_runs import Run
+from tidemill.spark.upsert.sorted_runs import SortedRun
 
 RANGE_RECORDS = 250_000
 RANGE_BYTES = 64 << 20
 """Size of stored record batches; decoded they take several times as much."""
 
 
-class LargeStep:
+class OversizedStep:
     """Computation of an oversized step. `run` produces parts and changes; the caller appends. `progressed(records)` is
     called after every block."""
 
@@ -79,18 +79,18 @@ class LargeStep:
         try:
             if not self._spill(bury, stopping):
                 return False
-            self._resolve(bury)
+            self._resolve_ranges(bury)
             return True
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _spill(self, bury: Callable[[pa.Table], None], stopping: Callable[[], bool]) -> bool:
-        schema = leaving_schema(self._table.schema)
+        schema = partial_command_schema(self._table.schema)
         sinks = [pa.OSFile(str(self._file(number)), "wb") for number in range(self._ranges)]
         writers = [pa.ipc.new_stream(sink, schema) for sink in sinks]
         try:
-            for piece in pieces(self._step.descriptors, STEP_BYTES):
-                batches = fetch_here(self._table.portal, self._stores.objects, [piece])
+            for piece in split_descriptors(self._step.descriptors, STEP_BYTES):
+                batches = fetch_table(self._table.portal, self._stores.objects, [piece])
                 for block in decode_blocks(self._feed, [piece], batches):
                     if stopping():
                         return False
@@ -99,7 +99,7 @@ class LargeStep:
                         self.upper = min(self.upper, self.stop.time_ms)
                     bury(block.dead.filter(pa.array(int64s(block.dead, TIME) < self.upper)))
                     self._truncates += block.commands.truncates
-                    self._write(block.commands.rows, writers)
+                    self._write_by_range(block.commands.rows, writers)
                     self._progressed(block.commands.rows.num_rows + block.dead.num_rows)
         finally:
             for writer, sink in zip(writers, sinks, strict=True):
@@ -110,22 +110,22 @@ class LargeStep:
                 self._crcs.append(checksum(written.read_buffer()))
         return True
 
-    def _write(self, rows: pa.Table, writers: Sequence[Any]) -> None:
+    def _write_by_range(self, rows: pa.Table, writers: Sequence[Any]) -> None:
         if not rows.num_rows:
             return
         for name in (UNCHANGED, RECORD_KEY):
             if name not in rows.column_names:
                 rows = rows.append_column(name, pa.nulls(rows.num_rows, pa.binary()))
-        for mine, writer in zip(cut(rows, self._table.schema.key, self._ranges), writers, strict=True):
+        for mine, writer in zip(cut_by_hash(rows, self._table.schema.key, self._ranges), writers, strict=True):
             if mine.num_rows:
                 writer.write_table(mine)
 
-    def _resolve(self, bury: Callable[[pa.Table], None]) -> None:
+    def _resolve_ranges(self, bury: Callable[[pa.Table], None]) -> None:
         # Ranges ascend, so their changes form one run.
-        run = self._table.operator.mirror.store(self._resolved(bury))
+        run = self._table.operator.mirror.store_run(self._resolve_each_range(bury))
         self.changes = KeyChanges(run.rows, run.hashes, run.live, run.path)
 
-    def _resolved(self, bury: Callable[[pa.Table], None]) -> Iterator[Run]:
+    def _resolve_each_range(self, bury: Callable[[pa.Table], None]) -> Iterator[SortedRun]:
         schema, mirror = self._table.schema, self._table.operator.mirror
         for number in range(self._ranges):
             with pa.memory_map(str(self._file(number)), "rb") as source:
@@ -136,20 +136,20 @@ class LargeStep:
                     )
                 rows = pa.ipc.open_stream(data).read_all()
                 commands = Commands(rows, tuple(self._truncates))
-                commands = select(commands, times_of(commands) < self.upper)
-                view = _RangeOf(mirror, schema.key, number, self._ranges)
+                commands = filter_commands(commands, times_of(commands) < self.upper)
+                view = _RangeView(mirror, schema.key, number, self._ranges)
                 resolved = resolve(schema, commands, view, self._step.lower, self.upper)
                 del rows, commands, data
-            bury(lost_letters(self._feed, resolved.lost))
+            bury(letters_of_lost(self._feed, resolved.lost))
             self.parts += self._table.portal.call(self._table.write(resolved.updates))
             self.rows += resolved.updates.num_rows
-            yield Run(resolved.changes.rows, resolved.changes.hashes, resolved.changes.live)
+            yield SortedRun(resolved.changes.rows, resolved.changes.hashes, resolved.changes.live)
 
     def _file(self, number: int) -> Path:
         return self._directory / f"range-{number}.arrow"
 
 
-class _RangeOf:
+class _RangeView:
     """View of a mirror restricted to one range, for truncations; lookups only ask for keys of the range anyway."""
 
     def __init__(self, mirror: Mirror, key: tuple[str, ...], number: int, ranges: int) -> None:

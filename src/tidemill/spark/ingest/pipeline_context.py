@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.private_directories import make_private_directory
-from tidemill.base.status.freshness import REFUSED
-from tidemill.base.status.histogram import Stages
+from tidemill.base.status.freshness import REFUSED_SEPARATOR
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.base.status.status import StatusTracker
 from tidemill.shards.api import ShardSchema
-from tidemill.spark.ingest.schema_growth import grow, held
+from tidemill.spark.ingest.schema_growth import evolve_shard, keep_shard_types
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.table_ownership import TableOwnership
 from tidemill.spark.ingest.table_writer import TableWriter
@@ -46,7 +46,7 @@ class PipelineContext:
     def __init__(self, settings: DriverSettings, claims: TableOwnership) -> None:
         self.settings = settings
         self.claims = claims
-        self.stages: dict[str, Stages] = {}
+        self.stages: dict[str, StageHistograms] = {}
         """Latency of commits by stage, for each source that feeds tables."""
         self.portal = BlockingPortal(f"pipeline-{settings.name}")
         self.stores: Stores
@@ -73,9 +73,9 @@ class PipelineContext:
             return False
         if self.spark_local is not None and not self.spark_local.is_dir():
             return True
-        return process.poll() is not None or (self.spark is not None and _given_up(self.spark))
+        return process.poll() is not None or (self.spark is not None and _is_context_stopped(self.spark))
 
-    def retried(self, call: Callable[[], T]) -> T:
+    def retry_until_available(self, call: Callable[[], T]) -> T:
         """Call until storage answers or the pipeline ends."""
         while True:
             try:
@@ -85,17 +85,17 @@ class PipelineContext:
                 if self.ending.wait(STORAGE_RETRY_S):
                     raise
 
-    def writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
+    def open_writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
         """Open the shard, created if absent and evolved if `schema` has more, with a hydrated mirror.
 
         The feed then decodes to the shard's columns. Raises InvalidError if the shard cannot evolve to `schema`, and as
         storage.
         """
         if feed is not None and feed.captured:
-            asked, feed = feed, self.portal.call(held(self.stores, name, feed))
+            asked, feed = feed, self.portal.call(keep_shard_types(self.stores, name, feed))
             if feed.known or feed.accepted:
-                self.portal.call(grow(self.stores, name, feed))
-                feed = self.portal.call(held(self.stores, name, asked))  # it may have been dropped
+                self.portal.call(evolve_shard(self.stores, name, feed))
+                feed = self.portal.call(keep_shard_types(self.stores, name, asked))  # it may have been dropped
             schema = feed.schema
         try:
             shard = self.portal.call(self.stores.shard(name, schema))
@@ -118,21 +118,21 @@ class PipelineContext:
         table.hydrate()
         return table
 
-    def refusal(self, table: str) -> str:
+    def refusal_status_name(self, table: str) -> str:
         """Return the name of the status of a table that this pipeline may not maintain; the owner reports the shard's
         own."""
-        return f"pipeline:{self.settings.name}{REFUSED}{table}"
+        return f"pipeline:{self.settings.name}{REFUSED_SEPARATOR}{table}"
 
     def mirror_dir(self, name: str) -> Path:
         return self.settings.scratch / MIRRORS / name
 
 
-def feed_mark(pipeline: str, source: str) -> str:
+def feed_status_name(pipeline: str, source: str) -> str:
     """Return the name of the stage status of a feed, which advances all tables of a source."""
     return f"pipeline:{pipeline}:{source}"
 
 
-def _given_up(spark: SparkSession) -> bool:
+def _is_context_stopped(spark: SparkSession) -> bool:
     """Return whether Spark has stopped the context, as it does when the master removed it; it never restarts one."""
     try:
         return bool(spark.sparkContext._jsc.sc().isStopped())
@@ -144,7 +144,7 @@ def _given_up(spark: SparkSession) -> bool:
 
 
 @contextmanager
-def own_directory(scratch: Path) -> Iterator[None]:
+def lock_scratch_directory(scratch: Path) -> Iterator[None]:
     """Lock the scratch directory for this process: two processes that share one would read each other's mirror files.
 
     Waits for a predecessor that is exiting. Raises InvalidError if the directory is in use or cannot be written.

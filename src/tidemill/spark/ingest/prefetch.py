@@ -13,13 +13,13 @@ import msgspec
 
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import Remap
-from tidemill.spark.ingest.fetch_decode import Decoded, decode, fetch_here
+from tidemill.spark.ingest.fetch_decode import Decoded, decode, fetch_table
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.ingest.step_planner import Planner, Step
+from tidemill.spark.ingest.step_planner import Step, StepPlanner
 from tidemill.spark.stores import Stores
 
 
-class Prepared(msgspec.Struct, frozen=True):
+class PrefetchedStep(msgspec.Struct, frozen=True):
     step: Step
     decoded: Decoded
 
@@ -32,25 +32,25 @@ class Prefetcher:
         self._helpers = helpers
         self._stores = stores
         # A separate planner, because a planner's round belongs to one caller.
-        self._planner = Planner(stores, remap)
+        self._planner = StepPlanner(stores, remap)
         self._of: tuple[str, TopicFeed, int] | None = None
-        self._under_way: Future[Prepared | None] | None = None
+        self._under_way: Future[PrefetchedStep | None] | None = None
         self.bytes = 0
         """Stored bytes of the prefetched step."""
 
-    def begin(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> None:
+    def start(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> None:
         """Start to read the table's step from `lower`, at most to `end`; a step of more than `most_records` is not
         read."""
-        self.drop()
+        self.discard()
         if self._under_way is not None:
             return  # the discarded prefetch has not ended yet
         self._of = (table, feed, lower)
-        self._under_way = under_way = Future[Prepared | None]()
+        self._under_way = under_way = Future[PrefetchedStep | None]()
 
         def run() -> None:
             try:
                 under_way.set_result(self._read(table, feed, lower, end, most_records))
-            except BaseException as error:  # of any type: `take` handles it
+            except BaseException as error:  # of any type: `wait_result` handles it
                 under_way.set_exception(error)
 
         # A daemon thread, because it may wait for storage when the process ends.
@@ -59,7 +59,7 @@ class Prefetcher:
     def is_for(self, table: str, feed: TopicFeed, lower: int) -> bool:
         return self._of == (table, feed, lower)
 
-    def take(self) -> Prepared | None:
+    def wait_result(self) -> PrefetchedStep | None:
         """Wait for the step and return it; None if it is too large or could not be read: then the caller reads it
         itself, and reports the error."""
         under_way, self._of = self._under_way, None
@@ -67,18 +67,18 @@ class Prefetcher:
         self._under_way, self.bytes = None, 0
         return under_way.result() if under_way is not None and error is None else None
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Discard the step."""
         self._of = None
         if self._under_way is not None and self._under_way.done():
             self._under_way = None
             self.bytes = 0
 
-    def _read(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> Prepared | None:
-        self._planner.begin()
+    def _read(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> PrefetchedStep | None:
+        self._planner.start_round()
         step = self._portal.call(self._planner.next(table, feed, lower, end))
         if step.large or step.records > most_records or not step.slices:
             return None
         self.bytes = step.bytes
-        batches = fetch_here(self._portal, self._stores.objects, step.descriptors)
-        return Prepared(step, decode(feed, step.descriptors, batches, self._helpers))
+        batches = fetch_table(self._portal, self._stores.objects, step.descriptors)
+        return PrefetchedStep(step, decode(feed, step.descriptors, batches, self._helpers))

@@ -13,16 +13,16 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.metastore.catalogue import Accepted, Catalogue
+from tidemill.metastore.catalogue import AcceptedSchemaChange, Catalogue
 from tidemill.shards.api import SchemaEvolvedError
-from tidemill.shards.parts.pg_columns import as_held
-from tidemill.shards.parts.schema_evolution import changes_to
-from tidemill.shards.registry import drop_created, registered
+from tidemill.shards.parts.pg_columns import with_existing_timestamps
+from tidemill.shards.parts.schema_evolution import schema_changes
+from tidemill.shards.registry import drop_shard, read_registration
 from tidemill.shards.state.commands import Create
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.stores import Stores
 
-LOOK_S = 2.0
+GROWTH_CHECK_S = 2.0
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ class SourceSchemaGrewError(SchemaEvolvedError):
     """The source has a newer version of the table's description than the one it was opened with."""
 
 
-async def held(stores: Stores, name: str, feed: TopicFeed) -> TopicFeed:
+async def keep_shard_types(stores: Stores, name: str, feed: TopicFeed) -> TopicFeed:
     """Return the feed with the types that columns of an existing shard already have: see `as_held`.
 
     Raises UnavailableError, UnknownOutcomeError, ClosedError.
@@ -44,32 +44,34 @@ async def held(stores: Stores, name: str, feed: TopicFeed) -> TopicFeed:
         return feed
     have = shard.schema
     await shard.aclose()
-    columns = as_held(feed.schema.columns, have)
+    columns = with_existing_timestamps(feed.schema.columns, have)
     if columns == feed.schema.columns:
         return feed
     kept = [new.name for old, new in zip(feed.schema.columns, columns, strict=True) if old != new]
     log.warning("timestamps without a zone are read as UTC, as in the shard", shard=name, columns=kept)
-    known = tuple(as_held(version, have) for version in feed.known)
+    known = tuple(with_existing_timestamps(version, have) for version in feed.known)
     return replace(feed, schema=replace(feed.schema, columns=columns), known=known)
 
 
-async def grow(stores: Stores, name: str, feed: TopicFeed) -> None:
+async def evolve_shard(stores: Stores, name: str, feed: TopicFeed) -> None:
     """Add the columns that an existing shard lacks, with the defaults of the source's older rows, and apply accepted
     changes. Changes that the shard cannot make are rejected later, when it is opened. Raises UnavailableError,
     UnknownOutcomeError, ClosedError."""
-    found = await registered(stores.consensus, name)
+    found = await read_registration(stores.consensus, name)
     if found is None or not isinstance(found[0], Create):
         return
     created = found[0]
-    accepted = next((a for a in feed.accepted if a.shard_id == created.shard_id), Accepted(created.shard_id))
-    if await _follows(stores, name, feed, accepted):
+    accepted = next(
+        (a for a in feed.accepted if a.shard_id == created.shard_id), AcceptedSchemaChange(created.shard_id)
+    )
+    if await _try_evolve(stores, name, feed, accepted):
         return
     # Only this very shard, for which it was accepted: a peer may already have re-created it under the same name.
     log.warning("re-creating a shard, as accepted", shard=name, shard_id=created.shard_id, table=feed.table)
-    await drop_created(stores.consensus, stores.objects, stores.clock, stores.rand, created)
+    await drop_shard(stores.consensus, stores.objects, stores.clock, stores.rand, created)
 
 
-async def _follows(stores: Stores, name: str, feed: TopicFeed, accepted: Accepted) -> bool:
+async def _try_evolve(stores: Stores, name: str, feed: TopicFeed, accepted: AcceptedSchemaChange) -> bool:
     """Evolve the shard; False if it cannot and must be dropped, also if an earlier drop was interrupted."""
     try:
         shard = await stores.shard(name)
@@ -79,7 +81,7 @@ async def _follows(stores: Stores, name: str, feed: TopicFeed, accepted: Accepte
         if shard.shard_id != accepted.shard_id:
             return True  # a peer was first
         wanted = replace(feed.schema, columns=feed.known[-1]) if feed.known else feed.schema
-        changes = changes_to(shard.schema, wanted, accepted.gone)
+        changes = schema_changes(shard.schema, wanted, accepted.gone)
         if changes.add or changes.retire:
             await shard.evolve(changes)
     except InvalidError:

@@ -17,27 +17,27 @@ import pyarrow as pa
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.shards.api import Part, ShardSchema
-from tidemill.shards.parts.arrow_rows import one_chunk
+from tidemill.shards.parts.arrow_rows import combine_columns
 from tidemill.shards.parts.parts import store_part
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.decode.offset_slices import Descriptor
-from tidemill.spark.ingest.fetch_decode import decode_here, from_ipc, to_ipc
+from tidemill.spark.decode.offset_slices import SliceDescriptor
+from tidemill.spark.ingest.fetch_decode import fetch_and_decode, from_ipc, to_ipc
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.ingest.unresolved_updates import lost_letters
-from tidemill.spark.stores import Urls, shared_objects
-from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, stacked
-from tidemill.spark.upsert.range_mirror import HashRange, cut, range_mirror
+from tidemill.spark.ingest.unresolved_updates import letters_of_lost
+from tidemill.spark.stores import StoreUrls, shared_objects
+from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, concat_commands
+from tidemill.spark.upsert.range_mirror import HashRange, cut_by_hash, open_range_mirror
 from tidemill.spark.upsert.resolve import Resolved, resolve
-from tidemill.spark.upsert.sorted_runs import Run, write_run
+from tidemill.spark.upsert.sorted_runs import SortedRun, write_run
 
-PENDING = "pending-{}-{}.arrow"
+PENDING_RUN_NAME = "pending-{}-{}.arrow"
 """Name of a task's run next to the mirror, by range and attempt: the driver adopts or deletes it."""
 
 Message = tuple[int, tuple[bytes, bytes]]
 """(partition of the job, (rows of a range, SideOutput)), of which one is empty."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True):
     """Step [lower, upper) of one table. Its ranges are partitions `first` to `first + ranges` of the job."""
 
     table: str
@@ -49,17 +49,17 @@ class Plan(msgspec.Struct, frozen=True):
     upper: int
     first: int
     ranges: int
-    urls: Urls
+    urls: StoreUrls
     mirror: str
     """Directory of the driver's saved mirror, used if it is on this machine too."""
     boot: str
 
 
-class Piece(msgspec.Struct, frozen=True):
+class StepPiece(msgspec.Struct, frozen=True):
     """Some record batches of plan number `plan`."""
 
     plan: int
-    descriptors: tuple[Descriptor, ...]
+    descriptors: tuple[SliceDescriptor, ...]
 
 
 class SideOutput(msgspec.Struct, frozen=True):
@@ -84,17 +84,17 @@ class RangeResult(msgspec.Struct, frozen=True):
     """Dead letters of commands that were lost in this range."""
 
 
-_PLANS = msgspec.msgpack.Decoder(list[Plan])
-_PIECE = msgspec.msgpack.Decoder(Piece)
+_PLANS = msgspec.msgpack.Decoder(list[StepPlan])
+_PIECE = msgspec.msgpack.Decoder(StepPiece)
 _ASIDE = msgspec.msgpack.Decoder(SideOutput)
 
 
-def read(plans: bytes, payload: bytes) -> Iterator[Message]:
+def decode_piece(plans: bytes, payload: bytes) -> Iterator[Message]:
     """Task: yield the commands of a piece by range, and its side output."""
     piece = _PIECE.decode(payload)
     plan = _PLANS.decode(plans)[piece.plan]
-    decoded = decode_here(plan.urls.objects, plan.feed, piece.descriptors)
-    for number, rows in enumerate(cut(decoded.commands.rows, plan.schema.key, plan.ranges)):
+    decoded = fetch_and_decode(plan.urls.objects, plan.feed, piece.descriptors)
+    for number, rows in enumerate(cut_by_hash(decoded.commands.rows, plan.schema.key, plan.ranges)):
         if rows.num_rows:
             yield plan.first + number, (to_ipc(rows), b"")
     aside = SideOutput(to_ipc(decoded.dead), decoded.stop, decoded.commands.truncates)
@@ -115,23 +115,23 @@ def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iter
             asides.append(_ASIDE.decode(aside))
         else:
             tables.append(from_ipc(rows, empty))
-    commands = Commands(one_chunk(stacked(tables)))
+    commands = Commands(combine_columns(concat_commands(tables)))
     del tables
     if not len(commands):
         yield msgspec.msgpack.encode(RangeResult(plan.table, part.number, None, 0, "", tuple(asides)))
         return
-    mirror = range_mirror(
+    mirror = open_range_mirror(
         plan.urls, plan.table, plan.shard_id, plan.schema, part, plan.lower, Path(plan.mirror), plan.boot
     )
     resolved = resolve(plan.schema, commands, mirror, plan.lower, plan.upper)
     rand = Rand()
-    stored, run = _store(plan, part, resolved, rand) if resolved.updates.num_rows else (None, "")
-    dead = to_ipc(lost_letters(plan.feed, resolved.lost))
+    stored, run = _store_range(plan, part, resolved, rand) if resolved.updates.num_rows else (None, "")
+    dead = to_ipc(letters_of_lost(plan.feed, resolved.lost))
     result = RangeResult(plan.table, part.number, stored, resolved.updates.num_rows, run, tuple(asides), dead)
     yield msgspec.msgpack.encode(result)
 
 
-def _store(plan: Plan, part: HashRange, resolved: Resolved, rand: Rand) -> tuple[Part, str]:
+def _store_range(plan: StepPlan, part: HashRange, resolved: Resolved, rand: Rand) -> tuple[Part, str]:
     """Store the part, and its run as a file next to the mirror if that directory is on this machine; otherwise the
     driver reads the part back."""
     portal, objects = shared_objects(plan.urls.objects)
@@ -149,7 +149,7 @@ def _store(plan: Plan, part: HashRange, resolved: Resolved, rand: Rand) -> tuple
     directory = Path(plan.mirror)
     if not directory.is_dir() or not os.access(directory, os.W_OK):
         return stored, ""
-    path = directory / PENDING.format(part.number, rand.nonce())
+    path = directory / PENDING_RUN_NAME.format(part.number, rand.nonce())
     changes = resolved.changes
-    write_run(plan.schema, Run(changes.rows, changes.hashes, changes.live), path)
+    write_run(plan.schema, SortedRun(changes.rows, changes.hashes, changes.live), path)
     return stored, str(path)

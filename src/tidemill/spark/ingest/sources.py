@@ -10,12 +10,19 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.errors import InvalidError
-from tidemill.base.pgtypes.avro import key_of, layout_of
-from tidemill.base.pgtypes.debezium import form_of
-from tidemill.metastore.catalogue import Accepted, CapturedColumn, CaptureRow, CaptureTableRow, Catalogue, TopicRow
+from tidemill.base.pgtypes.avro import key_layout, row_layout
+from tidemill.base.pgtypes.debezium import value_form
+from tidemill.metastore.catalogue import (
+    AcceptedSchemaChange,
+    CapturedColumn,
+    CaptureRow,
+    CaptureTableRow,
+    Catalogue,
+    TopicRow,
+)
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.pg_columns import column_for
-from tidemill.shards.parts.schema import checked
+from tidemill.shards.parts.schema import check_schema
 from tidemill.spark.decode.avro import AvroVersion
 
 
@@ -45,7 +52,7 @@ class TopicFeed(msgspec.Struct, frozen=True):
     schema: ShardSchema
     table: str = ""
     known: tuple[tuple[Column, ...], ...] = ()
-    accepted: tuple[Accepted, ...] = ()
+    accepted: tuple[AcceptedSchemaChange, ...] = ()
     """Shards of the table that may lose columns or be re-created (capture accept)."""
     forms: tuple[tuple[str, str], ...] | None = None
     avro: tuple[AvroVersion, ...] = ()
@@ -80,23 +87,23 @@ async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> Topic
         raise SourceNotReadyError(mark, f"topic {found.topic} does not exist yet")
     schema, known = captured_schema(found), known_versions(found)
     return TopicFeed(
-        topic.name, topic.topic_id, topic.partitions, True, schema, table, known, found.accepted, forms_of(found),
-        avro_of(found), found.reason if found.state == "dropped" else "",
+        topic.name, topic.topic_id, topic.partitions, True, schema, table, known, found.accepted, column_forms(found),
+        avro_versions(found), found.reason if found.state == "dropped" else "",
     )  # fmt: skip
 
 
-def forms_of(row: CaptureTableRow) -> tuple[tuple[str, str], ...] | None:
+def column_forms(row: CaptureTableRow) -> tuple[tuple[str, str], ...] | None:
     """Return the form of each column in the table's events, equal in all versions; None if its records are rows."""
     if row.envelope == "row":
         return None
-    return tuple((c.name, form_of(c.type_oid, c.type_mod)) for c in row.columns)
+    return tuple((c.name, value_form(c.type_oid, c.type_mod)) for c in row.columns)
 
 
-def avro_of(row: CaptureTableRow) -> tuple[AvroVersion, ...]:
+def avro_versions(row: CaptureTableRow) -> tuple[AvroVersion, ...]:
     """Return how to read the records of each version; empty if they are not Avro."""
-    described = [_described(row.columns, version) for version in range(1, len(row.schemas) + 1)]
+    described = [_columns_at_version(row.columns, version) for version in range(1, len(row.schemas) + 1)]
     return tuple(
-        AvroVersion(*ids, key_of(columns), layout_of(columns))
+        AvroVersion(*ids, key_layout(columns), row_layout(columns))
         for ids, columns in zip(row.schemas, described, strict=True)
     )
 
@@ -106,12 +113,12 @@ def known_versions(row: CaptureTableRow) -> tuple[tuple[Column, ...], ...]:
     is only one version."""
     return tuple(
         tuple(msgspec.structs.replace(column_for(c.name, c.type_name), default=c.default) for c in columns)
-        for columns in (_described(row.columns, version) for version in range(1, row.version + 1))
+        for columns in (_columns_at_version(row.columns, version) for version in range(1, row.version + 1))
         if row.version > 1
     )
 
 
-def _described(columns: tuple[CapturedColumn, ...], version: int) -> list[CapturedColumn]:
+def _columns_at_version(columns: tuple[CapturedColumn, ...], version: int) -> list[CapturedColumn]:
     """Return the columns as of a version of their description."""
     out = []
     for c in columns:
@@ -133,7 +140,7 @@ def captured_schema(row: CaptureTableRow) -> ShardSchema:
             f"table has no primary key: capture={row.capture} table={row.table}.", fix="Add a primary key."
         )
     columns = tuple(column_for(c.name, c.type_name) for c in described)
-    return checked(ShardSchema(columns, tuple(c.name for c in key)))
+    return check_schema(ShardSchema(columns, tuple(c.name for c in key)))
 
 
 async def stream_feed(catalogue: Catalogue, topic: str, schema: ShardSchema) -> TopicFeed:

@@ -17,8 +17,8 @@ import numpy as np
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import Binding, BindingsPage, Remap
-from tidemill.spark.decode.offset_slices import Descriptor, Slice, cut, record_count
-from tidemill.spark.ingest.offset_ranges import locate
+from tidemill.spark.decode.offset_slices import Slice, SliceDescriptor, cut_slices, record_count
+from tidemill.spark.ingest.offset_ranges import locate_batches
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.stores import Stores
 from tidemill.topics.api import BatchRef
@@ -37,7 +37,7 @@ class Step(msgspec.Struct, frozen=True):
     lower: int
     upper: int
     slices: tuple[Slice, ...] = ()
-    descriptors: tuple[Descriptor, ...] = ()
+    descriptors: tuple[SliceDescriptor, ...] = ()
     bindings: tuple[Binding, ...] = ()
     records: int = 0
     bytes: int = 0
@@ -52,7 +52,7 @@ class TopicReplacedError(TidemillError):
     """The table has a new topic under its old name: reopen the table on that topic."""
 
 
-class Planner:
+class StepPlanner:
     """Planner of one feed; remembers the topics it has seen. Raises as reading bindings and logs."""
 
     def __init__(self, stores: Stores, remap: Remap) -> None:
@@ -62,13 +62,13 @@ class Planner:
         self._asked: dict[int, BindingsPage] = {}
         self._asking: dict[int, asyncio.Lock] = {}
 
-    def begin(self) -> None:
+    def start_round(self) -> None:
         """Start a round. Within a round bindings are read once, because most tables are at the same time."""
         self._asked, self._asking = {}, {}
 
     async def next(self, name: str, feed: TopicFeed, lower: int, end: int) -> Step:
         """Return the next step of a table whose upper is `lower`, at most to `end`. Also raises TopicReplacedError."""
-        page = await self._page(lower)
+        page = await self._read_page(lower)
         bindings = [b for b in page.bindings if b.time_ms < end]
         if len(bindings) == BINDINGS_PAGE:
             end = bindings[-1].time_ms + 1
@@ -76,18 +76,20 @@ class Planner:
         if not bindings:
             return Step(lower, end)
         base, newest = page.base, page.newest
-        mine = _within(base, bindings, feed.topic_id)
-        slices = cut(base, mine, feed.topic, feed.topic_id, begins_first=feed.captured)
-        descriptors = await locate(self._stores.topics, slices)
-        sizes = _sizes(mine, descriptors)
+        mine = _fitting_bindings(base, bindings, feed.topic_id)
+        slices = cut_slices(base, mine, feed.topic, feed.topic_id, begins_first=feed.captured)
+        descriptors = await locate_batches(self._stores.topics, slices)
+        sizes = _cumulative_bytes(mine, descriptors)
         fitting = [i for i, size in enumerate(sizes) if size <= STEP_BYTES]
         last = fitting[-1] if fitting else 0
         if last < len(mine) - 1:
             mine = mine[: last + 1]
-            slices = cut(base, mine, feed.topic, feed.topic_id, begins_first=feed.captured)
-            descriptors = await locate(self._stores.topics, slices)
+            slices = cut_slices(base, mine, feed.topic, feed.topic_id, begins_first=feed.captured)
+            descriptors = await locate_batches(self._stores.topics, slices)
         upper = end if len(mine) == len(bindings) else mine[-1].time_ms + 1
-        to_go = _records(newest, feed.topic_id) - _records(mine[-1], feed.topic_id) if newest is not None else 0
+        to_go = (
+            _record_total(newest, feed.topic_id) - _record_total(mine[-1], feed.topic_id) if newest is not None else 0
+        )
         return Step(
             lower,
             upper,
@@ -99,7 +101,7 @@ class Planner:
             max(0, to_go),
         )
 
-    async def _page(self, lower: int) -> BindingsPage:
+    async def _read_page(self, lower: int) -> BindingsPage:
         """Read a page once for all tables of a round, which are planned concurrently; after a failure each table
         retries."""
         async with self._asking.setdefault(lower, asyncio.Lock()):
@@ -123,22 +125,22 @@ class Planner:
         seen |= found
 
 
-def _records(binding: Binding | None, topic_id: str) -> int:
+def _record_total(binding: Binding | None, topic_id: str) -> int:
     return sum(binding.offsets.get(topic_id, ())) if binding is not None else 0
 
 
-def _within(base: Binding | None, bindings: Sequence[Binding], topic_id: str) -> list[Binding]:
+def _fitting_bindings(base: Binding | None, bindings: Sequence[Binding], topic_id: str) -> list[Binding]:
     """Return the leading bindings that hold at most STEP_RECORDS records of the topic; at least one."""
-    before = _records(base, topic_id)
+    before = _record_total(base, topic_id)
     count = 0
     for binding in bindings:
-        if _records(binding, topic_id) - before > STEP_RECORDS:
+        if _record_total(binding, topic_id) - before > STEP_RECORDS:
             break
         count += 1
     return list(bindings[: max(1, count)])
 
 
-def _sizes(bindings: Sequence[Binding], descriptors: Sequence[Descriptor]) -> list[int]:
+def _cumulative_bytes(bindings: Sequence[Binding], descriptors: Sequence[SliceDescriptor]) -> list[int]:
     """Return the stored bytes up to the end of each binding. A batch counts for the first binding that reaches into
     it."""
     times = np.array([b.time_ms for b in bindings], dtype=np.int64)
@@ -152,7 +154,7 @@ def _sizes(bindings: Sequence[Binding], descriptors: Sequence[Descriptor]) -> li
     return [int(total) for total in np.cumsum(out)]
 
 
-def pieces(descriptors: Sequence[Descriptor], most_bytes: int) -> Iterator[Descriptor]:
+def split_descriptors(descriptors: Sequence[SliceDescriptor], most_bytes: int) -> Iterator[SliceDescriptor]:
     """Split each descriptor's batches into pieces; only the first piece carries the time at which its topic begins."""
     for descriptor in descriptors:
         piece, begins_ms = descriptor.slice, descriptor.slice.begins_ms
@@ -165,5 +167,5 @@ def pieces(descriptors: Sequence[Descriptor], most_bytes: int) -> Iterator[Descr
             groups[-1].append(ref)
             size += ref.size_bytes
         for refs in groups:
-            yield Descriptor(msgspec.structs.replace(piece, begins_ms=begins_ms), tuple(refs))
+            yield SliceDescriptor(msgspec.structs.replace(piece, begins_ms=begins_ms), tuple(refs))
             begins_ms = -1

@@ -25,30 +25,30 @@ from msgspec.structs import replace
 
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.registry import is_created
+from tidemill.shards.registry import shard_exists
 from tidemill.spark.stores import Stores
 
 DERIVED = "derived"
 
 
 class TableOwnership:
-    """Ownership check of one pipeline. `refused`: {table: a sentence}; empty before `looked` is set. One thread calls
-    `look`, any may call `may_keep`."""
+    """Ownership check of one pipeline. `find_refused`: {table: a sentence}; empty before `looked` is set. One thread
+    calls `refresh`, any may call `wait_ownership`."""
 
     def __init__(self, wanted: PipelineRow) -> None:
         self.wanted = wanted
         self.refused: dict[str, str] = {}
         self.looked = threading.Event()
 
-    def may_keep(self, table: str, ending: threading.Event, pause_s: float = 0.2) -> bool:
+    def wait_ownership(self, table: str, ending: threading.Event, pause_s: float = 0.2) -> bool:
         """Wait until the pipeline may maintain the table; False if the pipeline ends first."""
         while not self.looked.is_set() or table in self.refused:
             if ending.wait(pause_s):
                 return False
         return True
 
-    def look(self, portal: BlockingPortal, stores: Stores) -> None:
-        """Put this pipeline's row if it is missing, and update `refused`. Raises as storage."""
+    def refresh(self, portal: BlockingPortal, stores: Stores) -> None:
+        """Put this pipeline's row if it is missing, and update `find_refused`. Raises as storage."""
         catalogue = stores.catalogue
         if self.looked.is_set() and not self.refused:
             if portal.call(catalogue.get(PipelineRow, self.wanted.name)) is None:
@@ -58,19 +58,21 @@ class TableOwnership:
         rows = portal.call(catalogue.list(PipelineRow))
         own = next((row for row in rows if row.name == self.wanted.name), None)
         changed = sorted(self.wanted.tables.items() - own.tables.items()) if own is not None else []
-        shards = {table for table, _ in changed if portal.call(is_created(stores.consensus, table))}
-        found = refused(self.wanted, own, rows, shards, begun)
-        portal.call(catalogue.put(granted(self.wanted, own, found, shards)))  # put does not rewrite an equal row
+        shards = {table for table, _ in changed if portal.call(shard_exists(stores.consensus, table))}
+        found = find_refused(self.wanted, own, rows, shards, begun)
+        portal.call(
+            catalogue.put(row_without_refused(self.wanted, own, found, shards))
+        )  # put does not rewrite an equal row
         rows = portal.call(catalogue.list(PipelineRow))
-        late = refused(self.wanted, None, rows, shards, begun)
+        late = find_refused(self.wanted, None, rows, shards, begun)
         if late.keys() - found.keys():
             found |= late
-            portal.call(catalogue.put(granted(self.wanted, own, found, shards)))
+            portal.call(catalogue.put(row_without_refused(self.wanted, own, found, shards)))
         self.refused = found
         self.looked.set()
 
 
-def refused(
+def find_refused(
     wanted: PipelineRow,
     own: PipelineRow | None,
     rows: Sequence[PipelineRow],
@@ -84,7 +86,7 @@ def refused(
     """
     out = {}
     for table in wanted.tables.keys() - begun:
-        other = next((row for row in rows if row.name != wanted.name and _differs(wanted, row, table)), None)
+        other = next((row for row in rows if row.name != wanted.name and _has_other_source(wanted, row, table)), None)
         before = own.tables.get(table) if own is not None else None
         if other is not None:
             out[table] = (
@@ -101,7 +103,7 @@ def refused(
     return out
 
 
-def granted(
+def row_without_refused(
     wanted: PipelineRow, own: PipelineRow | None, refused: Mapping[str, str], shards: Collection[str]
 ) -> PipelineRow:
     """Return the row of a pipeline without the refused tables, which keep at most their former source."""
@@ -116,7 +118,7 @@ def granted(
     return replace(wanted, tables=tables, derived=derived)
 
 
-def _differs(wanted: PipelineRow, other: PipelineRow, table: str) -> bool:
+def _has_other_source(wanted: PipelineRow, other: PipelineRow, table: str) -> bool:
     """Return whether the other pipeline maintains the table from another source; derived tables compare by their
     inputs."""
     if table not in other.tables:

@@ -13,8 +13,8 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import Backoff, is_fault, sentence
-from tidemill.base.status.histogram import SINCE_BOUND, Stages
+from tidemill.base.runtime.tasks import Backoff, error_sentence, is_fault
+from tidemill.base.status.histogram import SINCE_BOUND, StageHistograms
 from tidemill.spark.ingest.step_planner import Step
 from tidemill.spark.ingest.table_writer import TableWriter
 
@@ -24,7 +24,7 @@ hundred appends for every binding of a busy one. A reader of both at one time wa
 RETRY_S = 0.2
 SLOWEST_RETRY_S = 5.0
 
-Told = Callable[[BaseException, bool], None]
+OnFailure = Callable[[BaseException, bool], None]
 """(the failure of a table, whether it left the schedule). Called from the thread that advances tables."""
 
 log = structlog.get_logger()
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 class ScheduledTable:
     """One table while it is scheduled."""
 
-    def __init__(self, table: TableWriter, told: Told | None) -> None:
+    def __init__(self, table: TableWriter, told: OnFailure | None) -> None:
         self.table = table
         self.told = told
         self.aside = False
@@ -56,7 +56,7 @@ class TableSchedule:
     that none loses the change of another.
     """
 
-    def __init__(self, clock: Clock, stages: Stages, idle_move_s: float) -> None:
+    def __init__(self, clock: Clock, stages: StageHistograms, idle_move_s: float) -> None:
         self.failed: dict[str, BaseException] = {}
         """Failures with which tables left the schedule."""
         self.changed = threading.Event()
@@ -72,11 +72,11 @@ class TableSchedule:
         return [seat.table for _, seat in sorted(self._seats.items())]
 
     @property
-    def at_rest(self) -> list[TableWriter]:
+    def idle_tables(self) -> list[TableWriter]:
         """All tables except those that a separate thread works on."""
         return [seat.table for seat in self._seats.values() if not seat.aside]
 
-    def attach(self, table: TableWriter, told: Told | None = None) -> None:
+    def attach(self, table: TableWriter, told: OnFailure | None = None) -> None:
         """Schedule the table from the next round on."""
         self.failed.pop(table.name, None)
         seat = ScheduledTable(table, told)
@@ -88,7 +88,7 @@ class TableSchedule:
         with self._changing:
             self._seats = {n: seat for n, seat in self._seats.items() if n != name}
 
-    def due(self, end: int) -> list[ScheduledTable]:
+    def due_tables(self, end: int) -> list[ScheduledTable]:
         now_s = self._clock.monotonic_s()
         return [s for s in self._seats.values() if (at_s := self._due_at_s(s, end)) is not None and at_s <= now_s]
 
@@ -105,18 +105,18 @@ class TableSchedule:
     def moved_lately(self, seat: ScheduledTable) -> bool:
         return seat.moved_s + self._idle_move_s > self._clock.monotonic_s()
 
-    def alone(self, seat: ScheduledTable, call: Callable[[], None]) -> bool:
+    def run_isolated(self, seat: ScheduledTable, call: Callable[[], None]) -> bool:
         """Run one table's share of a round; attribute any exception to that table. Return whether it succeeded."""
         try:
             call()
         except BaseException as error:
             if not is_fault(error):
                 raise
-            self.fault(seat, error)
+            self.handle_failure(seat, error)
             return False
         return True
 
-    def fault(self, seat: ScheduledTable, error: BaseException) -> None:
+    def handle_failure(self, seat: ScheduledTable, error: BaseException) -> None:
         """Pause the table if storage is unavailable; remove it from the schedule for any other failure."""
         leaves = not isinstance(error, UnavailableError | UnknownOutcomeError)
         if leaves:
@@ -126,18 +126,18 @@ class TableSchedule:
         else:
             pause_s = seat.pauses.pause_s(0.0)
             seat.due_s = self._clock.monotonic_s() + pause_s
-            log.warning("table waits", table=seat.name, error=sentence(error), retry_in_s=pause_s)
+            log.warning("table waits", table=seat.name, error=error_sentence(error), retry_in_s=pause_s)
         if seat.told is not None:
             seat.told(error, leaves)
 
-    def went_on(self, seat: ScheduledTable, step: Step, records: int) -> None:
+    def record_progress(self, seat: ScheduledTable, step: Step, records: int) -> None:
         seat.pauses = Backoff(RETRY_S, SLOWEST_RETRY_S)
         seat.moved_s = self._clock.monotonic_s()
         seat.table.progress.add(records)
         seat.table.progress.to_go = step.to_go
-        self.came_to("appended", [step])
+        self.record_latency("appended", [step])
 
-    def came_to(self, stage: str, steps: Iterable[Step]) -> None:
+    def record_latency(self, stage: str, steps: Iterable[Step]) -> None:
         """Record the latency of every binding that brought a table records: from the commit at the source to the stage.
         For `appended` also from the binding, which is the pipeline's own share."""
         now_ms = self._clock.now_ms()

@@ -15,20 +15,19 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tidemill.base.errors import CorruptError, TidemillError
-from tidemill.base.runtime.tasks import Backoff, keep_thread, sentence
+from tidemill.base.runtime.tasks import Backoff, error_sentence, run_unit_thread
 from tidemill.shards.api import SchemaEvolvedError
-from tidemill.spark.ingest.dead_letter_run import DeadRun
+from tidemill.spark.ingest.dead_letter_run import DeadLetterRun
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.pipeline_context import PipelineContext
-from tidemill.spark.ingest.schema_growth import LOOK_S as LOOK_GROWN_S
-from tidemill.spark.ingest.schema_growth import SourceSchemaGrewError
+from tidemill.spark.ingest.schema_growth import GROWTH_CHECK_S, SourceSchemaGrewError
 from tidemill.spark.ingest.sources import SourceNotReadyError, TopicFeed
 from tidemill.spark.ingest.step_planner import TopicReplacedError
 from tidemill.spark.ingest.table_writer import TableWriter
 
 INPUT_POLL_S = 0.25
 SLOWEST_INPUT_POLL_S = 1.0
-LOOK_S = 0.2
+SINK_POLL_S = 0.2
 
 
 class TableUnit:
@@ -64,45 +63,47 @@ class TableUnit:
         self._seat_in = seat_in
         self._left = threading.Event()
         self._failure: BaseException | None = None
-        self._dead_run: tuple[tuple[str, str, int], DeadRun] | None = None
+        self._dead_run: tuple[tuple[str, str, int], DeadLetterRun] | None = None
         """((shard, topic, upper), dead letters) when it was last detached. If no process wrote since, they are still
         the newest records."""
 
     def run(self) -> None:
         host = self._host
-        keep_thread(self.mark, self._live, tracker=host.tracker, clock=host.stores.clock, ending=host.ending)
+        run_unit_thread(
+            self.mark, self._run_reopening, tracker=host.tracker, clock=host.stores.clock, ending=host.ending
+        )
 
     def wake(self) -> None:
         """End the wait, because the pipeline ends."""
         self._left.set()
 
-    def _live(self) -> None:
+    def _run_reopening(self) -> None:
         """Run the table. A new description or a re-snapshot of its input is no failure: the table is reopened
         immediately."""
         before = self._opened
         while True:
             try:
-                return self._live_once()
+                return self._run_once()
             except (SourceSchemaGrewError, TopicReplacedError):
                 if self._opened == before:  # the catalogue does not have it yet
                     raise
                 before = self._opened
 
-    def _live_once(self) -> None:
-        if not self._host.claims.may_keep(self.name, self._host.ending):
+    def _run_once(self) -> None:
+        if not self._host.claims.wait_ownership(self.name, self._host.ending):
             return
-        feed = self._input()
+        feed = self._wait_input()
         if feed is None:
             return
         self._opened = (feed.topic_id, max(1, len(feed.known)))
         self.reason, self.waits, self.waits_for = "hydrating", False, ""
         try:
-            writer = self._host.writer(self.name, feed.schema, feed)
+            writer = self._host.open_writer(self.name, feed.schema, feed)
         except CorruptError:
             # The mirror is a cache of the shard: after any damage, rebuild it from the shard.
             shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
             raise
-        sink = self._sink()
+        sink = self._wait_sink()
         if sink is None:
             return
         self.reason = ""
@@ -111,10 +112,10 @@ class TableUnit:
         if self._dead_run is not None and self._dead_run[0] == (writer.shard.shard_id, feed.topic_id, writer.upper):
             writer.dead_run = self._dead_run[1]
         self.writer = writer
-        sink.seats.attach(writer, self._told)
+        sink.seats.attach(writer, self._on_failure)
         self.seated = True
         try:
-            self._seated()
+            self._wait_attached()
         except (SchemaEvolvedError, TopicReplacedError):
             writer.save()  # the mirror stays valid, under the new version or with the new topic
             raise
@@ -125,11 +126,11 @@ class TableUnit:
                 sink.seats.detach(self.name)
                 self._host.portal.call(writer.shard.aclose())
 
-    def _seated(self) -> None:
+    def _wait_attached(self) -> None:
         """Wait until the table leaves the schedule, or the pipeline ends (`ending` is set before `wake`)."""
         if not self._host.ending.is_set():
-            while not self._left.wait(LOOK_GROWN_S):
-                self._look_whether_grown()
+            while not self._left.wait(GROWTH_CHECK_S):
+                self._check_growth()
         failure = self._failure
         if failure is None:
             return
@@ -137,7 +138,7 @@ class TableUnit:
             shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
         raise failure
 
-    def _look_whether_grown(self) -> None:
+    def _check_growth(self) -> None:
         """Mark an outgrown table. The thread that advances it detaches it: only that thread knows when nothing is in
         progress."""
         writer = self.writer
@@ -146,14 +147,14 @@ class TableUnit:
         with suppress(TidemillError):  # checked again soon; other calls report that the catalogue is unavailable
             writer.outgrown = self._grown(writer.feed)
 
-    def _told(self, error: BaseException, left: bool) -> None:
+    def _on_failure(self, error: BaseException, left: bool) -> None:
         if left:
             self._failure = error
             self._left.set()
         else:
-            self._host.tracker.fail(self.mark, sentence(error), now_ms=self._host.stores.clock.now_ms())
+            self._host.tracker.fail(self.mark, error_sentence(error), now_ms=self._host.stores.clock.now_ms())
 
-    def _input(self) -> TopicFeed | None:
+    def _wait_input(self) -> TopicFeed | None:
         """Wait until the input exists; None if the pipeline ends first. Raises InvalidError if it can never exist."""
         pauses = Backoff(INPUT_POLL_S, SLOWEST_INPUT_POLL_S)
         while True:
@@ -165,8 +166,8 @@ class TableUnit:
                 if self._host.ending.wait(pauses.pause_s(0.0)):
                     return None
 
-    def _sink(self) -> FeedSink | None:
+    def _wait_sink(self) -> FeedSink | None:
         while (sink := self._seat_in()) is None:
-            if self._host.ending.wait(LOOK_S):
+            if self._host.ending.wait(SINK_POLL_S):
                 return None
         return sink

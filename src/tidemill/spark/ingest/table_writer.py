@@ -17,21 +17,21 @@ from tidemill.base.runtime.sync_context import SyncContext
 from tidemill.objects.store import Buffer
 from tidemill.shards.api import HistoryLostError, Part, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.parts.key_hash import spelled_otherwise
-from tidemill.spark.ingest.dead_letter_run import DeadRun
-from tidemill.spark.ingest.fetch_decode import saved_under
+from tidemill.shards.parts.key_hash import has_unnormalized_keys
+from tidemill.spark.ingest.dead_letter_run import DeadLetterRun
+from tidemill.spark.ingest.fetch_decode import mirror_identity
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.progress import Progress
+from tidemill.spark.progress import CatchUpProgress
 from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.hydrate import mirror_of
+from tidemill.spark.upsert.hydrate import build_mirror
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import Fault, Upsert
+from tidemill.spark.upsert.operator import Fault, UpsertOperator
 from tidemill.spark.upsert.resolve import KeyChanges, Resolved
 
 SAVE_EVERY = 500
 """Appends between two saves of the mirror: the most that a restart after a crash has to read again."""
 
-START_ATTEMPTS = 5
+REBUILD_ATTEMPTS = 5
 
 
 class TableWriter:
@@ -56,12 +56,12 @@ class TableWriter:
         self.won = 0
         self.lost = 0
         self.rows = 0
-        self.progress = Progress(stores.clock)
-        self.dead_run = DeadRun()
+        self.progress = CatchUpProgress(stores.clock)
+        self.dead_run = DeadLetterRun()
         self._fault = fault
         self._tokens = 0
         self._prefix = stores.rand.nonce()
-        self.operator = Upsert(shard.schema, Mirror(shard.schema, directory=mirror_dir), fault=fault)
+        self.operator = UpsertOperator(shard.schema, Mirror(shard.schema, directory=mirror_dir), fault=fault)
 
     @property
     def name(self) -> str:
@@ -83,15 +83,17 @@ class TableWriter:
         Raises InvalidError if a table of records has keys in the shard in a form that no record has any more: each such
         key would get a second row.
         """
-        saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, saved_under(self.stores.life))
+        saved = Mirror.load(
+            self.mirror_dir, self.schema, self.shard.shard_id, mirror_identity(self.stores.consensus_life)
+        )
         if saved is not None:
-            self.operator = Upsert(self.schema, saved, fault=self._fault)
+            self.operator = UpsertOperator(self.schema, saved, fault=self._fault)
         self.operator.mirror.sweep()  # files of an earlier process: it may have been killed again and again
         self.follow()
         key, mirror = self.schema.key, self.operator.mirror
         # Runs first: only if one of them is in doubt is it worth reading every live row.
-        doubtful = self.feed is not None and any(spelled_otherwise(run.rows, key) for run in mirror.runs)
-        if doubtful and spelled_otherwise(mirror.live_rows(), key):
+        doubtful = self.feed is not None and any(has_unnormalized_keys(run.rows, key) for run in mirror.runs)
+        if doubtful and has_unnormalized_keys(mirror.live_rows(), key):
             raise InvalidError(
                 f"the shard has keys that an earlier release wrote, -0.0 or a NaN of other bits: shard={self.name}.",
                 fix=f"Drop the shard; the pipeline re-creates it: tidemill shard drop {self.name}",
@@ -114,7 +116,7 @@ class TableWriter:
         except HistoryLostError:
             batches = None
         if batches is None:
-            self._start_over()
+            self._rebuild_mirror()
             return True
         had_rows = False
         try:
@@ -123,46 +125,46 @@ class TableWriter:
                     continue
                 lower = self.operator.upper
                 rows = self.portal.call(self.shard.read_batch(batch, lower, batch.upper))
-                self.operator.feedback(rows, lower, batch.upper)
-                self._forget_merged()
+                self.operator.apply_peer(rows, lower, batch.upper)
+                self._save_if_outdated()
                 if rows.num_rows:
                     had_rows = True
-                    self.dead_run = DeadRun()  # a peer had good records, and reports those after them
+                    self.dead_run = DeadLetterRun()  # a peer had good records, and reports those after them
         except HistoryLostError:
-            self._start_over()
+            self._rebuild_mirror()
             return True
         return had_rows
 
-    def _start_over(self) -> None:
+    def _rebuild_mirror(self) -> None:
         """Build a new mirror from the shard's contents, because the changes since the old one are no longer
         available."""
-        for _ in range(START_ATTEMPTS):
+        for _ in range(REBUILD_ATTEMPTS):
             self.operator.mirror.sweep()  # files of an attempt that was interrupted
             _, upper = self.portal.call(self.shard.frontiers())
             try:
-                mirror = self._read(upper)
+                mirror = self._read_mirror(upper)
                 break
             except HistoryLostError:
                 continue  # since advanced past the time in the meantime: read at a newer one
         else:
             raise UnavailableError(f"the shard's history expires while it is read: shard={self.name}.")
         kept = self.operator
-        self.operator = Upsert(self.schema, mirror, fault=self._fault)
-        self.operator.adopt(kept)
+        self.operator = UpsertOperator(self.schema, mirror, fault=self._fault)
+        self.operator.adopt_stash(kept)
         mirror.sweep()
 
-    def _read(self, upper: int) -> Mirror:
+    def _read_mirror(self, upper: int) -> Mirror:
         """Build a mirror of the contents at upper - 1 on the caller's thread: a large one takes minutes."""
         shard = self.shard
-        with SyncContext(self.portal, shard.chosen_until(upper - 1)) as batches:
+        with SyncContext(self.portal, shard.batches_held_until(upper - 1)) as batches:
 
             def fetch(part: Part) -> Buffer:
                 return self.portal.call(shard.fetch(part, batches))
 
-            return mirror_of(self.schema, batches, upper, fetch, self.mirror_dir)
+            return build_mirror(self.schema, batches, upper, fetch, self.mirror_dir)
 
     # writing ----------------------------------------------------------------------------------------
-    def token(self) -> str:
+    def next_token(self) -> str:
         """Return the permanent name of one append: repeating it is harmless, and no two appends share it."""
         self._tokens += 1
         return f"{self._prefix}-{self._tokens}"
@@ -178,7 +180,7 @@ class TableWriter:
         stay as orphans: nothing is deleted.
         """
         try:
-            await self.shard.compare_and_append(lower, upper, parts, self.token())
+            await self.shard.compare_and_append(lower, upper, parts, self.next_token())
         except ConflictError:
             self.lost += 1
             return False
@@ -190,21 +192,21 @@ class TableWriter:
         self.rows += pending.updates.num_rows
         if self.won % SAVE_EVERY == 0:
             self.save()
-        self._forget_merged()
+        self._save_if_outdated()
 
-    def took(self, changes: KeyChanges, lower: int, upper: int, rows: int) -> None:
+    def apply_external(self, changes: KeyChanges, lower: int, upper: int, rows: int) -> None:
         """Apply changes that were computed elsewhere and whose append [lower, upper) landed."""
         self.operator.mirror.advance(changes, lower, upper)
         self.operator.advance(upper)
         self.rows += rows
-        self._forget_merged()
+        self._save_if_outdated()
 
-    def _forget_merged(self) -> None:
+    def _save_if_outdated(self) -> None:
         """Save once merged files take much space, so that the manifest names their replacements and they are
         deleted."""
-        if self.operator.mirror.outdated:
+        if self.operator.mirror.is_outdated:
             self.save()
 
     def save(self) -> None:
         """Save the mirror, so that other processes of this machine can open it."""
-        self.operator.mirror.save(self.shard.shard_id, saved_under(self.stores.life))
+        self.operator.mirror.save(self.shard.shard_id, mirror_identity(self.stores.consensus_life))

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from tidemill.spark.decode.dead_letter_rows import Letter, letter_table
+from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.upsert.toast_fill import Lost
+from tidemill.spark.upsert.toast_fill import LostCommand
 
 
-def lost_letters(feed: TopicFeed, lost: Sequence[Lost]) -> pa.Table:
+def letters_of_lost(feed: TopicFeed, lost: Sequence[LostCommand]) -> pa.Table:
     """Return them as updates of the dead-letter shard, without the record itself: it is at its position in the
     topic."""
-    return letter_table(
+    return dead_letter_table(
         [
-            Letter(
+            DeadLetter(
                 feed.topic,
                 each.partition,
                 each.order,

@@ -31,11 +31,11 @@ import structlog
 from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.runtime import file_descriptors
-from tidemill.base.runtime.gc_tuning import keep_pauses_short
-from tidemill.base.runtime.memory_budget import keep_freed_memory
+from tidemill.base.runtime.gc_tuning import install_gc_tuning
+from tidemill.base.runtime.memory_budget import retain_freed_memory
 from tidemill.base.status.logging import configure_logs
 from tidemill.spark.environment import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
-from tidemill.spark.stores import Urls
+from tidemill.spark.stores import StoreUrls
 
 log = structlog.get_logger()
 
@@ -71,23 +71,23 @@ def main(arguments: list[str] | None = None) -> int:
     # Pages that were released between two steps and faulted in again took a quarter of a driver's time. Arrow's own
     # pool releases them in any configuration.
     pa.set_memory_pool(pa.system_memory_pool())
-    keep_freed_memory()
+    retain_freed_memory()
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
 
-    from tidemill.spark.pipeline.runner import Runner
+    from tidemill.spark.pipeline.runner import PipelineRunner
     from tidemill.spark.pipeline.shared_driver import SharedDriver
     from tidemill.spark.settings import DriverSettings
 
-    keep_pauses_short()
-    conf = _conf(options.conf)
+    install_gc_tuning()
+    conf = _spark_settings(options.conf)
 
     def settings(name: str, file: Path, scratch: Path) -> DriverSettings:
         return DriverSettings(
             name=name,
             file=file,
-            urls=Urls(options.objects, options.consensus),
+            urls=StoreUrls(options.objects, options.consensus),
             domains=options.domains,
             master=options.master,
             scratch=scratch.absolute(),
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     pipelines = [settings(*each) for each in zip(options.name, options.pipeline, options.scratch, strict=True)]
     try:
         if options.session is None:
-            Runner(pipelines[0], stopping).run()
+            PipelineRunner(pipelines[0], stopping).run()
         else:
             SharedDriver(pipelines, settings(options.session.name, Path(), options.session), stopping).run()
     except (InvalidError, ClusterReplacedError) as error:
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _conf(pairs: list[str]) -> dict[str, str]:
+def _spark_settings(pairs: list[str]) -> dict[str, str]:
     """Merge the settings of the environment and of the arguments. Raises SystemExit 2 as argparse does for one without
     `=`."""
     wrong = [pair for pair in pairs if "=" not in pair]
@@ -126,7 +126,7 @@ def _conf(pairs: list[str]) -> dict[str, str]:
     return told | dict(pair.split("=", 1) for pair in pairs)
 
 
-def leave(code: int) -> None:
+def exit_now(code: int) -> None:
     """Exit immediately: durable work is complete, and Spark's shutdown hooks would only add seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -134,4 +134,4 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_now(main())

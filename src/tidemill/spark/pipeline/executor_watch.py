@@ -13,32 +13,33 @@ from tidemill.spark.ingest.pipeline_context import PipelineContext
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-LOOK_S = 1.0
-PATIENCE_S = 5.0
+CHECK_S = 1.0
+REPLACEMENT_WAIT_S = 5.0
 """Time in which a cluster may replace a lost executor."""
 
 
-def mark_of(host: PipelineContext) -> str:
+def status_name(host: PipelineContext) -> str:
     return f"pipeline:{host.settings.name}:executors"
 
 
-def keep_work_going(host: PipelineContext) -> None:
-    """Watch until the pipeline ends, once Spark's context exists. While no executor is left, report it under `mark_of`.
+def watch_executors(host: PipelineContext) -> None:
+    """Watch until the pipeline ends, once Spark's context exists. While no executor is left, report it under
+    `status_name`.
 
     If Spark itself requests executors on demand (dynamic allocation), having none is normal, and nothing is watched.
     """
     while host.spark is None:
-        if host.ending.wait(LOOK_S):
+        if host.ending.wait(CHECK_S):
             return
     if host.spark.sparkContext.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
         return
-    context, clock, mark = host.spark.sparkContext, host.stores.clock, mark_of(host)
+    context, clock, mark = host.spark.sparkContext, host.stores.clock, status_name(host)
     seen_s = clock.monotonic_s()
-    while not host.ending.wait(LOOK_S):
+    while not host.ending.wait(CHECK_S):
         if executor_count(context):
             seen_s = clock.monotonic_s()
-            host.tracker.heal(mark)
-        elif clock.monotonic_s() - seen_s > PATIENCE_S:
+            host.tracker.clear_failure(mark)
+        elif clock.monotonic_s() - seen_s > REPLACEMENT_WAIT_S:
             if host.tracker.failure(mark) is None:
                 why = f"no executor is left: the driver computes everything: master={context.master}."
                 host.tracker.fail(mark, why, now_ms=clock.now_ms(), held_by=context.master)

@@ -20,21 +20,21 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError, TidemillError
-from tidemill.base.runtime.tasks import keep, keep_thread, sentence
+from tidemill.base.runtime.tasks import error_sentence, run_unit, run_unit_thread
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.handle import LogShard
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
 from tidemill.spark.definition import DerivedTable, Pipeline, load_pipeline
 from tidemill.spark.derived.derivation import Derivation
-from tidemill.spark.ingest.dead_letters import DeadLetters
+from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed import Feed
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.pipeline_context import MIRRORS, PipelineContext, own_directory
+from tidemill.spark.ingest.pipeline_context import MIRRORS, PipelineContext, lock_scratch_directory
 from tidemill.spark.ingest.table_ownership import TableOwnership
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.pipeline.executor_watch import keep_work_going
-from tidemill.spark.pipeline.scratch import sweep
-from tidemill.spark.pipeline.status_report import Reporter
+from tidemill.spark.pipeline.executor_watch import watch_executors
+from tidemill.spark.pipeline.scratch import sweep_scratch
+from tidemill.spark.pipeline.status_report import StatusReporter
 from tidemill.spark.pipeline.streaming_query import SparkSessionLostError, StreamingQuery
 from tidemill.spark.session.opener import SessionOpener, wait_for_jvm
 from tidemill.spark.session.session import is_local
@@ -43,15 +43,15 @@ from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
 
 STOP_TIMEOUT_S = 4.0
 SESSION_THREAD = "session"
-REGISTERED_S = 30.0
+REGISTRATION_CHECK_S = 30.0
 """Interval at which a driver checks that its row still exists."""
-REFUSED_S = 5.0
+REFUSAL_CHECK_S = 5.0
 """Interval of that check while the pipeline may not maintain one of its tables."""
 
 log = structlog.get_logger()
 
 
-class Runner(PipelineContext):
+class PipelineRunner(PipelineContext):
     """Runner of one pipeline. `run` blocks until `stopping` is set, which the runner also does when the process cannot
     continue; it then raises the cause."""
 
@@ -66,7 +66,7 @@ class Runner(PipelineContext):
         self.feeds: list[Feed] = []
         self.query = StreamingQuery(self, tuple(pipeline.sources()), self._sink_of)
         self.derivations: dict[str, Derivation] = {}
-        self.dead_letters: DeadLetters
+        self.dead_letters: DeadLetterWriter
         self._opening = opening or SessionOpener(settings)
         self._own_session = opening is None
         self._stopping = stopping
@@ -77,8 +77,8 @@ class Runner(PipelineContext):
 
     def run(self) -> None:
         try:
-            with own_directory(self.settings.scratch):
-                sweep(self.settings.scratch, {*self.pipeline.tables, *self.pipeline.derived_tables})
+            with lock_scratch_directory(self.settings.scratch):
+                sweep_scratch(self.settings.scratch, {*self.pipeline.tables, *self.pipeline.derived_tables})
                 self._run()
         finally:
             self.portal.close()  # for a run that failed to start
@@ -95,36 +95,38 @@ class Runner(PipelineContext):
             raise self._failure
 
     @property
-    def rests(self) -> bool:
+    def has_stopped(self) -> bool:
         """True once the run has ended and no thread is left that might write into its directory."""
         return not any(thread.is_alive() for thread in self._threads if thread.name != SESSION_THREAD)
 
     # start and stop ---------------------------------------------------------------------------------
     def _start(self) -> None:
-        self.dead_letters = DeadLetters(self.portal, self._dead_letter_shard, self.stores.rand)
+        self.dead_letters = DeadLetterWriter(self.portal, self._dead_letter_shard, self.stores.rand)
         sources = self.pipeline.sources().items()
         self.feeds = [Feed(source, tables, self, self.dead_letters) for source, tables in sources]
-        reporter = Reporter(self)
-        self.retried(reporter.adopt)
-        proving = keep("objects", self.stores.objects.keep_proving, tracker=self.tracker, clock=self.stores.clock)
+        reporter = StatusReporter(self)
+        self.retry_until_available(reporter.adopt)
+        proving = run_unit(
+            "objects", self.stores.objects.probe_while_suspected, tracker=self.tracker, clock=self.stores.clock
+        )
         self._proving = asyncio.run_coroutine_threadsafe(proving, self.portal.loop)
         mark = f"pipeline:{self.settings.name}:bucket"
-        own = partial(self.stores.keep_owning, partial(self.tracker.heal, mark))
-        owning = keep(mark, own, tracker=self.tracker, clock=self.stores.clock)
+        own = partial(self.stores.watch_ownership, partial(self.tracker.clear_failure, mark))
+        owning = run_unit(mark, own, tracker=self.tracker, clock=self.stores.clock)
         self._owning = asyncio.run_coroutine_threadsafe(owning, self.portal.loop)
-        self._owning.add_done_callback(self._owned_no_more)
-        self._unit("catalogue", self._register)
-        self._thread(SESSION_THREAD, self._live_session)
+        self._owning.add_done_callback(self._on_ownership_lost)
+        self._start_unit("catalogue", self._maintain_registration)
+        self._start_thread(SESSION_THREAD, self._watch_session)
         if not is_local(self.settings.master):
-            self._unit("executors", partial(keep_work_going, self))
+            self._start_unit("executors", partial(watch_executors, self))
         for feed in self.feeds:
-            self._thread(f"feed-{feed.source}", feed.run)
+            self._start_thread(f"feed-{feed.source}", feed.run)
         if self.feeds:
-            self._thread("query", self.query.run)
+            self._start_thread("query", self.query.run)
         for table in self.pipeline.derived_tables.values():
             body = partial(self._run_derived, table)
-            self._unit(f"derived-{table.name}", body, mark=f"shard:{table.name}")
-        self._thread("report", reporter.run)
+            self._start_unit(f"derived-{table.name}", body, mark=f"shard:{table.name}")
+        self._start_thread("report", reporter.run)
 
     def _stop(self) -> None:
         """Stop in this order: sinks end their rounds, mirrors are saved, the query stops, then the session and the
@@ -147,62 +149,62 @@ class Runner(PipelineContext):
         until_s = clock.monotonic_s() + STOP_TIMEOUT_S
         sinks = [feed.sink for feed in self.feeds if feed.sink is not None]
         rested = [sink for sink in sinks if sink.idle.wait(max(0.1, until_s - clock.monotonic_s()))]
-        if self.stores.moved_back:
+        if self.stores.is_rolled_back:
             # Mirrors may hold commits that are gone; so may what was saved of them before.
             shutil.rmtree(self.settings.scratch / MIRRORS, ignore_errors=True)
         for sink in (
-            () if self.stores.moved_back else rested
+            () if self.stores.is_rolled_back else rested
         ):  # before Spark, whose stop may outlast the supervisor's wait
-            for table in sink.resting:
-                _quietly(table.save)
+            for table in sink.idle_tables:
+                _log_failure(table.save)
         alive = {thread.name for thread in self._threads if thread.is_alive()}
         for name, derivation in self.derivations.items():
-            if derivation.writer is not None and f"derived-{name}" not in alive and not self.stores.moved_back:
-                _quietly(derivation.writer.save)
+            if derivation.writer is not None and f"derived-{name}" not in alive and not self.stores.is_rolled_back:
+                _log_failure(derivation.writer.save)
         if self.query.query is not None and len(rested) == len(sinks):
-            bounded([self.query.query.stop], clock, STOP_TIMEOUT_S)
+            run_with_timeout([self.query.query.stop], clock, STOP_TIMEOUT_S)
         for background in (self._proving, self._owning):
             if background is not None:
                 background.cancel()
         if self._own_session:
-            bounded([self._opening.stop], clock, STOP_TIMEOUT_S)
-        _quietly(lambda: self.portal.call(self.stores.aclose(), STOP_TIMEOUT_S))
+            run_with_timeout([self._opening.stop], clock, STOP_TIMEOUT_S)
+        _log_failure(lambda: self.portal.call(self.stores.aclose(), STOP_TIMEOUT_S))
         self.portal.close()
 
-    def _unit(self, name: str, body: Callable[[], None], *, mark: str = "") -> None:
+    def _start_unit(self, name: str, body: Callable[[], None], *, mark: str = "") -> None:
         """Start a thread whose body is retried until it returns; its failures are reported under the stage status
         `mark`."""
-        self._thread(name, partial(self._tried, mark or f"pipeline:{self.settings.name}:{name}", body))
+        self._start_thread(name, partial(self._supervise, mark or f"pipeline:{self.settings.name}:{name}", body))
 
-    def _tried(self, mark: str, body: Callable[[], None]) -> None:
-        keep_thread(mark, body, tracker=self.tracker, clock=self.stores.clock, ending=self.ending)
+    def _supervise(self, mark: str, body: Callable[[], None]) -> None:
+        run_unit_thread(mark, body, tracker=self.tracker, clock=self.stores.clock, ending=self.ending)
 
-    def _thread(self, name: str, body: Callable[[], None]) -> None:
+    def _start_thread(self, name: str, body: Callable[[], None]) -> None:
         """Start a thread. An exception that leaves the body ends the process, which is then restarted."""
 
         def run() -> None:
             try:
                 body()
             except BaseException as error:
-                self._end(name, error)
+                self._end_process(name, error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _end(self, part: str, error: BaseException) -> None:
+    def _end_process(self, part: str, error: BaseException) -> None:
         """End the process, which cannot continue."""
         if not self.ending.is_set():
-            log.error("pipeline failed", part=part, error=sentence(error))
+            log.error("pipeline failed", part=part, error=error_sentence(error))
             mark = f"pipeline:{self.settings.name}"
-            self.tracker.fail(mark, sentence(error), now_ms=self.stores.clock.now_ms())
+            self.tracker.fail(mark, error_sentence(error), now_ms=self.stores.clock.now_ms())
             self._failure = self._failure or error
         self.ending.set()
         self._stopping.set()
 
-    def _owned_no_more(self, owning: Future[None]) -> None:
+    def _on_ownership_lost(self, owning: Future[None]) -> None:
         if not owning.cancelled() and (error := owning.exception()) is not None:
-            self._end("bucket", error)
+            self._end_process("bucket", error)
 
     def _sink_of(self, source: str) -> FeedSink | None:
         return next((feed.sink for feed in self.feeds if feed.source == source), None)
@@ -213,36 +215,36 @@ class Runner(PipelineContext):
         return out + [d.writer for d in list(self.derivations.values()) if d.writer is not None]
 
     # bodies of units --------------------------------------------------------------------------------
-    def _register(self) -> None:
+    def _maintain_registration(self) -> None:
         """Maintain the pipeline's row until the pipeline ends. Without the row, which an operator may delete while the
         driver looks dead, nothing retains the records that the pipeline has yet to read. Refused tables are reported,
         and claimed again until they are free."""
-        self._claim()
+        self._claim_tables()
         if self.pipeline.dead_letters:
             self.dead_letters.open()
-        self.tracker.heal(f"pipeline:{self.settings.name}:catalogue")
-        while not self.ending.wait(REFUSED_S if self.claims.refused else REGISTERED_S):
-            self._claim()
+        self.tracker.clear_failure(f"pipeline:{self.settings.name}:catalogue")
+        while not self.ending.wait(REFUSAL_CHECK_S if self.claims.refused else REGISTRATION_CHECK_S):
+            self._claim_tables()
 
-    def _claim(self) -> None:
+    def _claim_tables(self) -> None:
         before = self.claims.refused.keys()
-        self.claims.look(self.portal, self.stores)
+        self.claims.refresh(self.portal, self.stores)
         now_ms = self.stores.clock.now_ms()
         for table, why in self.claims.refused.items():
-            self.tracker.fail(self.refusal(table), why, now_ms=now_ms, parked=True)
+            self.tracker.fail(self.refusal_status_name(table), why, now_ms=now_ms, parked=True)
             self.tracker.remove(f"shard:{table}")  # an earlier process, or this one before the refusal, may have set it
         for table in before - self.claims.refused.keys():
-            self.tracker.heal(self.refusal(table))
-            self.tracker.remove(self.refusal(table))
+            self.tracker.clear_failure(self.refusal_status_name(table))
+            self.tracker.remove(self.refusal_status_name(table))
 
     def _dead_letter_shard(self) -> LogShard:
         """Return the dead-letter shard. Raises InvalidError if a shard of that name is not one."""
         return self.portal.call(self.stores.shard(self.pipeline.dead_letters, DEAD_LETTERS))
 
-    def _live_session(self) -> None:
+    def _watch_session(self) -> None:
         """Open the session. Raises SparkSessionLostError when its JVM exits, which derived tables alone would notice
         only at their next input."""
-        self._tried(f"pipeline:{self.settings.name}:spark", self._open_session)
+        self._supervise(f"pipeline:{self.settings.name}:spark", self._open_session)
         if self.session_ready.is_set() and wait_for_jvm():
             raise SparkSessionLostError("Spark's JVM has exited.")
 
@@ -253,7 +255,7 @@ class Runner(PipelineContext):
             self.spark = self._opening.session()
             self.spark_local = self._opening.local
         spark = self.spark
-        self._opening.make_work()
+        self._opening.prepare_executors()
         register(spark)
         self.session_ready.set()
         log.info("session is ready", spark=spark.version, master=spark.sparkContext.master)
@@ -262,7 +264,7 @@ class Runner(PipelineContext):
         while not self.session_ready.wait(0.2):
             if self.ending.is_set():
                 return
-        if not self.claims.may_keep(table.name, self.ending):
+        if not self.claims.wait_ownership(table.name, self.ending):
             return
         assert self.spark is not None
         found = self.derivations.get(table.name)
@@ -270,18 +272,19 @@ class Runner(PipelineContext):
             found = Derivation(self.portal, self.stores, self.spark, table, self.mirror_dir(table.name))
             self.derivations[table.name] = found
         try:
-            found.run(self.ending, partial(self.tracker.heal, f"shard:{table.name}"))
+            found.run(self.ending, partial(self.tracker.clear_failure, f"shard:{table.name}"))
         except BaseException as error:
             if not self.session_is_lost():
                 raise
-            self._end(
-                f"derived-{table.name}", SparkSessionLostError(f"Spark's session is lost: error={sentence(error)}.")
+            self._end_process(
+                f"derived-{table.name}",
+                SparkSessionLostError(f"Spark's session is lost: error={error_sentence(error)}."),
             )
 
 
-def bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) -> None:
+def run_with_timeout(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) -> None:
     """Run the calls concurrently, and wait for them at most `timeout_s`."""
-    threads = [threading.Thread(target=_quietly, args=(call,), daemon=True) for call in calls]
+    threads = [threading.Thread(target=_log_failure, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     until_s = clock.monotonic_s() + timeout_s
@@ -289,7 +292,7 @@ def bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) 
         thread.join(max(0.0, until_s - clock.monotonic_s()))
 
 
-def _quietly(call: Callable[[], Any]) -> None:
+def _log_failure(call: Callable[[], Any]) -> None:
     """Log an exception instead of raising it: at the end of a process nothing durable depends on the call."""
     try:
         call()

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from tidemill.spark.ingest.distributed_step import sweep_pending
 
-ANEW = ("derived", "large", "checkpoints", "spark-local", "archive")
+RECREATED = ("derived", "large", "checkpoints", "spark-local", "archive")
 
 
-def sweep(scratch: Path, tables: Collection[str]) -> None:
+def sweep_scratch(scratch: Path, tables: Collection[str]) -> None:
     """Remove unused files. The caller holds the directory's lock. Files that cannot be removed are left for the next
     start."""
-    for name in ANEW:
+    for name in RECREATED:
         shutil.rmtree(scratch / name, ignore_errors=True)
     mirrors = scratch / "mirrors"
     for directory in mirrors.iterdir() if mirrors.is_dir() else ():

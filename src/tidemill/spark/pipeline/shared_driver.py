@@ -21,11 +21,11 @@ import structlog
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, ends_process
-from tidemill.base.runtime.tasks import Backoff, parks, sentence
-from tidemill.spark.ingest.pipeline_context import own_directory
-from tidemill.spark.pipeline.parked import tell
-from tidemill.spark.pipeline.runner import STOP_TIMEOUT_S, Runner, bounded
-from tidemill.spark.pipeline.scratch import sweep
+from tidemill.base.runtime.tasks import Backoff, error_sentence, needs_operator
+from tidemill.spark.ingest.pipeline_context import lock_scratch_directory
+from tidemill.spark.pipeline.parked import publish_failure
+from tidemill.spark.pipeline.runner import STOP_TIMEOUT_S, PipelineRunner, run_with_timeout
+from tidemill.spark.pipeline.scratch import sweep_scratch
 from tidemill.spark.pipeline.streaming_query import SparkSessionLostError
 from tidemill.spark.session.opener import SessionOpener
 from tidemill.spark.settings import DriverSettings
@@ -53,10 +53,12 @@ class SharedDriver:
         self._failure: BaseException | None = None
 
     def run(self) -> None:
-        with own_directory(self._session.scratch):
-            sweep(self._session.scratch, ())
+        with lock_scratch_directory(self._session.scratch):
+            sweep_scratch(self._session.scratch, ())
             threads = [
-                threading.Thread(target=self._keep, args=(settings,), name=f"pipeline-{settings.name}", daemon=True)
+                threading.Thread(
+                    target=self._supervise_pipeline, args=(settings,), name=f"pipeline-{settings.name}", daemon=True
+                )
                 for settings in self._pipelines
             ]
             for thread in threads:
@@ -68,11 +70,11 @@ class SharedDriver:
             until_s = self._clock.monotonic_s() + END_TIMEOUT_S
             for thread in threads:
                 thread.join(max(0.1, until_s - self._clock.monotonic_s()))
-            bounded([self._opening.stop], self._clock, STOP_TIMEOUT_S)
+            run_with_timeout([self._opening.stop], self._clock, STOP_TIMEOUT_S)
         if self._failure is not None:
             raise self._failure
 
-    def _life(self, name: str) -> threading.Event:
+    def _new_stop_event(self, name: str) -> threading.Event:
         """Return the event that ends the pipeline's next Runner, already set if the driver is ending.
 
         The thread that ends the driver sets `stopping` before it reads `_lives`, so it either finds this event or
@@ -85,15 +87,15 @@ class SharedDriver:
                 life.set()
         return life
 
-    def _keep(self, settings: DriverSettings) -> None:
+    def _supervise_pipeline(self, settings: DriverSettings) -> None:
         """Run one pipeline until the driver ends."""
         restarts = Backoff()
         while not self._stopping.is_set():
-            runner: Runner | None = None
-            seen, began_s = version(settings.file), self._clock.monotonic_s()
+            runner: PipelineRunner | None = None
+            seen, began_s = file_version(settings.file), self._clock.monotonic_s()
             try:
                 importlib.invalidate_caches()  # a module that its file lacked may exist now
-                runner = Runner(settings, self._life(settings.name), self._opening)
+                runner = PipelineRunner(settings, self._new_stop_event(settings.name), self._opening)
                 runner.run()
             except BaseException as fault:  # also exceptions of the user's file such as SystemExit
                 if (
@@ -102,18 +104,30 @@ class SharedDriver:
                     or (runner is not None and runner.session_is_lost())
                 ):
                     return self._end(fault)
-                pause_s = restarts.pause_s(self._clock.monotonic_s() - began_s, parked=parks(fault))
-                log.error("unit failed", unit=f"pipeline:{settings.name}", error=sentence(fault), parked=parks(fault))
+                pause_s = restarts.pause_s(self._clock.monotonic_s() - began_s, parked=needs_operator(fault))
+                log.error(
+                    "unit failed",
+                    unit=f"pipeline:{settings.name}",
+                    error=error_sentence(fault),
+                    parked=needs_operator(fault),
+                )
                 try:
-                    self._pause(settings, fault, runner, seen, pause_s)
+                    self._report_and_pause(settings, fault, runner, seen, pause_s)
                 except InvalidError as error:
                     return self._end(error)
                 except BaseException as error:  # the pipeline continues even if its status cannot be published
-                    log.error("status of unit not published", unit=f"pipeline:{settings.name}", error=sentence(error))
+                    log.error(
+                        "status of unit not published", unit=f"pipeline:{settings.name}", error=error_sentence(error)
+                    )
                     self._stopping.wait(pause_s)
 
-    def _pause(
-        self, settings: DriverSettings, fault: BaseException, runner: Runner | None, seen: object, pause_s: float
+    def _report_and_pause(
+        self,
+        settings: DriverSettings,
+        fault: BaseException,
+        runner: PipelineRunner | None,
+        seen: object,
+        pause_s: float,
     ) -> None:
         """Publish the status during the pause, which ends early if the pipeline's file changes.
 
@@ -124,18 +138,18 @@ class SharedDriver:
         def over() -> bool:
             if self._stopping.is_set():
                 return True
-            if runner is not None and not runner.rests:
+            if runner is not None and not runner.has_stopped:
                 return False
-            return self._clock.monotonic_s() >= until_s or version(settings.file) != seen
+            return self._clock.monotonic_s() >= until_s or file_version(settings.file) != seen
 
-        asyncio.run(tell(settings, fault, self._began_ms, over))
+        asyncio.run(publish_failure(settings, fault, self._began_ms, over))
 
     def _end(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._stopping.set()
 
 
-def version(path: Path) -> tuple[int, int] | None:
+def file_version(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
     except OSError:

@@ -11,21 +11,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 
-AT_ONCE = 2
-LONGEST_S = 120.0
+CONCURRENT_STARTS = 2
+START_TIMEOUT_S = 120.0
 """A start that takes longer no longer blocks others."""
 
 
-class Starts:
+class StartLimiter:
     """Limiter of starts. Called by the threads of all queries. Times are those of a monotonic clock."""
 
-    def __init__(self, at_once: int = AT_ONCE, longest_s: float = LONGEST_S) -> None:
+    def __init__(self, at_once: int = CONCURRENT_STARTS, longest_s: float = START_TIMEOUT_S) -> None:
         self._at_once = at_once
         self._longest_s = longest_s
         self._began_s: dict[Hashable, float] = {}
         self._lock = threading.Lock()
 
-    def begin(self, who: Hashable, now_s: float) -> bool:
+    def try_start(self, who: Hashable, now_s: float) -> bool:
         """Return whether `who` may start now; it must call `end` later. False = ask again soon."""
         with self._lock:
             self._began_s = {w: at_s for w, at_s in self._began_s.items() if now_s - at_s < self._longest_s}
@@ -40,5 +40,5 @@ class Starts:
             self._began_s.pop(who, None)
 
 
-STARTS = Starts()
+START_LIMITER = StartLimiter()
 """Limiter of this process, which has one JVM, however many pipelines share it."""

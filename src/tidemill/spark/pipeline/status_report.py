@@ -26,43 +26,43 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import structlog
 
-from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.runtime.memory_budget import Rest, give_freed_memory_back, resident_bytes
-from tidemill.base.runtime.tasks import is_fault, sentence
-from tidemill.base.status.histogram import SINCE_BOUND, Histogram, merged
+from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S
+from tidemill.base.runtime.memory_budget import IdleDetector, release_freed_memory, resident_bytes
+from tidemill.base.runtime.tasks import error_sentence, is_fault
+from tidemill.base.status.histogram import SINCE_BOUND, Histogram, merge_histograms
 from tidemill.base.status.status import argmin
-from tidemill.consensus.status.board import Board
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.objects.retrying import RetryingObjects
-from tidemill.spark.derived.function_result import LEFT_OUT
-from tidemill.spark.ingest.dead_letter_run import DEAD
+from tidemill.spark.derived.function_result import OMITTED
+from tidemill.spark.ingest.dead_letter_run import DEAD_RUN_TEXT
 from tidemill.spark.ingest.step_planner import STEP_BYTES
 from tidemill.spark.ingest.table_unit import TableUnit
-from tidemill.spark.pipeline.executor_watch import mark_of
+from tidemill.spark.pipeline.executor_watch import status_name
 
 if TYPE_CHECKING:
     from tidemill.spark.derived.derivation import Derivation
     from tidemill.spark.ingest.feed import Feed
-    from tidemill.spark.pipeline.runner import Runner
+    from tidemill.spark.pipeline.runner import PipelineRunner
 
 
-PATIENCE_MS = 120_000
+STARTUP_PROGRESS_MS = 120_000
 """Time for which opening, hydrating and Spark's start count as progress."""
-LOOK_S = 2.0
+BINDINGS_TIMEOUT_S = 2.0
 """Timeout of a read of bindings, which is then reported as unanswered; far below the age at which a report is blind."""
-CANNOT = "its status cannot be computed: "
-REST_S = 30.0
+NOT_COMPUTED = "its status cannot be computed: "
+IDLE_BEFORE_TRIM_S = 30.0
 """Idle time without a record after which a driver returns freed memory to the system."""
-RECENT_MS = 60_000
+ADOPT_MAX_AGE_MS = 60_000
 """Age beyond which a standstill in an old report does not count against a new process: everything was down."""
 
 SLOW_ROUNDS = 4
 """A derived table is stuck when a round takes this many times the duration of the last one."""
-OTHERS_BUDGET_MS = 3_600_000
+BLOCKED_BUDGET_MS = 3_600_000
 """Budget of a table whose blocker has a stage status: until then the blocker is stuck, not the table."""
 WORK_BUDGET_MS = 15_000
 """Budget of a table that does not fail: it may pause for a driver's restart, or a slow step, before it is stuck."""
 
-Place = tuple[int, int]
+TableProgress = tuple[int, int]
 """(position, target) of a table."""
 
 log = structlog.get_logger()
@@ -78,18 +78,18 @@ class FeedProgress(msgspec.Struct, frozen=True):
     fails: bool = False
 
 
-class Troubled(Protocol):
+class HasTrouble(Protocol):
     def trouble(self) -> str: ...
 
 
-class Reporter:
-    def __init__(self, runner: Runner) -> None:
+class StatusReporter:
+    def __init__(self, runner: PipelineRunner) -> None:
         self._runner = runner
         self._tracker = runner.tracker
-        self._board = Board(runner.stores.consensus, runner.stores.rand)
+        self._board = StatusBoard(runner.stores.consensus, runner.stores.rand)
         self._process = runner.settings.process
         self._began_ms = runner.stores.clock.now_ms()
-        self._rest = Rest(REST_S)
+        self._rest = IdleDetector(IDLE_BEFORE_TRIM_S)
         self._dead_before: dict[str, str] = {}
         self._started: set[str] = set()
         """Tables that were attached at some time in this process."""
@@ -98,25 +98,25 @@ class Reporter:
         """Publish until the pipeline ends, and once again then."""
         runner = self._runner
         while True:
-            ended = runner.ending.wait(MARK_PUBLISH_INTERVAL_S)
+            ended = runner.ending.wait(STATUS_PUBLISH_INTERVAL_S)
             try:
-                self._mark()
+                self._update_statuses()
                 report = self._tracker.report(self._process, runner.stores.clock.now_ms(), self._facts())
                 runner.portal.call(self._board.publish(report), 5)
             except BaseException as error:
                 if not is_fault(error):
                     raise
                 # A process that publishes nothing shows as blind; that is no reason to stop its work.
-                log.warning("statuses not published", error=sentence(error))
+                log.warning("statuses not published", error=error_sentence(error))
             if ended:
                 return
             try:
-                if self._rest.begins(self._worked(), runner.stores.clock.monotonic_s()):
-                    give_freed_memory_back()
+                if self._rest.has_become_idle(self._work_count(), runner.stores.clock.monotonic_s()):
+                    release_freed_memory()
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                log.warning("freed memory not returned to the system", error=sentence(error))
+                log.warning("freed memory not returned to the system", error=error_sentence(error))
 
     def adopt(self) -> None:
         """Adopt the predecessor's last report. Called before any unit starts. Raises as consensus: nothing works
@@ -124,31 +124,35 @@ class Reporter:
         now_ms = self._runner.stores.clock.now_ms()
         for report in self._runner.portal.call(self._board.reports()):
             if report.process == self._process:
-                recent = now_ms - report.at_ms < RECENT_MS
+                recent = now_ms - report.at_ms < ADOPT_MAX_AGE_MS
                 marks = tuple(mark for mark in report.marks if recent or mark.error)
-                self._tracker.adopt(msgspec.structs.replace(report, marks=marks))
-                self._dead_before = {mark.name: mark.error for mark in marks if mark.error.startswith(DEAD)}
+                self._tracker.adopt_last_report(msgspec.structs.replace(report, marks=marks))
+                self._dead_before = {mark.name: mark.error for mark in marks if mark.error.startswith(DEAD_RUN_TEXT)}
 
     # stage statuses --------------------------------------------------------------------------------
-    def _mark(self) -> None:
+    def _update_statuses(self) -> None:
         runner = self._runner
-        self._each("objects", partial(self._works, "objects", runner.stores.objects))
-        self._each("consensus", partial(self._works, "consensus", runner.stores.consensus))
-        self._each("metastore", partial(self._works, "metastore", runner.stores.metastore))
-        places: dict[str, Place] = {}
+        self._update_one("objects", partial(self._update_store, "objects", runner.stores.objects))
+        self._update_one("consensus", partial(self._update_store, "consensus", runner.stores.consensus))
+        self._update_one("metastore", partial(self._update_store, "metastore", runner.stores.metastore))
+        places: dict[str, TableProgress] = {}
         refused = runner.claims.refused.keys()
         units = [unit for feed in runner.feeds for unit in feed.units if unit.name not in refused]
         seated = {unit.name for unit in units if unit.seated}
         self._started |= seated
-        for feed, seen in zip(runner.feeds, self._look(runner.feeds), strict=True):
+        for feed, seen in zip(runner.feeds, self._read_feeds(runner.feeds), strict=True):
             for unit in feed.units:
                 if unit.name not in refused:
-                    self._table(places, unit.name, partial(self._unit, unit, seen))
+                    self._update_table(places, unit.name, partial(self._update_unit, unit, seen))
         for name in sorted(runner.pipeline.derived_tables.keys() - refused):
-            self._table(places, name, partial(self._derived, name, runner.derivations.get(name)))
+            self._update_table(places, name, partial(self._update_derived, name, runner.derivations.get(name)))
         if not places:
-            self._set(
-                f"pipeline:{runner.settings.name}", 0, 1, runner.refusal(min(refused)), "it may maintain no table"
+            self._set_status(
+                f"pipeline:{runner.settings.name}",
+                0,
+                1,
+                runner.refusal_status_name(min(refused)),
+                "it may maintain no table",
             )
             return
         slowest, upper = argmin({name: place[0] for name, place in places.items()})
@@ -156,26 +160,26 @@ class Reporter:
         starting, behind = not runner.session_ready.is_set(), self._tracker.mark(f"shard:{slowest}")
         # Repeated opening counts as a table's progress; once it has failed the pipeline has none until it passes.
         failing = self._tracker.failure(f"shard:{slowest}") is not None
-        self._set(
+        self._set_status(
             f"pipeline:{runner.settings.name}",
             upper,
             max(place[1] for place in places.values()) if starting else places[slowest][1],
             f"shard:{slowest}",
             "; ".join(part for part in ("Spark is starting" if starting else "", waiting) if part),
-            self._patience() if starting else behind.progress if behind is not None and not failing else 0,
+            self._startup_progress() if starting else behind.progress if behind is not None and not failing else 0,
             work_ms=behind.budget_ms if behind is not None else 0,
         )
 
-    def _works(self, name: str, store: Troubled) -> None:
-        notice = store.noticed() if isinstance(store, RetryingObjects) else ""
-        self._tracker.works(name, store.trouble(), now_ms=self._runner.stores.clock.now_ms(), notice=notice)
+    def _update_store(self, name: str, store: HasTrouble) -> None:
+        notice = store.recent_fault() if isinstance(store, RetryingObjects) else ""
+        self._tracker.set_foundation(name, store.trouble(), now_ms=self._runner.stores.clock.now_ms(), notice=notice)
 
-    def _look(self, feeds: Sequence[Feed]) -> list[FeedProgress]:
+    def _read_feeds(self, feeds: Sequence[Feed]) -> list[FeedProgress]:
         """Return the progress of each feed; all bindings are read concurrently, for at most LOOK_S."""
 
         async def newest(feed: Feed) -> int:
-            async with asyncio.timeout(LOOK_S):
-                return await feed.sink.newest() if feed.sink is not None else 0
+            async with asyncio.timeout(BINDINGS_TIMEOUT_S):
+                return await feed.sink.fetch_newest_time() if feed.sink is not None else 0
 
         async def run() -> list[int | BaseException]:
             return await asyncio.gather(*(newest(feed) for feed in feeds), return_exceptions=True)
@@ -183,7 +187,7 @@ class Reporter:
         out: list[FeedProgress] = []
         for feed, found in zip(feeds, self._runner.portal.call(run()), strict=True):
             if isinstance(found, int):
-                self._tracker.heal(feed.bindings_mark)
+                self._tracker.clear_failure(feed.bindings_mark)
                 error = feed.sink.error if feed.sink is not None else ""
                 failure = self._tracker.failure(feed.mark)
                 if failure is not None:
@@ -191,110 +195,114 @@ class Reporter:
                 else:
                     out.append(FeedProgress(found, feed.source.replace("/", ":", 1), error))
                 continue
-            why = f"no answer for {LOOK_S:g} s" if isinstance(found, TimeoutError) else sentence(found)
+            why = (
+                f"no answer for {BINDINGS_TIMEOUT_S:g} s" if isinstance(found, TimeoutError) else error_sentence(found)
+            )
             why = f"bindings cannot be read: source={feed.source} error={why}"
             self._tracker.fail(feed.bindings_mark, why, now_ms=self._runner.stores.clock.now_ms())
             out.append(FeedProgress(None, feed.bindings_mark, why, fails=True))
         return out
 
-    def _table(self, places: dict[str, Place], name: str, compute: Callable[[], Place]) -> None:
+    def _update_table(self, places: dict[str, TableProgress], name: str, compute: Callable[[], TableProgress]) -> None:
         mark = f"shard:{name}"
 
         def run() -> None:
-            places[name] = compute() if self._runner.claims.looked.is_set() else self._unclaimed(name)
+            places[name] = compute() if self._runner.claims.looked.is_set() else self._update_unclaimed(name)
 
-        if not self._each(mark, run):
+        if not self._update_one(mark, run):
             old = self._tracker.mark(mark)
             places[name] = (old.position, max(old.target, old.position + 1)) if old is not None else (0, 1)
 
-    def _each(self, mark: str, tell: Callable[[], None]) -> bool:
+    def _update_one(self, mark: str, tell: Callable[[], None]) -> bool:
         """Compute one stage status. An exception fails only that status, until it can be computed again."""
         try:
             tell()
         except BaseException as error:
             if not is_fault(error):
                 raise
-            self._tracker.fail(mark, CANNOT + sentence(error), now_ms=self._runner.stores.clock.now_ms())
+            self._tracker.fail(mark, NOT_COMPUTED + error_sentence(error), now_ms=self._runner.stores.clock.now_ms())
             return False
         failure = self._tracker.failure(mark)
-        if failure is not None and failure.error.startswith(CANNOT):
-            self._tracker.heal(mark)
+        if failure is not None and failure.error.startswith(NOT_COMPUTED):
+            self._tracker.clear_failure(mark)
         return True
 
-    def _unit(self, unit: TableUnit, seen: FeedProgress) -> Place:
+    def _update_unit(self, unit: TableUnit, seen: FeedProgress) -> TableProgress:
         if unit.writer is None or unit.reason:
             # The capture's status, which `why` follows, reports whether a first snapshot is stuck.
-            work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0
-            return self._opening(unit.name, unit.waits_for, unit.reason, unit.waits, unit.upstream, work_ms)
+            work_ms = BLOCKED_BUDGET_MS if unit.waits and unit.holder_tells else 0
+            return self._update_opening(unit.name, unit.waits_for, unit.reason, unit.waits, unit.upstream, work_ms)
         upper, progress = unit.writer.upper, unit.writer.progress
         target = upper + 1 if seen.newest is None else seen.newest
         held_by = "" if upper < target and not seen.fails else seen.holder
         reason = seen.trouble or progress.sentence()
         mark = f"shard:{unit.name}"
-        self._set(mark, upper, target, held_by, reason, progress.read, unit.upstream)
+        self._set_status(mark, upper, target, held_by, reason, progress.read, unit.upstream)
         if progress.read:
             self._dead_before.pop(mark, None)  # the predecessor's finding is obsolete: records were read since
         dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty) or self._dead_before.get(mark, "")
         failure = self._tracker.failure(mark)
-        told = failure is not None and bool(dead) and failure.error.startswith(DEAD)
+        told = failure is not None and bool(dead) and failure.error.startswith(DEAD_RUN_TEXT)
         if seen.newest is not None and unit.seated and 0 < target <= upper and not told:
-            self._tracker.heal(mark)  # it failed at its present position, where nothing is left to do
-        self._flawed(mark, dead, DEAD)
+            self._tracker.clear_failure(mark)  # it failed at its present position, where nothing is left to do
+        self._report_data_errors(mark, dead, DEAD_RUN_TEXT)
         return upper, target
 
-    def _flawed(self, mark: str, said: str, kind: str) -> None:
+    def _report_data_errors(self, mark: str, said: str, kind: str) -> None:
         """Fail a unit that works but cannot process all its data, unless it fails with something else. `kind` is the
         prefix of the sentence."""
         failure = self._tracker.failure(mark)
         if failure is not None and (not failure.error.startswith(kind) or failure.error == said):
             return
-        self._tracker.heal(mark)
+        self._tracker.clear_failure(mark)
         if said:
             self._tracker.fail(mark, said, now_ms=self._runner.stores.clock.now_ms(), of_data=True)
 
-    def _unclaimed(self, name: str) -> Place:
+    def _update_unclaimed(self, name: str) -> TableProgress:
         """Return the place of a table while the catalogue has not confirmed that the pipeline may maintain it."""
         catalogue = f"pipeline:{self._runner.settings.name}:catalogue"
         failing = self._tracker.failure(catalogue) is not None
-        return self._opening(name, catalogue if failing else "", "opening", failing)
+        return self._update_opening(name, catalogue if failing else "", "opening", failing)
 
-    def _derived(self, name: str, found: Derivation | None) -> Place:
+    def _update_derived(self, name: str, found: Derivation | None) -> TableProgress:
         if found is None:
             # Blocked by the session that cannot start, or by its executors, whose environment is checked.
-            marks = (f"pipeline:{self._runner.settings.name}:spark", mark_of(self._runner))
+            marks = (f"pipeline:{self._runner.settings.name}:spark", status_name(self._runner))
             failing = next((mark for mark in marks if self._tracker.failure(mark) is not None), "")
-            return self._opening(name, failing, "Spark is starting", bool(failing))
+            return self._update_opening(name, failing, "Spark is starting", bool(failing))
         if not found.recomputed and not found.error and found.writer is None:
-            return self._opening(name, found.waits_for, "opening", False)
+            return self._update_opening(name, found.waits_for, "opening", False)
         upper, target = found.upper, max(found.target, 1)
         inputs = found.table.inputs
         # A slow function may run as long as it takes; its first round includes Spark's first plan.
         work_ms = int((SLOW_ROUNDS * found.took_s + found.table.every_s) * 1000)
         if found.waits:
-            work_ms = OTHERS_BUDGET_MS
-        progress = 0 if found.recomputed else self._patience()
+            work_ms = BLOCKED_BUDGET_MS
+        progress = 0 if found.recomputed else self._startup_progress()
         up = f"shard:{inputs[0]}"
-        self._set(f"shard:{name}", upper, target, found.waits_for, found.error, progress, up, work_ms)
-        self._flawed(f"shard:{name}", found.left_out, LEFT_OUT)
+        self._set_status(f"shard:{name}", upper, target, found.waits_for, found.error, progress, up, work_ms)
+        self._report_data_errors(f"shard:{name}", found.omitted_rows_error, OMITTED)
         return upper, target
 
-    def _opening(
+    def _update_opening(
         self, name: str, held_by: str, reason: str, waits: bool, upstream: str = "", work_ms: int = 0
-    ) -> Place:
+    ) -> TableProgress:
         """Report a table that is not open at its last position; its own opening is progress, waiting for others is
         not."""
         old = self._tracker.mark(f"shard:{name}")
         upper, target = (old.position, max(old.target, old.position + 1)) if old is not None else (0, 1)
-        self._set(f"shard:{name}", upper, target, held_by, reason, 0 if waits else self._patience(), upstream, work_ms)
+        self._set_status(
+            f"shard:{name}", upper, target, held_by, reason, 0 if waits else self._startup_progress(), upstream, work_ms
+        )
         return upper, target
 
-    def _patience(self) -> int:
+    def _startup_progress(self) -> int:
         """Return a number that grows with time during PATIENCE_MS, and with each table that starts, as progress of the
         others."""
         now_ms = self._runner.stores.clock.now_ms()
-        return min(now_ms - self._began_ms, PATIENCE_MS) // 1000 + len(self._started)
+        return min(now_ms - self._began_ms, STARTUP_PROGRESS_MS) // 1000 + len(self._started)
 
-    def _set(
+    def _set_status(
         self,
         name: str,
         position: int,
@@ -320,18 +328,18 @@ class Reporter:
             upstream=upstream,
         )
 
-    def _worked(self) -> int:
+    def _work_count(self) -> int:
         """Return the records read and the rounds of derived tables; a table that is opened again restarts its count."""
         read = sum(table.progress.read for table in self._runner.tables())
         return read + sum(found.recomputed for found in list(self._runner.derivations.values()))
 
-    def _memory(self) -> dict[str, tuple[int, int]]:
+    def _memory_usage(self) -> dict[str, tuple[int, int]]:
         """Return {share: (bytes, limit; 0 = none)}, as nodes report. A decoded step takes several times its stored
         bytes."""
         feeds = [feed.sink for feed in self._runner.feeds if feed.sink is not None]
         return {
             "resident": (resident_bytes(), 0),
-            "steps": (sum(sink.taken_bytes for sink in feeds), 3 * STEP_BYTES * max(1, len(feeds))),
+            "steps": (sum(sink.in_flight_bytes for sink in feeds), 3 * STEP_BYTES * max(1, len(feeds))),
             "mirrors": (sum(table.operator.mirror.held_bytes for table in self._runner.tables()), 0),
         }
 
@@ -339,7 +347,7 @@ class Reporter:
         try:
             return self.facts()
         except Exception as error:
-            return {"error": sentence(error)}
+            return {"error": error_sentence(error)}
 
     # facts ------------------------------------------------------------------------------------------
     def facts(self) -> dict[str, object]:
@@ -373,13 +381,13 @@ class Reporter:
                 tables[name]["whole_because"] = derivation.whole_because
         spark = runner.spark if runner.session_ready.is_set() else None
         stages = dict(runner.stages)
-        total = merged(found.histograms() for found in stages.values())
+        total = merge_histograms(found.histograms() for found in stages.values())
         return {
             "commit_to_shard_ms": total.get("appended", Histogram()).summary(),
             "bound_to_shard_ms": total.get(SINCE_BOUND, Histogram()).summary(),
-            "latency": {source: found.plain() for source, found in stages.items()},
+            "latency": {source: found.to_plain() for source, found in stages.items()},
             "tables": tables,
-            "memory": self._memory(),
+            "memory": self._memory_usage(),
             "dead_letters": runner.dead_letters.total,
             "spark": spark.version if spark is not None else "",
             "master": runner.settings.master,

@@ -19,10 +19,10 @@ import msgspec
 import structlog
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.runtime.tasks import Backoff, is_fault, sentence
+from tidemill.base.runtime.tasks import Backoff, error_sentence, is_fault
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_mark
-from tidemill.spark.pipeline.start_limit import STARTS
+from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_status_name
+from tidemill.spark.pipeline.start_limit import START_LIMITER
 
 PACE_MS = 500
 """Minimum interval between the starts of two micro-batches."""
@@ -31,7 +31,7 @@ LONGEST_PAUSE_S = 30.0
 POLL_S = 0.2
 
 SinkOf = Callable[[str], FeedSink | None]
-Failed = Callable[[str, BaseException], None]
+OnSinkFailure = Callable[[str, BaseException], None]
 """(source, the exception of its sink)."""
 
 log = structlog.get_logger()
@@ -69,13 +69,13 @@ class StreamingQuery:
             if host.ending.is_set():
                 return
         while not host.ending.is_set():
-            while not STARTS.begin(self, clock.monotonic_s()):
+            while not START_LIMITER.try_start(self, clock.monotonic_s()):
                 if host.ending.wait(POLL_S):
                     break
             if host.ending.is_set():
                 break
             began_s = clock.monotonic_s()
-            reason = self._watch()
+            reason = self._run_query()
             if host.ending.is_set():
                 break
             if host.session_is_lost():
@@ -87,31 +87,31 @@ class StreamingQuery:
             if self.called.is_set() or self._in_vain > 1:
                 host.tracker.fail(self.mark, f"streaming query ended: {reason}", now_ms=clock.now_ms())
             host.ending.wait(pause_s)
-        STARTS.end(self)
+        START_LIMITER.end(self)
 
-    def _watch(self) -> str:
+    def _run_query(self) -> str:
         """Start the query and wait for its end or the pipeline's; return the reason of its end, or ""."""
         host, clock = self._host, self._host.stores.clock
         self.called.clear()
         try:
             query = self.query = self._start()
-            ended, began_s = self._end_of(query), clock.monotonic_s()
+            ended, began_s = self._watch_termination(query), clock.monotonic_s()
             while not host.ending.is_set():
                 if ended.is_set():
                     return str(query.exception())[:500]
                 ran_s = clock.monotonic_s() - began_s
                 if ran_s > STABLE_S or self.called.is_set():
-                    host.tracker.heal(self.mark)
+                    host.tracker.clear_failure(self.mark)
                 failing = host.tracker.failure(self.mark) is not None
                 self._changed.wait(max(0.0, STABLE_S - ran_s) if failing else None)
                 self._changed.clear()
         except Exception as error:  # py4j and Spark raise exceptions of any type
             return " ".join(str(error).split())[:500]
         finally:
-            STARTS.end(self)
+            START_LIMITER.end(self)
         return ""
 
-    def _end_of(self, query: Any) -> threading.Event:
+    def _watch_termination(self, query: Any) -> threading.Event:
         """Return an event that is set when the query has ended, or the JVM has exited."""
         ended = threading.Event()
 
@@ -119,7 +119,7 @@ class StreamingQuery:
             try:
                 query.awaitTermination()
             except Exception as error:  # of any type; the watch asks the query for its reason
-                log.debug("streaming query failed", error=sentence(error))
+                log.debug("streaming query failed", error=error_sentence(error))
             finally:
                 ended.set()
                 self._changed.set()
@@ -143,28 +143,30 @@ class StreamingQuery:
             frame.load()
             .writeStream.queryName(f"{host.settings.name}{host.settings.instance}")
             .option("checkpointLocation", str(checkpoint))
-            .foreachBatch(body(checkpoint, self._sink_of, self._sink_failed, self._batch_came))
+            .foreachBatch(batch_function(checkpoint, self._sink_of, self._on_sink_failure, self._on_batch))
             .start()
         )
 
-    def _sink_failed(self, source: str, error: BaseException) -> None:
+    def _on_sink_failure(self, source: str, error: BaseException) -> None:
         """Report the failure of a feed, and wake its thread, which retries and clears the failure."""
         host = self._host
-        log.warning("sink failed in a micro-batch", source=source, error=sentence(error))
-        host.tracker.fail(feed_mark(host.settings.name, source), sentence(error), now_ms=host.stores.clock.now_ms())
+        log.warning("sink failed in a micro-batch", source=source, error=error_sentence(error))
+        host.tracker.fail(
+            feed_status_name(host.settings.name, source), error_sentence(error), now_ms=host.stores.clock.now_ms()
+        )
         if (sink := self._sink_of(source)) is not None:
             sink.seats.changed.set()
 
-    def _batch_came(self) -> None:
+    def _on_batch(self) -> None:
         if not self.called.is_set():
-            STARTS.end(self)
+            START_LIMITER.end(self)
             self.called.set()
             self._changed.set()
             log.info("query runs", sources=len(self._sources))
 
 
-def body(
-    checkpoint: Path, sink_of: SinkOf, failed: Failed, came: Callable[[], None] = lambda: None
+def batch_function(
+    checkpoint: Path, sink_of: SinkOf, failed: OnSinkFailure, came: Callable[[], None] = lambda: None
 ) -> Callable[[Any, int], None]:
     """Return the function for `foreachBatch`. It reads the ends of a batch from Spark's own log of offsets. An
     exception of a sink is passed to `failed`, and the other sources continue."""
@@ -177,7 +179,7 @@ def body(
             if sink is not None and end > before.get(source, 0):
                 before[source] = end
                 try:
-                    sink.time_comes(end)
+                    sink.advance_to(end)
                 except BaseException as error:
                     if not is_fault(error):
                         raise

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tidemill.spark.session.java import cache_dir, find_java
-from tidemill.spark.session.spark_home import spark_home
+from tidemill.spark.session.spark_home import ensure_spark_home
 
 DUMP_TIMEOUT_S = 600
 _EXERCISE = """
@@ -34,7 +34,7 @@ def archive_path(environ: Mapping[str, str] | None = None) -> Path:
     """Return the path of the archive for this Java and pyspark, which may not exist."""
     env = os.environ if environ is None else environ
     java = find_java(env)
-    identity = f"{java.home} {java.major} {java.build} {version('pyspark')} {spark_home(env) or sys.prefix}"
+    identity = f"{java.home} {java.major} {java.build} {version('pyspark')} {ensure_spark_home(env) or sys.prefix}"
     return cache_dir(env) / f"spark-{version('pyspark')}-java{java.major}-{zlib.crc32(identity.encode()):08x}.jsa"
 
 
@@ -44,7 +44,7 @@ def archive_options(environ: Mapping[str, str] | None = None) -> list[str]:
     return [f"-XX:SharedArchiveFile={path}", "-Xlog:cds=off", "-Xlog:cds+dynamic=off"] if path.is_file() else []
 
 
-def make_archive() -> Path:
+def ensure_archive() -> Path:
     """Create the archive if it is missing, and return its path. Raises OSError, subprocess.CalledProcessError."""
     path = archive_path()
     if path.is_file():
@@ -62,7 +62,7 @@ def make_archive() -> Path:
     return path
 
 
-def exercise(target: Path) -> None:
+def dump_archive(target: Path) -> None:
     """Do what a pipeline does in its first seconds, then end the JVM regularly, which writes the archive."""
     import tempfile
 
@@ -92,4 +92,4 @@ def exercise(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(f"class archive: {make_archive()}")
+    print(f"class archive: {ensure_archive()}")

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tidemill.base.errors import InvalidError
-from tidemill.consensus.factory import sqlite_file
+from tidemill.consensus.factory import sqlite_path_of_url
 from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
-from tidemill.spark.stores import Urls
+from tidemill.spark.stores import StoreUrls
 
 FIX = "Set config=/path/of/tidemill.toml, or start with TIDEMILL_CONFIG set, or in the directory of that file."
 
@@ -30,30 +30,30 @@ def find_cluster(
     registered: Mapping[str, str] | None = None,
     *,
     environ: Mapping[str, str] | None = None,
-) -> Urls:
+) -> StoreUrls:
     """Return the URLs. Raises InvalidError if a file is invalid, or no cluster exists there: a read never creates
     one."""
     env = os.environ if environ is None else environ
     if not (objects and consensus):
-        found = _said(config, registered or {}, env)
+        found = _configured_urls(config, registered or {}, env)
         objects, consensus = objects or found.objects, consensus or found.consensus
     if not (objects and consensus):
         raise InvalidError("objects or consensus is missing: both are needed.", fix=FIX)
-    file = sqlite_file(consensus)
+    file = sqlite_path_of_url(consensus)
     if file is not None and not file.exists():
         raise InvalidError(f"there is no cluster here: consensus={consensus} directory={Path.cwd()}.", fix=FIX)
-    return Urls(objects, consensus)
+    return StoreUrls(objects, consensus)
 
 
-def _said(config: str, registered: Mapping[str, str], env: Mapping[str, str]) -> Urls:
+def _configured_urls(config: str, registered: Mapping[str, str], env: Mapping[str, str]) -> StoreUrls:
     told = (OBJECTS_VARIABLE, CONSENSUS_VARIABLE)
     if registered and not config:
-        return Urls(registered.get("objects", ""), registered.get("consensus", ""))
+        return StoreUrls(registered.get("objects", ""), registered.get("consensus", ""))
     if all(env.get(name) for name in told) and not config:
-        return Urls(*(env[name] for name in told))
+        return StoreUrls(*(env[name] for name in told))
     from tidemill.base.config.config import load
 
     if config:
         env = {name: value for name, value in env.items() if name not in told}
     found = load(Path(config).expanduser() if config else None, environ=env)
-    return Urls(found.objects_url, found.consensus_url)
+    return StoreUrls(found.objects_url, found.consensus_url)

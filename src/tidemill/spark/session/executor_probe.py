@@ -10,10 +10,10 @@ import socket
 import zlib
 from pathlib import Path
 
-CODE = "tidemill's own code"
+OWN_CODE = "tidemill's own code"
 
 
-def code_of(package: Path) -> str:
+def code_checksum(package: Path) -> str:
     """Return a name of the code in a package's directory: equal directories have equal names."""
     found = 0
     for path in sorted(package.rglob("*")):
@@ -23,9 +23,9 @@ def code_of(package: Path) -> str:
     return f"{found:08x}"
 
 
-def lacking(wanted: dict[str, str], code: str) -> list[str]:
-    """Return the parts of `wanted` (distribution → version) and of our code (`code_of`) that this interpreter lacks in
-    exactly that version."""
+def missing_packages(wanted: dict[str, str], code: str) -> list[str]:
+    """Return the parts of `wanted` (distribution → version) and of our code (`code_checksum`) that this interpreter
+    lacks in exactly that version."""
     out = []
     for name, version in wanted.items():
         try:
@@ -35,18 +35,18 @@ def lacking(wanted: dict[str, str], code: str) -> list[str]:
         if found != version:
             out.append(f"{name} {version}" + (f" (has {found})" if found else ""))
     spec = importlib.util.find_spec("tidemill")
-    if spec is None or spec.origin is None or code_of(Path(spec.origin).parent) != code:
-        out.append(CODE)
+    if spec is None or spec.origin is None or code_checksum(Path(spec.origin).parent) != code:
+        out.append(OWN_CODE)
     return out
 
 
-def trouble() -> str:
+def check_stores() -> str:
     """Do what a task does first: import our code, open the bucket and consensus. Return "", or where and why it
     failed."""
     try:
-        from tidemill.spark.stores import IN_ENVIRONMENT, shared
+        from tidemill.spark.stores import IN_ENVIRONMENT, shared_stores
 
-        portal, stores = shared(IN_ENVIRONMENT)
+        portal, stores = shared_stores(IN_ENVIRONMENT)
         portal.call(stores.consensus.head("metastore/cluster"))
     except Exception as error:
         return f"host={socket.gethostname()} error={type(error).__name__}: {' '.join(str(error).split())[:300]}"

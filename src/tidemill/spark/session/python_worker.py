@@ -19,7 +19,7 @@ from tidemill.base.errors import InvalidError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-BUILT = "spark.tidemill.built"
+BUILT_SETTING = "spark.tidemill.built"
 """Setting that marks a context that `build_session` created."""
 PROBE_TIMEOUT_S = 60
 FIX = (
@@ -29,7 +29,7 @@ FIX = (
 
 
 @contextmanager
-def data_source_found() -> Iterator[None]:
+def translate_missing_source() -> Iterator[None]:
     """Translate Spark's error that there is no data source `tidemill` to InvalidError."""
     try:
         yield
@@ -39,22 +39,22 @@ def data_source_found() -> Iterator[None]:
         raise InvalidError('the Python that Spark runs has no data source "tidemill".', fix=FIX) from error
 
 
-def check_python(spark: SparkSession) -> None:
+def check_session_python(spark: SparkSession) -> None:
     """Raise InvalidError if the session's Python cannot import the data source.
 
     Under Spark Connect it is the server's Python, which cannot be checked here. In a session of `build_session` the JVM
     makes any Python find our package, so it is not checked.
     """
     context = getattr(spark, "_sc", None)
-    if context is not None and context.getConf().get(BUILT):
+    if context is not None and context.getConf().get(BUILT_SETTING):
         return
     python = shutil.which(context.pythonExec) if context is not None else None
-    if python is not None and python != sys.executable and not _imports(python):
+    if python is not None and python != sys.executable and not _can_import(python):
         raise InvalidError(f"the Python that Spark runs has no tidemill: python={python}.", fix=FIX)
 
 
 @lru_cache
-def _imports(python: str) -> bool:
+def _can_import(python: str) -> bool:
     done = subprocess.run(
         [python, "-c", "import pyspark_tidemill; pyspark_tidemill.DefaultSource"],
         capture_output=True,

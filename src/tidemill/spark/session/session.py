@@ -19,14 +19,14 @@ import tidemill
 from tidemill.base.errors import UnavailableError
 from tidemill.spark.session.cds_archive import archive_options
 from tidemill.spark.session.java import export_java, find_bash, find_java
-from tidemill.spark.session.python_worker import BUILT
-from tidemill.spark.session.spark_home import spark_home
+from tidemill.spark.session.python_worker import BUILT_SETTING
+from tidemill.spark.session.spark_home import ensure_spark_home
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 STDERR = 2
-WORDS_BYTES, WORDS_LINES = 4096, 4
+QUOTED_BYTES, WORDS_LINES = 4096, 4
 """Limits of the quoted output of a JVM that exited."""
 LOCAL_DIRECTORY = "spark-local"
 """Directory of Spark's shuffles and blocks in the scratch directory."""
@@ -100,7 +100,7 @@ def log_option() -> str:
     return f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 
 
-def settings(
+def session_settings(
     master: str = "local[*]", *, scratch: Path | None = None, driver_memory: str = "1g", quick: bool = True
 ) -> dict[str, str]:
     """Return the settings of `build_session`. `quick`: use the C1 compiler and the serial collector, which cost nothing
@@ -131,12 +131,12 @@ def build_session(
 
     Finds Java and bash. Raises InvalidError if one is missing; UnavailableError, with the JVM's output, if it does not
     start. Workers run this interpreter, unless PYSPARK_PYTHON or the setting spark.pyspark.python names another one;
-    those of a cluster are prepared by `code_shipping.ship`. A session that is already active in the process is returned
-    unchanged, except for our SQL settings that can be set later.
+    those of a cluster are prepared by `code_shipping.ship_code`. A session that is already active in the process is
+    returned unchanged, except for our SQL settings that can be set later.
     """
     find_bash()
     export_java(find_java())
-    home = spark_home()
+    home = ensure_spark_home()
     if home:
         os.environ["SPARK_HOME"] = home
     python = (extra or {}).get(PYTHON_SETTING) or os.environ.get("PYSPARK_PYTHON") or sys.executable
@@ -153,15 +153,15 @@ def build_session(
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(app_name).master(master)
-    ours = settings(master, scratch=scratch, driver_memory=driver_memory, quick=quick)
-    for key, value in {**ours, **(extra or {}), BUILT: "true"}.items():
+    ours = session_settings(master, scratch=scratch, driver_memory=driver_memory, quick=quick)
+    for key, value in {**ours, **(extra or {}), BUILT_SETTING: "true"}.items():
         builder = builder.config(key, value)
-    with _found_by_planners(python), _told_by_the_jvm():
+    with _planner_python_path(python), _report_jvm_output():
         return builder.getOrCreate()
 
 
 @contextmanager
-def _found_by_planners(python: str) -> Iterator[None]:
+def _planner_python_path(python: str) -> Iterator[None]:
     """Make the packages of the driver's Python importable for planners. Spark plans Python sources on this machine with
     the executors' Python; only the JVM that is started inside the block gets this PYTHONPATH."""
     before = os.environ.get("PYTHONPATH", "")
@@ -176,7 +176,7 @@ def _found_by_planners(python: str) -> Iterator[None]:
 
 
 @contextmanager
-def _told_by_the_jvm() -> Iterator[None]:
+def _report_jvm_output() -> Iterator[None]:
     """Report why a JVM did not start. It writes the reason to standard error, while PySpark only reports that it
     exited. If standard error is a file, as for a supervised driver, the lines written to it in the block are the
     reason."""
@@ -187,18 +187,18 @@ def _told_by_the_jvm() -> Iterator[None]:
         if "JAVA_GATEWAY_EXITED" not in str(error):
             raise
         raise UnavailableError(
-            f"Spark's JVM did not start: {_written_since(begin) or 'see the log of this process'}.",
+            f"Spark's JVM did not start: {_stderr_since(begin) or 'see the log of this process'}.",
             fix="Correct the Spark settings that the message names, or the Java that `tidemill doctor` shows.",
         ) from error
 
 
-def _written_since(begin: int) -> str:
+def _stderr_since(begin: int) -> str:
     """Return the last lines of standard error from `begin` on without our own log; "" if it is not a file."""
     if not stat.S_ISREG(os.fstat(STDERR).st_mode):
         return ""
     try:
         with open(f"/proc/self/fd/{STDERR}", "rb") as file:
-            file.seek(max(begin, os.fstat(STDERR).st_size - WORDS_BYTES))
+            file.seek(max(begin, os.fstat(STDERR).st_size - QUOTED_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""

@@ -21,7 +21,7 @@ from pathlib import Path
 from tidemill.spark.session.java import cache_dir
 
 
-def spark_home(environ: Mapping[str, str] | None = None) -> str:
+def ensure_spark_home(environ: Mapping[str, str] | None = None) -> str:
     """Return the SPARK_HOME to use: the environment's if it is set, else ours; "" if ours cannot be created."""
     env = os.environ if environ is None else environ
     if env.get("SPARK_HOME"):

@@ -11,7 +11,8 @@
     all        which cluster: see `spark.session.cluster_lookup`
 
 An option that is unknown, or has no effect on the operation, is rejected. Spark pickles instances of these classes by
-reference and calls them in separate processes: planners and executors. State is in `stores.shared` of each process.
+reference and calls them in separate processes: planners and executors. State is in `stores.shared_stores` of each
+process.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from weakref import WeakKeyDictionary
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, DataSourceWriter
 
 from tidemill.base.errors import InvalidError
-from tidemill.spark.session.python_worker import check_python
+from tidemill.spark.session.python_worker import check_session_python
 from tidemill.spark.source.batch import ShardReader, shard_schema
 from tidemill.spark.source.catalogue import keep_options, table_options
 from tidemill.spark.source.changes import META, ChangesReader
-from tidemill.spark.source.options import BATCH, CHANGES, STREAM, WRITE, Options, from_catalogue
-from tidemill.spark.source.progress_stream import DESCRIPTOR_COLUMNS, TimesReader
-from tidemill.spark.source.stream import FeedReader, row_columns
+from tidemill.spark.source.options import BATCH, CHANGES, STREAM, WRITE, SourceOptions, is_create_table
+from tidemill.spark.source.progress_stream import DESCRIPTOR_COLUMNS, ProgressReader
+from tidemill.spark.source.stream import RowReader, stream_columns
 from tidemill.spark.source.write import FrameWriter
 from tidemill.spark.types import spark_schema
 
@@ -44,7 +45,7 @@ def register(spark: SparkSession, objects: str = "", consensus: str = "") -> Non
 
     Raises InvalidError if the Python that Spark runs does not have tidemill.
     """
-    check_python(spark)
+    check_session_python(spark)
     given = {key: value for key, value in (("objects", objects), ("consensus", consensus)) if value}
 
     class Configured(TidemillSource):  # pickled by value for workers, together with its URLs
@@ -57,7 +58,7 @@ def register(spark: SparkSession, objects: str = "", consensus: str = "") -> Non
 _registered: WeakKeyDictionary[SparkSession, dict[str, str]] = WeakKeyDictionary()
 
 
-def registered_with(spark: SparkSession) -> dict[str, str]:
+def registered_urls(spark: SparkSession) -> dict[str, str]:
     """Return the URLs that `register` gave this session."""
     return _registered.get(spark, {})
 
@@ -65,8 +66,8 @@ def registered_with(spark: SparkSession) -> dict[str, str]:
 class TidemillSource(DataSource):  # type: ignore[misc]
     registered: dict[str, str] = {}
 
-    def _read_options(self, schema: StructType | None = None) -> Options:
-        return Options({**(table_options(schema) if schema is not None else {}), **self.options}, self.registered)
+    def _read_options(self, schema: StructType | None = None) -> SourceOptions:
+        return SourceOptions({**(table_options(schema) if schema is not None else {}), **self.options}, self.registered)
 
     @classmethod
     def name(cls) -> str:
@@ -77,26 +78,26 @@ class TidemillSource(DataSource):  # type: ignore[misc]
         if options.shard:
             more = META if options.flag("changes", False) else ()
             found = spark_schema((*shard_schema(options).columns, *more))
-            return keep_options(found, options) if from_catalogue(self.options) else found
-        return spark_schema(row_columns(options) if options.flag("rows", True) else DESCRIPTOR_COLUMNS)
+            return keep_options(found, options) if is_create_table(self.options) else found
+        return spark_schema(stream_columns(options) if options.flag("rows", True) else DESCRIPTOR_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         options = self._read_options(schema)
-        options.only(BATCH, "a batch read")
+        options.check_applicable(BATCH, "a batch read")
         return ShardReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         # Without the options stored in a schema: they may be those of the table that the rows were read from.
         options = self._read_options()
-        options.only(WRITE, "a write")
+        options.check_applicable(WRITE, "a write")
         return FrameWriter(options, schema, overwrite)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         options = self._read_options(schema)
         if options.shard:
-            options.only(CHANGES, "a stream of changes")
+            options.check_applicable(CHANGES, "a stream of changes")
             if not options.flag("changes", False):
                 raise InvalidError("a stream of a shard requires changes.", fix="Set option changes=true.")
             return ChangesReader(options, schema)
-        options.only(STREAM, "a stream")
-        return FeedReader(options) if options.flag("rows", True) else TimesReader(options)
+        options.check_applicable(STREAM, "a stream")
+        return RowReader(options) if options.flag("rows", True) else ProgressReader(options)

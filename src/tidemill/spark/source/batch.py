@@ -10,11 +10,11 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shards.api import Column, HistoryLostError, SchemaEvolvedError, ShardSchema
-from tidemill.shards.read.hash_ranges import Range, cut, read_range
+from tidemill.shards.read.hash_ranges import HashRange, cut_ranges, read_range
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES
-from tidemill.shards.read.part_bytes import fetching
-from tidemill.spark.source.options import Options
-from tidemill.spark.stores import shared, shared_objects
+from tidemill.shards.read.part_bytes import fetch_through
+from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.stores import shared_objects, shared_stores
 from tidemill.spark.types import spark_schema
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ JOB_HOLD_MS = 15 * 60_000
 """Time for which the parts of a batch read are retained for its executors; a longer job fails with lost history."""
 
 
-def shard_schema(options: Options) -> ShardSchema:
-    portal, stores = shared(options.urls)
+def shard_schema(options: SourceOptions) -> ShardSchema:
+    portal, stores = shared_stores(options.urls)
     schema: ShardSchema = portal.call(stores.shard(options.shard)).schema
     return schema
 
@@ -38,7 +38,7 @@ def shard_schema(options: Options) -> ShardSchema:
 class ShardPartition(InputPartition):  # type: ignore[misc]
     """Input of a task, complete apart from the bucket: the parts are named, and small ones are inlined."""
 
-    def __init__(self, objects: str, schema: ShardSchema, chosen: Range, as_of: int) -> None:
+    def __init__(self, objects: str, schema: ShardSchema, chosen: HashRange, as_of: int) -> None:
         self.objects = objects
         self.payload = msgspec.msgpack.encode((schema, chosen, as_of))
 
@@ -46,7 +46,7 @@ class ShardPartition(InputPartition):  # type: ignore[misc]
 class ShardReader(DataSourceReader):  # type: ignore[misc]
     """Reader of a shard. `schema`: the requested columns, all of the shard's or some of them."""
 
-    def __init__(self, options: Options, schema: StructType) -> None:
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
         if not options.shard:
             raise InvalidError(
                 "no shard is named.",
@@ -62,18 +62,18 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
         selects them (it would apply to later queries without the filter), and the newest time is that of the first
         query.
         """
-        portal, stores = shared(self._options.urls)
+        portal, stores = shared_stores(self._options.urls)
         shard = portal.call(stores.shard(self._options.shard))
         check_columns(self._schema, shard.schema.columns, shard.name)
         as_of = readable_at(portal, shard, self._options.as_of_ms)
         if as_of is None:
             return []
-        ranges = cut(portal.call(shard.batches_until(as_of)))
+        ranges = cut_ranges(portal.call(shard.batches_until(as_of)))
         if sum(p.size_bytes for r in ranges for batch in r.batches for p in batch.parts) > HOLD_ABOVE_BYTES:
             # Executors read after this process is no longer called, so the hold lasts as long as a job may take. Hold
             # first.
-            portal.call(shard.hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
-            ranges = cut(portal.call(shard.batches_until(as_of)))
+            portal.call(shard.set_hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
+            ranges = cut_ranges(portal.call(shard.batches_until(as_of)))
         if any(batch.schema_version > shard.schema.version for r in ranges for batch in r.batches):
             raise SchemaEvolvedError(
                 f"the shard's schema changed during the read: shard={shard.name}.", fix="Read again."
@@ -83,14 +83,14 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, ShardPartition):
             return  # a partition of Spark's, passed if `partitions` returned an empty list: nothing to read
-        schema, chosen, as_of = msgspec.msgpack.decode(partition.payload, type=tuple[ShardSchema, Range, int])
+        schema, chosen, as_of = msgspec.msgpack.decode(partition.payload, type=tuple[ShardSchema, HashRange, int])
         portal, objects = shared_objects(partition.objects)
-        fetch = fetching(portal, objects, whole=True)
+        fetch = fetch_through(portal, objects, whole=True)
         names = self._schema.fieldNames()
         try:
             for rows in read_range(schema, chosen, as_of, fetch):
                 wanted = rows.select(names)
-                yield from wanted.cast(_arrow_schema(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
+                yield from wanted.cast(_with_nullability(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
         except MissingError as error:
             raise HistoryLostError(
                 f"history is lost: the parts that this frame read at its first query are deleted: as_of={as_of}.",
@@ -132,7 +132,7 @@ def check_columns(wanted: StructType, columns: Sequence[Column], name: str) -> N
             )
 
 
-def _arrow_schema(wanted: StructType, found: pa.Schema) -> pa.Schema:
+def _with_nullability(wanted: StructType, found: pa.Schema) -> pa.Schema:
     """Return `found` with the nullability declared to Spark, which compares the two."""
     for at, field in enumerate(wanted.fields):
         found = found.set(at, found.field(at).with_nullable(field.nullable))

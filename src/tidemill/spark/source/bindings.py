@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
 from tidemill.shards.api import Binding, Remap
-from tidemill.spark.decode.offset_slices import Descriptor
-from tidemill.spark.ingest.offset_ranges import plan
+from tidemill.spark.decode.offset_slices import SliceDescriptor
+from tidemill.spark.ingest.offset_ranges import plan_interval
 from tidemill.spark.stores import Stores
 
 
-class Bindings:
+class SourceBindings:
     """Bindings of one source. `source`: topic/NAME or capture/NAME; `table`: of a capture, "" = all of its tables. The
     remap shard is opened on the first call."""
 
@@ -26,11 +26,11 @@ class Bindings:
         newest = await (await self._open(stores)).latest()
         return 0 if newest is None else newest.time_ms + 1
 
-    async def wait(self, stores: Stores, start: int, timeout_s: float) -> bool:
+    async def wait_for_binding(self, stores: Stores, start: int, timeout_s: float) -> bool:
         """Return whether there is a binding at or after `start`, waiting at most `timeout_s`."""
         return await (await self._open(stores)).wait(start - 1, timeout_s)
 
-    async def within(self, stores: Stores, start: int, most: int | None, target: int | None) -> int:
+    async def end_within(self, stores: Stores, start: int, most: int | None, target: int | None) -> int:
         """Return the latest end with at most `most` records after `start`, and not past `target`.
 
         At least one time is included, even if it is larger. `start` if there is nothing after it.
@@ -39,15 +39,15 @@ class Bindings:
             end = await self.end(stores)
             return max(start, end if target is None else min(end, target))
         page = await (await self._open(stores)).page(start)
-        before = _records(page.base) if page.base is not None else 0
+        before = _record_total(page.base) if page.base is not None else 0
         bindings = [b for b in page.bindings if target is None or b.time_ms < target]
-        fitting = [b for b in bindings if _records(b) - before <= most] or bindings[:1]
+        fitting = [b for b in bindings if _record_total(b) - before <= most] or bindings[:1]
         return fitting[-1].time_ms + 1 if fitting else start
 
-    async def plan(self, stores: Stores, start: int, end: int) -> list[Descriptor]:
+    async def plan_slices(self, stores: Stores, start: int, end: int) -> list[SliceDescriptor]:
         """Return the slices of [start, end)."""
         remap = await self._open(stores)
-        return await plan(stores.topics, remap, await self._topics(stores), start, end)
+        return await plan_interval(stores.topics, remap, await self._topics(stores), start, end)
 
     async def _open(self, stores: Stores) -> Remap:
         if self._remap is None or self._stores is not stores:
@@ -65,5 +65,5 @@ class Bindings:
         return [(row.name, row.topic_id) for row in found if row is not None]
 
 
-def _records(binding: Binding) -> int:
+def _record_total(binding: Binding) -> int:
     return sum(sum(offsets) for offsets in binding.offsets.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tidemill.spark.source.options import Options
+from tidemill.spark.source.options import SourceOptions
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 METADATA = "tidemill.options"
 
 
-def keep_options(schema: StructType, options: Options) -> StructType:
+def keep_options(schema: StructType, options: SourceOptions) -> StructType:
     schema.fields[0].metadata = {METADATA: json.dumps(options.as_text())}
     return schema
 

@@ -21,13 +21,13 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import MIB
 from tidemill.shards.api import DIFF, TIME, Batch, Column, SchemaEvolvedError, ShardSchema
-from tidemill.shards.read.hash_ranges import Range, cut, read_range
+from tidemill.shards.read.hash_ranges import HashRange, cut_ranges, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
-from tidemill.shards.read.part_bytes import fetching
+from tidemill.shards.read.part_bytes import fetch_through
 from tidemill.shards.read.part_reader import PartReader
 from tidemill.spark.source.batch import check_columns
-from tidemill.spark.source.options import Options
-from tidemill.spark.stores import shared, shared_objects
+from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.stores import shared_objects, shared_stores
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,14 +49,14 @@ class ChangesPartition(InputPartition):  # type: ignore[misc]
     [lower, upper)."""
 
     def __init__(
-        self, objects: str, schema: ShardSchema, chosen: Range | None, batches: list[Batch], lower: int, upper: int
+        self, objects: str, schema: ShardSchema, chosen: HashRange | None, batches: list[Batch], lower: int, upper: int
     ) -> None:
         self.objects = objects
         self.payload = msgspec.msgpack.encode((schema, chosen, batches, lower, upper))
 
 
 class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
-    def __init__(self, options: Options, schema: StructType) -> None:
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
         self._target: int | None = None
@@ -74,7 +74,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         On a storage error the query tries again later; but a query with trigger availableNow must not take that for the
         end.
         """
-        portal, _ = shared(self._options.urls)
+        portal, _ = shared_stores(self._options.urls)
         frontier = int(start["ts"])
         try:
             shard, hold = self._open(start)
@@ -83,7 +83,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
                 upper = min(upper, self._target)
             held = min(frontier, upper) if frontier else upper
             if held:
-                portal.call(hold.at(held - 1))
+                portal.call(hold.move_to(held - 1))
             if upper <= frontier:
                 return start
             if frontier == 0:
@@ -101,15 +101,15 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
             return start
 
     def prepareForTriggerAvailableNow(self) -> None:
-        portal, _ = shared(self._options.urls)
+        portal, _ = shared_stores(self._options.urls)
         self._target = portal.call(self._open({})[0].frontiers())[1]
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        portal, _ = shared(self._options.urls)
+        portal, _ = shared_stores(self._options.urls)
         shard, hold = self._open(end)
         lower, upper = int(start["ts"]), int(end["ts"])
         objects = self._options.objects
-        portal.call(hold.at(max(0, (upper if lower == 0 else lower) - 1)))
+        portal.call(hold.move_to(max(0, (upper if lower == 0 else lower) - 1)))
         first = lower == 0
         found = portal.call(shard.batches_until(upper - 1) if first else shard.batches(lower))
         batches = [b for b in found if b.lower < upper and b.parts]
@@ -119,21 +119,21 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
                 fix="Restart the query with its checkpoint: it continues with the new columns.",
             )
         if first:
-            return [ChangesPartition(objects, shard.schema, each, [], lower, upper) for each in cut(batches)]
-        return [ChangesPartition(objects, shard.schema, None, group, lower, upper) for group in _tasks(batches)]
+            return [ChangesPartition(objects, shard.schema, each, [], lower, upper) for each in cut_ranges(batches)]
+        return [ChangesPartition(objects, shard.schema, None, group, lower, upper) for group in _group_tasks(batches)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
         assert isinstance(partition, ChangesPartition)
-        kind = tuple[ShardSchema, Range | None, list[Batch], int, int]
+        kind = tuple[ShardSchema, HashRange | None, list[Batch], int, int]
         schema, chosen, batches, lower, upper = msgspec.msgpack.decode(partition.payload, type=kind)
         portal, objects = shared_objects(partition.objects)
         if chosen is None:
             rows = portal.call(PartReader(objects, schema, cache_bytes=0).read_batches(batches, lower, upper))
             yield from rows.select(self._schema.fieldNames()).to_batches(20_000)
             return
-        fetch = fetching(portal, objects, whole=True)
+        fetch = fetch_through(portal, objects, whole=True)
         for rows in read_range(schema, chosen, upper - 1, fetch):
             for name, value in ((TIME, upper - 1), (DIFF, 1)):
                 rows = rows.append_column(name, pa.repeat(pa.scalar(value, pa.int64()), rows.num_rows))
@@ -143,13 +143,13 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         """Open the shard once, and hold its history. Raises InvalidError if the offset is of another shard; an offset
         of an older version does not name its shard."""
         if self._opened is None:
-            portal, stores = shared(self._options.urls)
+            portal, stores = shared_stores(self._options.urls)
             if not self._options.shard:
                 raise InvalidError("no shard is named.", fix="Set option shard=NAME.")
             shard = portal.call(stores.shard(self._options.shard))
             check_columns(self._schema, (*shard.schema.columns, *META), shard.name)
             hold = MovingHold(shard, shard.reader_name("stream"), stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
-            keeping = asyncio.run_coroutine_threadsafe(hold.keep(), portal.loop)
+            keeping = asyncio.run_coroutine_threadsafe(hold.renew_until_cancelled(), portal.loop)
             weakref.finalize(self, keeping.cancel).atexit = False
             self._opened = shard, hold
         shard, _ = self._opened
@@ -161,7 +161,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         return self._opened
 
 
-def _tasks(batches: Sequence[Batch]) -> list[list[Batch]]:
+def _group_tasks(batches: Sequence[Batch]) -> list[list[Batch]]:
     """Group the batches' parts into tasks of about TASK_BYTES."""
     out: list[list[Batch]] = []
     held = TASK_BYTES

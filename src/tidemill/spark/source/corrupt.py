@@ -22,22 +22,22 @@ from tidemill.base.errors import InvalidError
 from tidemill.shards.api import TIME, Column
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.shards.parts.schema import arrow_type
-from tidemill.spark.source.options import Options
+from tidemill.spark.source.options import SourceOptions
 from tidemill.spark.upsert.commands import ORDER, PARTITION, RECORD_KEY, UNCHANGED
 
 MODES = ("PERMISSIVE", "FAILFAST", "DROPMALFORMED")
 COLUMN = "_corrupt_record"
-LACKING = "left unchanged"
+UNCHANGED_TEXT = "left unchanged"
 
 
-class Corrupted(msgspec.Struct, frozen=True):
+class CorruptRecordMode(msgspec.Struct, frozen=True):
     """Handling of corrupt records. `column`: receives the bytes; `column`_reason receives the reason."""
 
     mode: str = "PERMISSIVE"
     column: str = COLUMN
 
     @classmethod
-    def of(cls, options: Options) -> Corrupted:
+    def from_options(cls, options: SourceOptions) -> CorruptRecordMode:
         """Return the handling that the options select. Raises InvalidError for an unknown mode."""
         mode = options.text("mode", MODES[0]).upper()
         if mode not in MODES:
@@ -54,12 +54,13 @@ class Corrupted(msgspec.Struct, frozen=True):
     def rows(self, rows: pa.Table, dead: pa.Table) -> pa.Table:
         """Return the rows of a stream with the unreadable records (updates of DEAD_LETTERS) handled by the mode. Raises
         InvalidError if the mode is FAILFAST and there is one."""
-        rows, lacking = _apart(rows)
+        rows, lacking = _split_partial(rows)
         if self.mode == "FAILFAST" and lacking is not None and lacking.null_count < len(lacking):
             at = int(np.flatnonzero(lacking.is_valid().to_numpy())[0])
             raise InvalidError(
-                f"an update lacks the values of columns that it left unchanged: columns={_names(lacking[at].as_py())}"
-                f" partition={rows.column(PARTITION)[at]} offset={rows.column(ORDER)[at]}.",
+                f"an update lacks the values of columns that it left unchanged:"
+                f" columns={_column_names(lacking[at].as_py())} partition={rows.column(PARTITION)[at]}"
+                f" offset={rows.column(ORDER)[at]}.",
                 fix="Capture the table with whole rows (REPLICA IDENTITY FULL), or read it with another mode.",
             )
         if self.mode == "DROPMALFORMED" and lacking is not None:
@@ -74,7 +75,9 @@ class Corrupted(msgspec.Struct, frozen=True):
             rows = rows.append_column(column.name, pa.nulls(rows.num_rows, arrow_type(column.type)))
         if self.mode == "PERMISSIVE" and lacking is not None:
             sets = lacking.combine_chunks().dictionary_encode()
-            said = pa.array([f"{LACKING}: {_names(names)}" for names in sets.dictionary.to_pylist()], pa.string())
+            said = pa.array(
+                [f"{UNCHANGED_TEXT}: {_column_names(names)}" for names in sets.dictionary.to_pylist()], pa.string()
+            )
             rows = rows.set_column(rows.num_columns - 1, rows.schema.field(-1), said.take(sets.indices))
         if self.mode != "PERMISSIVE" or not dead.num_rows:
             return rows
@@ -86,7 +89,7 @@ class Corrupted(msgspec.Struct, frozen=True):
         return pa.concat_tables([rows, pa.Table.from_arrays(arrays, schema=rows.schema)])
 
 
-def _apart(rows: pa.Table) -> tuple[pa.Table, Any]:
+def _split_partial(rows: pa.Table) -> tuple[pa.Table, Any]:
     """Return the rows without the columns of partial rows, and the names of the omitted columns (null = none), or
     None."""
     if UNCHANGED not in rows.column_names:
@@ -94,7 +97,7 @@ def _apart(rows: pa.Table) -> tuple[pa.Table, Any]:
     return rows.drop_columns([UNCHANGED, RECORD_KEY]), rows.column(UNCHANGED)
 
 
-def _names(unchanged: bytes) -> str:
+def _column_names(unchanged: bytes) -> str:
     return ",".join(msgspec.json.decode(unchanged, type=list[str]))
 
 

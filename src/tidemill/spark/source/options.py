@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from tidemill.base.errors import InvalidError, unknown_name
+from tidemill.base.errors import InvalidError, unknown_name_fix
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
 from tidemill.spark.environment import OBJECTS_VARIABLE
 from tidemill.spark.session.cluster_lookup import find_cluster
-from tidemill.spark.stores import Urls
+from tidemill.spark.stores import StoreUrls
 
 CLUSTER = ("config", "objects", "consensus")
 BATCH = ("shard", "path", "as_of")
@@ -21,23 +21,23 @@ CHANGES = ("shard", "path", "changes", "start", "max_rows")
 WRITE = ("shard", "path", "key", "delete", "mergeschema", "beside")
 
 
-class Options:
+class SourceOptions:
     """Options of one read or write. All methods raise InvalidError naming the option. `registered`: URLs from
     `register`."""
 
     def __init__(self, options: Mapping[str, str], registered: Mapping[str, str] | None = None) -> None:
-        self._options = _given({key.lower(): value for key, value in options.items()})
+        self._options = _catalogue_options({key.lower(): value for key, value in options.items()})
         self._registered = dict(registered or {})
         known = tuple(dict.fromkeys((*CLUSTER, *BATCH, *STREAM, *CHANGES, *WRITE)))
         for key in self._options:
             if key not in known:
-                raise InvalidError(f"unknown option: option={key}.", fix=unknown_name(key, known))
+                raise InvalidError(f"unknown option: option={key}.", fix=unknown_name_fix(key, known))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the resolved cluster: each process finds the cluster itself."""
         return {key: value for key, value in self.__dict__.items() if key != "urls"}
 
-    def only(self, names: tuple[str, ...], of: str) -> None:
+    def check_applicable(self, names: tuple[str, ...], of: str) -> None:
         """Reject options that have no effect on this operation."""
         for key in self._options:
             if key not in (*CLUSTER, *names):
@@ -49,7 +49,7 @@ class Options:
     def text(self, key: str, default: str = "") -> str:
         return self._options.get(key, default)
 
-    def need(self, key: str, fix: str) -> str:
+    def required(self, key: str, fix: str) -> str:
         found = self.text(key)
         if not found:
             raise InvalidError(f"option is missing: option={key}.", fix=fix)
@@ -71,7 +71,7 @@ class Options:
         return dict(self._options)
 
     @cached_property
-    def urls(self) -> Urls:
+    def urls(self) -> StoreUrls:
         objects, consensus, config = (self.text(key) for key in ("objects", "consensus", "config"))
         return find_cluster(objects, consensus, config, self._registered)
 
@@ -96,17 +96,17 @@ class Options:
 
     @property
     def source(self) -> str:
-        return self.need("source", "Set it to topic/<name> or capture/<name>, or set shard for a batch read.")
+        return self.required("source", "Set it to topic/<name> or capture/<name>, or set shard for a batch read.")
 
 
-def from_catalogue(options: Mapping[str, str]) -> bool:
+def is_create_table(options: Mapping[str, str]) -> bool:
     """Return whether these are options of CREATE TABLE, which also passes the table's properties (owner, comment)."""
     return "provider" in options
 
 
-def _given(options: dict[str, str]) -> dict[str, str]:
+def _catalogue_options(options: dict[str, str]) -> dict[str, str]:
     """Return the options among a catalogue's properties: those with a copy `option.KEY`, and the path."""
-    if not from_catalogue(options):
+    if not is_create_table(options):
         return options
     named = {key.removeprefix("option."): value for key, value in options.items() if key.startswith("option.")}
     return named | {key: value for key, value in options.items() if key == "path"}

@@ -18,12 +18,12 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import Tasks, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence
 from tidemill.shards.api import Column
-from tidemill.spark.source.bindings import Bindings
-from tidemill.spark.source.options import Options
-from tidemill.spark.source.stream import PACE_MS, FeedPartition, end_quietly_with_the_query
-from tidemill.spark.stores import Stores, shared
+from tidemill.spark.source.bindings import SourceBindings
+from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.source.stream import PACE_MS, FeedPartition, suppress_broken_pipe
+from tidemill.spark.stores import Stores, shared_stores
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,8 +40,8 @@ Offset = dict[str, int]
 log = structlog.get_logger()
 
 
-class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
-    def __init__(self, options: Options) -> None:
+class ProgressReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+    def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._sources = [self._bindings(name) for name in options.source.split(",")]
         self._target: Offset | None = None
@@ -52,7 +52,7 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
 
     def initialOffset(self) -> Offset:
         """Return an offset without any source: each begins at option start=MS."""
-        end_quietly_with_the_query()
+        suppress_broken_pipe()
         return {}
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -67,15 +67,15 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
 
         Raises any permanent error, HistoryLostError or CorruptError, if the stream has only this source.
         """
-        portal, stores = shared(self._options.urls)
+        portal, stores = shared_stores(self._options.urls)
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        end = portal.call(self._latest(stores, start, most))
+        end = portal.call(self._latest_offset(stores, start, most))
         if end != start:
             self._offered_ms = stores.clock.now_ms()
         return end
 
     def prepareForTriggerAvailableNow(self) -> None:
-        portal, stores = shared(self._options.urls)
+        portal, stores = shared_stores(self._options.urls)
 
         async def run() -> Offset:
             ends = await asyncio.gather(*(one.end(stores) for one in self._sources))
@@ -86,7 +86,7 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """Return one partition for each source with a new time. `read` plans the records, because most sinks read
         none."""
-        intervals = [(one.source, self._at(start, one), end.get(one.source, 0)) for one in self._sources]
+        intervals = [(one.source, self._source_offset(start, one), end.get(one.source, 0)) for one in self._sources]
         return [
             FeedPartition(self._options.objects, msgspec.msgpack.encode(interval), b"")
             for interval in intervals
@@ -97,9 +97,9 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         import pyarrow as pa
 
         assert isinstance(partition, FeedPartition)
-        portal, stores = shared(self._options.urls)
+        portal, stores = shared_stores(self._options.urls)
         source, start, end = msgspec.msgpack.decode(partition.payload, type=tuple[str, int, int])
-        descriptors = portal.call(self._bindings(source).plan(stores, start, end))
+        descriptors = portal.call(self._bindings(source).plan_slices(stores, start, end))
         slices = [d.slice for d in descriptors]
         arrays = [
             pa.array([s.topic for s in slices], pa.string()),
@@ -112,21 +112,23 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
 
     # ----------------------------------------------------------------------------------------------------
 
-    def _bindings(self, source: str) -> Bindings:
-        return Bindings(source.strip(), self._options.text("table"))
+    def _bindings(self, source: str) -> SourceBindings:
+        return SourceBindings(source.strip(), self._options.text("table"))
 
-    def _at(self, offset: Offset, one: Bindings) -> int:
+    def _source_offset(self, offset: Offset, one: SourceBindings) -> int:
         """Return the offset of a source. A checkpoint of an earlier release has one time, under `ts`."""
         return offset.get(one.source, offset.get("ts", self._options.number("start", 0)))
 
-    async def _latest(self, stores: Stores, start: Offset, most: int | None) -> Offset:
+    async def _latest_offset(self, stores: Stores, start: Offset, most: int | None) -> Offset:
         pace_ms = self._options.number("pace_ms", PACE_MS)
         if self._target is None and start:
             early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
             if early_ms > 0:
                 await asyncio.sleep(min(early_ms, pace_ms) / 1000)
-            await self._wait(stores, start)
-        ends = await asyncio.gather(*(self._end(stores, one, self._at(start, one), most) for one in self._sources))
+            await self._wait_any(stores, start)
+        ends = await asyncio.gather(
+            *(self._read_end(stores, one, self._source_offset(start, one), most) for one in self._sources)
+        )
         end = {one.source: end for one, end in zip(self._sources, ends, strict=True)}
         if self._target is None and end == start:
             # Spark calls again immediately, and that call does not wait if a binding exists but cannot be read: pause
@@ -134,14 +136,14 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
             await asyncio.sleep(pace_ms / 1000)
         return end
 
-    async def _wait(self, stores: Stores, start: Offset) -> None:
+    async def _wait_any(self, stores: Stores, start: Offset) -> None:
         """Wait until any source has a new binding, for at most WAIT_S."""
 
-        async def wait(one: Bindings) -> None:
+        async def wait(one: SourceBindings) -> None:
             try:
-                await one.wait(stores, self._at(start, one), WAIT_S)
+                await one.wait_for_binding(stores, self._source_offset(start, one), WAIT_S)
             except TidemillError as error:
-                self._stands(one, error)
+                self._on_unreadable(one, error)
                 await asyncio.sleep(WAIT_S)  # keep waiting for the others
 
         tasks = Tasks(
@@ -155,24 +157,24 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         finally:
             await tasks.aclose()
 
-    async def _end(self, stores: Stores, one: Bindings, at: int, most: int | None) -> int:
+    async def _read_end(self, stores: Stores, one: SourceBindings, at: int, most: int | None) -> int:
         try:
-            end = await one.within(stores, at, most, None if self._target is None else self._target[one.source])
+            end = await one.end_within(stores, at, most, None if self._target is None else self._target[one.source])
         except TidemillError as error:
             if self._target is not None:
                 raise
-            self._stands(one, error)
+            self._on_unreadable(one, error)
             return at
         self._logged.pop(one.source, None)
         return end
 
-    def _stands(self, one: Bindings, error: TidemillError) -> None:
+    def _on_unreadable(self, one: SourceBindings, error: TidemillError) -> None:
         """Handle a source that cannot be read now: raise `error` if it is permanent and no other source can
         continue."""
         if isinstance(error, UnavailableError | UnknownOutcomeError):
             return
         if len(self._sources) == 1:
             raise error
-        if self._logged.get(one.source) != sentence(error):
-            self._logged[one.source] = sentence(error)
-            log.warning("source is stalled", source=one.source, error=sentence(error))
+        if self._logged.get(one.source) != error_sentence(error):
+            self._logged[one.source] = error_sentence(error)
+            log.warning("source is stalled", source=one.source, error=error_sentence(error))

@@ -21,13 +21,13 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Column
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.offset_slices import Descriptor
+from tidemill.spark.decode.offset_slices import SliceDescriptor
 from tidemill.spark.ingest.sources import SourceNotReadyError, TopicFeed, captured_feed, stream_feed
-from tidemill.spark.source.bindings import Bindings
-from tidemill.spark.source.corrupt import Corrupted
-from tidemill.spark.source.options import Options
-from tidemill.spark.stores import Stores, shared
-from tidemill.spark.types import META
+from tidemill.spark.source.bindings import SourceBindings
+from tidemill.spark.source.corrupt import CorruptRecordMode
+from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.stores import Stores, shared_stores
+from tidemill.spark.types import COMMAND_META
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,11 +41,11 @@ PACE_MS = 60
 The first binding after a pause is not delayed."""
 
 
-def row_columns(options: Options) -> tuple[Column, ...]:
+def stream_columns(options: SourceOptions) -> tuple[Column, ...]:
     """Return the columns of a stream of rows. Raises InvalidError if its source, which defines them, does not exist
     yet."""
-    corrupted = Corrupted.of(options)
-    columns = (*_one_feed(options).schema.columns, *(Column(n, t) for n, t in META))
+    corrupted = CorruptRecordMode.from_options(options)
+    columns = (*_open_feed(options).schema.columns, *(Column(n, t) for n, t in COMMAND_META))
     if taken := {c.name for c in columns} & {c.name for c in corrupted.columns}:
         raise InvalidError(
             f"the topic already has a column of this name: column={taken.pop()}.",
@@ -54,15 +54,17 @@ def row_columns(options: Options) -> tuple[Column, ...]:
     return (*columns, *corrupted.columns)
 
 
-def _one_feed(options: Options) -> TopicFeed:
+def _open_feed(options: SourceOptions) -> TopicFeed:
     """Return the one topic of a stream of rows."""
-    portal, stores = shared(options.urls)
+    portal, stores = shared_stores(options.urls)
     kind, _, name = options.source.partition("/")
     try:
         if kind == "capture":
-            table = options.need("table", "Name it as schema.table.")
+            table = options.required("table", "Name it as schema.table.")
             return portal.call(captured_feed(stores.catalogue, name, table))
-        schema = stream_schema(options.need("schema", 'Write "name type, …".'), options.need("key", "Name the key."))
+        schema = stream_schema(
+            options.required("schema", 'Write "name type, …".'), options.required("key", "Name the key.")
+        )
         return portal.call(stream_feed(stores.catalogue, name, schema))
     except SourceNotReadyError as error:
         raise InvalidError(
@@ -80,13 +82,13 @@ class FeedPartition(InputPartition):  # type: ignore[misc]
         self.feed = feed
 
 
-class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
-    def __init__(self, options: Options) -> None:
+class RowReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+    def __init__(self, options: SourceOptions) -> None:
         self._options = options
-        self._corrupted = Corrupted.of(options)
+        self._corrupted = CorruptRecordMode.from_options(options)
         self._initial: dict[str, int] | None = None
         self._target: int | None = None
-        self._bindings = Bindings(options.source, options.text("table"))
+        self._bindings = SourceBindings(options.source, options.text("table"))
         self._offered_ms = 0
         """Time at which the newest batch was offered."""
 
@@ -94,7 +96,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         """Return the start of the stream, option start=MS or 0. Spark calls it twice at start and gets the same
         answer."""
         if self._initial is None:
-            end_quietly_with_the_query()
+            suppress_broken_pipe()
             self._initial = {"ts": self._options.number("start", 0)}
         return self._initial
 
@@ -107,10 +109,10 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         On a storage error the query tries again later; but a query with trigger availableNow must not take that for the
         end.
         """
-        portal, stores = shared(self._options.urls)
+        portal, stores = shared_stores(self._options.urls)
         pace_ms = self._options.number("pace_ms", PACE_MS)
         try:
-            end = portal.call(self._latest(stores, start["ts"], limit, pace_ms))
+            end = portal.call(self._latest_end(stores, start["ts"], limit, pace_ms))
         except (UnavailableError, UnknownOutcomeError):
             if self._target is not None:
                 raise
@@ -120,38 +122,38 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         return {"ts": end}
 
     def prepareForTriggerAvailableNow(self) -> None:
-        portal, stores = shared(self._options.urls)
+        portal, stores = shared_stores(self._options.urls)
         self._target = portal.call(self._bindings.end(stores))
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        portal, stores = shared(self._options.urls)
-        feed = msgspec.msgpack.encode(_one_feed(self._options))
-        descriptors = portal.call(self._bindings.plan(stores, start["ts"], end["ts"]))
+        portal, stores = shared_stores(self._options.urls)
+        feed = msgspec.msgpack.encode(_open_feed(self._options))
+        descriptors = portal.call(self._bindings.plan_slices(stores, start["ts"], end["ts"]))
         return [FeedPartition(self._options.objects, msgspec.msgpack.encode(d), feed) for d in descriptors]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        from tidemill.spark.ingest.fetch_decode import decode_here
+        from tidemill.spark.ingest.fetch_decode import fetch_and_decode
 
         assert isinstance(partition, FeedPartition)
-        descriptor = msgspec.msgpack.decode(partition.payload, type=Descriptor)
+        descriptor = msgspec.msgpack.decode(partition.payload, type=SliceDescriptor)
         feed = msgspec.msgpack.decode(partition.feed, type=TopicFeed)
-        decoded = decode_here(partition.objects, feed, [descriptor])
+        decoded = fetch_and_decode(partition.objects, feed, [descriptor])
         if decoded.stop is not None:
             raise InvalidError(decoded.stop.reason, fix=decoded.stop.fix)
         yield from self._corrupted.rows(decoded.commands.rows, decoded.dead).to_batches(20_000)
 
-    async def _latest(self, stores: Stores, start: int, limit: ReadLimit, pace_ms: int) -> int:
+    async def _latest_end(self, stores: Stores, start: int, limit: ReadLimit, pace_ms: int) -> int:
         if self._target is None:
             early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
             if early_ms > 0:
                 await asyncio.sleep(min(early_ms, pace_ms) / 1000)
-            if not await self._bindings.wait(stores, start, WAIT_S):
+            if not await self._bindings.wait_for_binding(stores, start, WAIT_S):
                 return start
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        return await self._bindings.within(stores, start, most, self._target)
+        return await self._bindings.end_within(stores, start, most, self._target)
 
 
-def end_quietly_with_the_query() -> None:
+def suppress_broken_pipe() -> None:
     """Suppress the traceback when a stopped query closes its planner's socket, often during a wait for a binding."""
     before = sys.excepthook
 

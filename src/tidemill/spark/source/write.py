@@ -12,12 +12,12 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.shards.api import staged_key
-from tidemill.spark.source.options import Options
-from tidemill.spark.stores import shared, shared_objects
+from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.stores import shared_objects, shared_stores
 from tidemill.spark.types import columns_of
-from tidemill.spark.write.commit import Commit, kept_by, opened
-from tidemill.spark.write.schema_match import Frame, planned
-from tidemill.spark.write.staging import Staged, stage
+from tidemill.spark.write.commit import WriteCommit, open_existing, pipeline_sources
+from tidemill.spark.write.schema_match import WriteFrame, plan_frame
+from tidemill.spark.write.staging import Staged, stage_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +41,7 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
     """Writer that is created on the driver, where it rejects invalid writes before anything runs, and pickled to
     tasks."""
 
-    def __init__(self, options: Options, schema: StructType, overwrite: bool) -> None:
+    def __init__(self, options: SourceOptions, schema: StructType, overwrite: bool) -> None:
         if not options.shard:
             raise InvalidError(
                 "no shard is named.",
@@ -50,12 +50,12 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
             )
         key = tuple(name.strip() for name in options.text("key").split(",")) if options.text("key") else ()
         grows = options.flag("mergeschema", False)
-        frame = Frame(options.shard, columns_of(schema), key, options.text("delete"), overwrite, grows)
+        frame = WriteFrame(options.shard, columns_of(schema), key, options.text("delete"), overwrite, grows)
         frame = msgspec.structs.replace(frame, beside=options.text("beside"))
-        portal, stores = shared(options.urls)
-        kept_by(portal, stores, frame)
-        shard = opened(portal, stores, frame.shard)
-        self._frame = msgspec.msgpack.encode(planned(frame, shard.schema if shard is not None else None))
+        portal, stores = shared_stores(options.urls)
+        pipeline_sources(portal, stores, frame)
+        shard = open_existing(portal, stores, frame.shard)
+        self._frame = msgspec.msgpack.encode(plan_frame(frame, shard.schema if shard is not None else None))
         if shard is not None:
             portal.call(shard.aclose())
         self._options = options
@@ -63,8 +63,8 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
         self._job = str(stores.rand.nonce())
 
     @property
-    def frame(self) -> Frame:
-        return msgspec.msgpack.decode(self._frame, type=Frame)
+    def frame(self) -> WriteFrame:
+        return msgspec.msgpack.decode(self._frame, type=WriteFrame)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
         """Stage rows in a task. Objects of a repeated task, or of a failed job, are deleted by age."""
@@ -76,28 +76,28 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
             portal.call(objects.put(key, data))
             return key
 
-        return StagedMessage(list(stage(self.frame, iterator, put)))
+        return StagedMessage(list(stage_rows(self.frame, iterator, put)))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        portal, stores = shared(self._options.urls)
-        Commit(portal, stores, self.frame, self._job).run(_staged(messages))
-        self._forget(messages)
+        portal, stores = shared_stores(self._options.urls)
+        WriteCommit(portal, stores, self.frame, self._job).run(_staged_of(messages))
+        self._delete_staged(messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Delete the staged objects. After a commit that raised, parts stay: they may be published; staged objects
         never are."""
-        self._forget(messages)
+        self._delete_staged(messages)
 
-    def _forget(self, messages: list[WriterCommitMessage | None]) -> None:
+    def _delete_staged(self, messages: list[WriterCommitMessage | None]) -> None:
         """Delete the staged objects early; the rest is deleted by age."""
         portal, objects = shared_objects(self._objects)
         try:
-            for one in _staged(messages):
+            for one in _staged_of(messages):
                 if one.object_key:
                     portal.call(objects.delete(one.object_key))
         except TidemillError as error:
             log.info("staged rows are left to the maintenance job", job=self._job, cause=str(error))
 
 
-def _staged(messages: list[WriterCommitMessage | None]) -> list[Staged]:
+def _staged_of(messages: list[WriterCommitMessage | None]) -> list[Staged]:
     return [one for message in messages if isinstance(message, StagedMessage) for one in message.staged]

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.shards.api import TIME, ShardSchema
-from tidemill.shards.parts.arrow_rows import int64s, one_chunk
+from tidemill.shards.parts.arrow_rows import combine_columns, int64s
 from tidemill.shards.parts.schema import contents_schema
 
 ORDER = "_order"
@@ -59,12 +59,12 @@ def command_schema(schema: ShardSchema) -> pa.Schema:
 
 
 @lru_cache(maxsize=256)
-def leaving_schema(schema: ShardSchema) -> pa.Schema:
+def partial_command_schema(schema: ShardSchema) -> pa.Schema:
     """Return the schema of commands some of which leave columns unchanged."""
     return command_schema(schema).append(pa.field(UNCHANGED, pa.binary())).append(pa.field(RECORD_KEY, pa.binary()))
 
 
-def stacked(tables: list[pa.Table]) -> pa.Table:
+def concat_commands(tables: list[pa.Table]) -> pa.Table:
     """Concatenate rows of commands; with the columns for unchanged values if any of the tables has them."""
     alike = all(table.schema.equals(tables[0].schema) for table in tables)
     return pa.concat_tables(tables, promote_options="none" if alike else "default")
@@ -74,14 +74,14 @@ def no_commands(schema: ShardSchema) -> Commands:
     return Commands(command_schema(schema).empty_table())
 
 
-def join(schema: ShardSchema, parts: list[Commands]) -> Commands:
+def join_commands(schema: ShardSchema, parts: list[Commands]) -> Commands:
     """Join the commands of several inputs, in any order: order is a column, not a position."""
     parts = [part for part in parts if len(part)]
     if len(parts) == 1:
         return parts[0]
     if not parts:
         return no_commands(schema)
-    rows = one_chunk(stacked([p.rows for p in parts]))
+    rows = combine_columns(concat_commands([p.rows for p in parts]))
     return Commands(rows, tuple(t for p in parts for t in p.truncates))
 
 
@@ -91,7 +91,7 @@ def times_of(commands: Commands) -> npt.NDArray[np.int64]:
     return np.concatenate([rows, np.array([t.time_ms for t in commands.truncates], dtype=np.int64)])
 
 
-def select(commands: Commands, mask: npt.NDArray[np.bool_]) -> Commands:
+def filter_commands(commands: Commands, mask: npt.NDArray[np.bool_]) -> Commands:
     """Return the commands where `mask` (shape as `times_of`) is true."""
     if mask.all():
         return commands

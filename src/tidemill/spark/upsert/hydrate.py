@@ -15,14 +15,16 @@ from tidemill.base.errors import CorruptError
 from tidemill.shards.api import DIFF, Batch, ShardSchema
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.shards.parts.schema import part_schema
-from tidemill.shards.read.hash_ranges import Fetch, read_ordered
+from tidemill.shards.read.hash_ranges import FetchPart, read_batch_ordered
 from tidemill.spark.upsert.mirror import Mirror
 
 ADOPT_BYTES = 4 << 20
 """Encoded size of a batch. A larger batch is written into a file of the mirror piece by piece."""
 
 
-def mirror_of(schema: ShardSchema, batches: Sequence[Batch], upper: int, fetch: Fetch, directory: Path) -> Mirror:
+def build_mirror(
+    schema: ShardSchema, batches: Sequence[Batch], upper: int, fetch: FetchPart, directory: Path
+) -> Mirror:
     """Return the contents at upper - 1 of a shard; `batches` are all its batches with any time below `upper`.
 
     Raises CorruptError if a key has two live rows, SchemaEvolvedError, and as `fetch`.
@@ -32,7 +34,7 @@ def mirror_of(schema: ShardSchema, batches: Sequence[Batch], upper: int, fetch: 
 
     def updates(batch: Batch) -> Iterator[pa.Table]:
         nonlocal count
-        for table in read_ordered(schema, batch, upper - 1, fetch):
+        for table in read_batch_ordered(schema, batch, upper - 1, fetch):
             count += int(int64s(table, DIFF).sum())
             yield table
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.shards.parts.arrow_rows import Index, Mask, bits_of, rows_equal, values_at
+from tidemill.shards.parts.arrow_rows import Index, Mask, float_bits, rows_equal, values_at
 from tidemill.shards.parts.row_hash import U64
 
 
@@ -19,7 +19,7 @@ def exact_keys(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any
 
     For slow paths only, and not for display: see `bits_of`.
     """
-    columns = [bits_of(values_at(table.column(name), at)).to_pylist() for name in key]
+    columns = [float_bits(values_at(table.column(name), at)).to_pylist() for name in key]
     return list(zip(*columns, strict=True))
 
 
@@ -48,7 +48,7 @@ def group_by_key(table: pa.Table, hashes: U64, key: Sequence[str], *minor: npt.N
         equal = rows_equal(table, order[pairs], table, order[pairs + 1], key)
         if not equal.all():
             collided = np.unique(sorted_hashes[pairs[~equal]])
-            apart = _tell_apart(table, hashes, collided, key)
+            apart = _number_collisions(table, hashes, collided, key)
             order = np.lexsort((*lesser, apart, hashes))
             sorted_hashes, sorted_apart = hashes[order], apart[order]
             same = (sorted_hashes[1:] == sorted_hashes[:-1]) & (sorted_apart[1:] == sorted_apart[:-1])
@@ -65,7 +65,7 @@ def _order_ties(order: Index, hashes: U64, same: Mask, lesser: Sequence[npt.NDAr
     order[tied] = among[np.lexsort((among, *(m[among] for m in lesser), hashes[among]))]
 
 
-def _tell_apart(table: pa.Table, hashes: U64, collided: U64, key: Sequence[str]) -> Index:
+def _number_collisions(table: pa.Table, hashes: U64, collided: U64, key: Sequence[str]) -> Index:
     """Return a small number per row: 0 where the hash is unambiguous, else one number per distinct key of that hash."""
     apart = np.zeros(len(hashes), dtype=np.int64)
     at = np.nonzero(np.isin(hashes, collided))[0].astype(np.int64)

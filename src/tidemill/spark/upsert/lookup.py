@@ -13,7 +13,7 @@ from tidemill.shards.parts.row_hash import U64
 HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
 
 
-class Lookup(Protocol):
+class MirrorLookup(Protocol):
     """Part of the mirror that `resolve` uses."""
 
     def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:

@@ -21,19 +21,19 @@ import pyarrow as pa
 
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
-from tidemill.shards.parts.arrow_rows import Index, int64s, one_chunk, rows_at, rows_equal
+from tidemill.shards.parts.arrow_rows import Index, combine_columns, int64s, rows_at, rows_equal
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.spark.upsert.key_grouping import group_by_key
 from tidemill.spark.upsert.lookup import HashRows
 from tidemill.spark.upsert.resolve import KeyChanges
 from tidemill.spark.upsert.sorted_runs import (
-    Run,
-    count_live,
-    merge,
+    SortedRun,
+    convert_run,
+    count_live_keys,
+    cut_pieces,
+    merge_runs,
     open_run,
-    pieces_of,
-    renew_run,
     write_pieces,
     write_run,
 )
@@ -65,7 +65,7 @@ class Mirror:
     ) -> None:
         self.schema = schema
         self.upper = upper
-        self.runs: list[Run] = []
+        self.runs: list[SortedRun] = []
         self.merges = 0
         self._saved: dict[str, int] = {}
         """Files named by the manifest on disk, and their sizes in bytes: other processes may open them until the next
@@ -93,12 +93,12 @@ class Mirror:
         """Insert a part of a snapshot at upper - 1 whose keys are all new here. Raises CorruptError as `hydrate`."""
         if not contents.num_rows:
             return
-        rows = one_chunk(contents.select(self._columns).cast(contents_schema(self.schema)))
+        rows = combine_columns(contents.select(self._columns).cast(contents_schema(self.schema)))
         hashes = self._hasher(rows, self.schema.key)
         order, starts = group_by_key(rows, hashes, self.schema.key)
         if not starts.all():
             raise CorruptError(f"a key has two live rows in the shard: upper={self.upper} rows={int((~starts).sum())}.")
-        self._push(Run(rows_at(rows, order), hashes[order], np.ones(len(order), dtype=bool)))
+        self._push_run(SortedRun(rows_at(rows, order), hashes[order], np.ones(len(order), dtype=bool)))
 
     # reading ---------------------------------------------------------------------------------------
     def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
@@ -132,7 +132,7 @@ class Mirror:
         if len(self.runs) == 1:
             run = self.runs[0]
             return run.rows if run.live.all() else run.rows.filter(pa.array(run.live))
-        return merge(self.schema, self.runs[::-1], drop_absent=True).rows
+        return merge_runs(self.schema, self.runs[::-1], drop_absent=True).rows
 
     @property
     def empty(self) -> bool:
@@ -151,25 +151,25 @@ class Mirror:
     # following the shard ---------------------------------------------------------------------------
     def advance(self, changes: KeyChanges, lower: int, upper: int) -> None:
         """Add the changes of this writer's append [lower, upper), which landed, as the newest run."""
-        self._step(lower, upper)
-        self._push(Run(changes.rows, changes.hashes, changes.live, changes.path))
+        self._advance_upper(lower, upper)
+        self._push_run(SortedRun(changes.rows, changes.hashes, changes.live, changes.path))
 
     def apply(self, updates: pa.Table, lower: int, upper: int) -> None:
         """Add a delta of the shard, complete for [lower, upper), from any writer. Raises CorruptError if the delta
         leaves two live rows for a key."""
-        self._step(lower, upper)
+        self._advance_upper(lower, upper)
         if updates.num_rows == 0:
             return
-        self._push(self._fold(updates))
+        self._push_run(self._fold_delta(updates))
 
     def adopt(self, updates: Iterable[pa.Table], lower: int, upper: int) -> None:
         """Add a delta too large for memory, as `apply`. Its tables have ascending hashes and none ends within one
         hash."""
-        run = self.store(self._fold(table) for table in updates)
-        self._step(lower, upper)
-        self._push(run)
+        run = self.store_run(self._fold_delta(table) for table in updates)
+        self._advance_upper(lower, upper)
+        self._push_run(run)
 
-    def store(self, pieces: Iterable[Run]) -> Run:
+    def store_run(self, pieces: Iterable[SortedRun]) -> SortedRun:
         """Write pieces of ascending hashes to a file next to the mirror's files. `sweep` deletes it unless it becomes
         one of the mirror's runs. Memory holds one piece."""
         path = self._new_file()
@@ -187,20 +187,20 @@ class Mirror:
         """Return the number of live keys. Memory holds one piece."""
         if len(self.runs) < 2:
             return sum(int(np.count_nonzero(run.live)) for run in self.runs)
-        return sum(count_live(self.schema, piece) for piece in pieces_of(self.runs[::-1]))
+        return sum(count_live_keys(self.schema, piece) for piece in cut_pieces(self.runs[::-1]))
 
-    def _step(self, lower: int, upper: int) -> None:
+    def _advance_upper(self, lower: int, upper: int) -> None:
         if lower != self.upper or upper < lower:
             raise CorruptError(f"delta does not continue the mirror: mirror={self.upper} lower={lower} upper={upper}.")
         self.upper = upper
 
-    def _fold(self, updates: pa.Table) -> Run:
+    def _fold_delta(self, updates: pa.Table) -> SortedRun:
         """Return the last state of every key in a delta: its insertion at its latest time, or its absence.
 
         A shard's updates are consolidated per (row, time), so at a key's latest time there are at most one
         retraction and one insertion; anything else is summed row by row.
         """
-        updates = one_chunk(updates)
+        updates = combine_columns(updates)
         rows = updates.select(self._columns).cast(contents_schema(self.schema))
         times, diffs = int64s(updates, TIME), int64s(updates, DIFF)
         if self._hasher is hash_rows and HASH in updates.column_names:
@@ -208,7 +208,7 @@ class Mirror:
         else:
             hashes = self._hasher(rows, self.schema.key)
         if bool((diffs == 1).all()) and bool((hashes[1:] > hashes[:-1]).all()):
-            return Run(rows, hashes, np.ones(len(hashes), dtype=bool))  # compacted: no folding needed
+            return SortedRun(rows, hashes, np.ones(len(hashes), dtype=bool))  # compacted: no folding needed
         order, starts = group_by_key(rows, hashes, self.schema.key, times, diffs)
         key_number = np.cumsum(starts) - 1
         ends = np.append(np.nonzero(starts)[0][1:], len(order)) - 1
@@ -226,14 +226,14 @@ class Mirror:
         keep = np.ones(len(ends), dtype=bool)
         for number in odd.tolist():
             members = order[np.nonzero(key_number == number)[0]]
-            row = self._net(rows, members, diffs)
+            row = self._sum_key_updates(rows, members, diffs)
             keep[number] = row is not None
             if row is not None:
                 chosen[number], live[number] = row
         chosen, live = chosen[keep], live[keep]
-        return Run(rows_at(rows, chosen), hashes[chosen], live)
+        return SortedRun(rows_at(rows, chosen), hashes[chosen], live)
 
-    def _net(self, rows: pa.Table, members: Index, diffs: Index) -> tuple[int, bool] | None:
+    def _sum_key_updates(self, rows: pa.Table, members: Index, diffs: Index) -> tuple[int, bool] | None:
         """Slow path: return (row, live) after summing one key's updates by row; None if they cancel out."""
         sums: list[list[int]] = []
         for member in members.tolist():
@@ -252,14 +252,14 @@ class Mirror:
         return (sums[0][0], False) if any(entry[1] < 0 for entry in sums) else None
 
     # runs ------------------------------------------------------------------------------------------
-    def _push(self, run: Run) -> None:
+    def _push_run(self, run: SortedRun) -> None:
         if not len(run):
             return
-        self.runs.append(self._spilled(run))
-        if (first := self._due()) is not None:
+        self.runs.append(self._spill_if_large(run))
+        if (first := self._merge_start()) is not None:
             old = self.runs[first:][::-1]
             large = self._directory is not None and sum(run.size_bytes for run in old) >= SPILL_BYTES
-            merged = merge(self.schema, old, drop_absent=first == 0, path=self._new_file() if large else None)
+            merged = merge_runs(self.schema, old, drop_absent=first == 0, path=self._new_file() if large else None)
             self.runs[first:] = [merged] if len(merged) else []
             self.merges += 1
             for gone in old:
@@ -267,14 +267,14 @@ class Mirror:
                     gone.path.unlink(missing_ok=True)
 
     @property
-    def outdated(self) -> bool:
+    def is_outdated(self) -> bool:
         """True if merged files that the manifest retains exceed half the size of the mapped runs: time for `save`,
         which deletes them. So the directory holds at most the runs, half as much again, and SPILL_BYTES."""
         mine = {run.path.name for run in self.runs if run.path is not None}
         stale = sum(size for name, size in self._saved.items() if name not in mine)
         return stale > max(SPILL_BYTES, sum(run.size_bytes for run in self.runs if run.path is not None) // 2)
 
-    def _due(self) -> int | None:
+    def _merge_start(self) -> int | None:
         """Return the index of the oldest run to merge with all newer ones, or None: few runs, none rewritten often."""
         if len(self.runs) <= RUNS_MAX:
             return None
@@ -286,11 +286,11 @@ class Mirror:
             newer += len(self.runs[index])
         return first
 
-    def _spilled(self, run: Run) -> Run:
+    def _spill_if_large(self, run: SortedRun) -> SortedRun:
         large = self._directory is not None and run.path is None and run.size_bytes >= SPILL_BYTES
         return self._to_file(run) if large else run
 
-    def _to_file(self, run: Run) -> Run:
+    def _to_file(self, run: SortedRun) -> SortedRun:
         return write_run(self.schema, run, self._new_file())
 
     def _new_file(self) -> Path:
@@ -350,7 +350,7 @@ class Mirror:
             for name, _ in manifest.runs:
                 path = directory / name
                 mirror.runs.append(
-                    open_run(schema, path) if old == schema else renew_run(old, schema, path, mirror._new_file())
+                    open_run(schema, path) if old == schema else convert_run(old, schema, path, mirror._new_file())
                 )
             mirror._saved = {name: (directory / name).stat().st_size for name, _ in manifest.runs}
         except (CorruptError, OSError):

@@ -22,7 +22,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.upsert.classify import AT, BELOW, classify
-from tidemill.spark.upsert.commands import Commands, join, no_commands, select, times_of
+from tidemill.spark.upsert.commands import Commands, filter_commands, join_commands, no_commands, times_of
 from tidemill.spark.upsert.lookup import HashRows
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import Resolved, resolve
@@ -36,7 +36,7 @@ class Fault(Enum):
     """Commands below the upper are stashed for later, and pin the output frontier."""
 
 
-class Upsert:
+class UpsertOperator:
     def __init__(
         self, schema: ShardSchema, mirror: Mirror, *, hasher: HashRows = hash_rows, fault: Fault = Fault.NONE
     ) -> None:
@@ -61,9 +61,9 @@ class Upsert:
 
     def ingest(self, commands: Commands) -> None:
         """Add commands of any time; their source need not be complete yet."""
-        self._stash = join(self.schema, [self._stash, self._without_below(commands)])
+        self._stash = join_commands(self.schema, [self._stash, self._drop_below(commands)])
 
-    def begin(self, commands: Commands) -> None:
+    def replace_stash(self, commands: Commands) -> None:
         """Replace the stash with every command that the source has for times from the upper on, up to where it is
         complete.
 
@@ -71,17 +71,17 @@ class Upsert:
         once. It may be read again up to a lower time: `advance` then sets the time up to which the source is complete.
         """
         self.source_frontier = self.mirror.upper
-        self._stash = self._without_below(commands)
+        self._stash = self._drop_below(commands)
 
     def advance(self, source_frontier: int) -> None:
         """Record that the source has delivered every command with time < source_frontier."""
         self.source_frontier = max(self.source_frontier, source_frontier)
 
-    def adopt(self, before: Upsert) -> None:
+    def adopt_stash(self, before: UpsertOperator) -> None:
         """Take over the stash of another operator of this writer, on this operator's mirror, which was rebuilt."""
         self.source_frontier = max(self.source_frontier, before.source_frontier)
         self.dropped += before.dropped
-        self._stash = self._without_below(before._stash)
+        self._stash = self._drop_below(before._stash)
 
     @property
     def output_frontier(self) -> int:
@@ -97,25 +97,25 @@ class Upsert:
     def drain(self) -> Resolved:
         """Return the updates for [upper, output_frontier), computed against the mirror; drop what is BELOW from the
         stash."""
-        self._stash = self._without_below(self._stash)
+        self._stash = self._drop_below(self._stash)
         times = times_of(self._stash)
-        ready = select(self._stash, classify(times, self.upper, self.source_frontier) == AT)
+        ready = filter_commands(self._stash, classify(times, self.upper, self.source_frontier) == AT)
         return resolve(self.schema, ready, self.mirror, self.upper, self.output_frontier, self._hasher)
 
     def committed(self, pending: Resolved) -> None:
         """Apply `pending`, whose compare-and-append landed."""
         self.mirror.advance(pending.changes, pending.lower, pending.upper)
-        self._stash = self._without_below(self._stash, lost=False)
+        self._stash = self._drop_below(self._stash, lost=False)
 
-    def feedback(self, updates: pa.Table, lower: int, upper: int) -> None:
+    def apply_peer(self, updates: pa.Table, lower: int, upper: int) -> None:
         """Apply a peer's updates for [lower, upper), complete. Any pending result is void."""
         self.mirror.apply(updates, lower, upper)
-        self._stash = self._without_below(self._stash)
+        self._stash = self._drop_below(self._stash)
 
-    def _without_below(self, commands: Commands, *, lost: bool = True) -> Commands:
+    def _drop_below(self, commands: Commands, *, lost: bool = True) -> Commands:
         if self._fault is Fault.KEEP_BELOW_UPPER or not len(commands):
             return commands
         times = times_of(commands)
         below = classify(times, self.upper, max(self.upper, self.source_frontier)) == BELOW
         self.dropped += int(np.count_nonzero(below)) if lost else 0
-        return select(commands, ~below)
+        return filter_commands(commands, ~below)

@@ -22,13 +22,22 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.api import DIFF, TIME, ShardSchema
-from tidemill.shards.parts.arrow_rows import Index, Mask, int64s, one_chunk, rows_at, rows_equal, to_mask, values_at
+from tidemill.shards.parts.arrow_rows import (
+    Index,
+    Mask,
+    combine_columns,
+    int64s,
+    rows_at,
+    rows_equal,
+    to_mask,
+    values_at,
+)
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema, update_schema
-from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, stacked
+from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, concat_commands
 from tidemill.spark.upsert.key_grouping import exact_keys, group_by_key
-from tidemill.spark.upsert.lookup import HashRows, Lookup
-from tidemill.spark.upsert.toast_fill import Lost, filled, has_unchanged
+from tidemill.spark.upsert.lookup import HashRows, MirrorLookup
+from tidemill.spark.upsert.toast_fill import LostCommand, fill_unchanged, has_unchanged
 
 
 class KeyChanges(msgspec.Struct, frozen=True):
@@ -52,7 +61,7 @@ class Resolved(msgspec.Struct, frozen=True):
     upper: int
     updates: pa.Table
     changes: KeyChanges
-    lost: tuple[Lost, ...] = ()
+    lost: tuple[LostCommand, ...] = ()
 
 
 def no_changes(schema: ShardSchema) -> KeyChanges:
@@ -60,15 +69,15 @@ def no_changes(schema: ShardSchema) -> KeyChanges:
 
 
 def resolve(
-    schema: ShardSchema, commands: Commands, mirror: Lookup, lower: int, upper: int, hasher: HashRows = hash_rows
+    schema: ShardSchema, commands: Commands, mirror: MirrorLookup, lower: int, upper: int, hasher: HashRows = hash_rows
 ) -> Resolved:
     """Resolve commands. All must be AT for (lower, upper): the caller classifies."""
     rows = commands.rows
     if commands.truncates and not (mirror.empty and all(t.order == BEFORE_ALL for t in commands.truncates)):
-        rows = _with_truncations(schema, commands, mirror)
-    lost: tuple[Lost, ...] = ()
+        rows = _expand_truncations(schema, commands, mirror)
+    lost: tuple[LostCommand, ...] = ()
     if has_unchanged(rows):
-        rows, lost = filled(schema, rows, mirror, hasher)
+        rows, lost = fill_unchanged(schema, rows, mirror, hasher)
     if rows.num_rows == 0:
         return Resolved(lower, upper, update_schema(schema).empty_table(), no_changes(schema))
     key = schema.key
@@ -98,7 +107,7 @@ def resolve(
     firsts = np.nonzero(first)[0]
     found_rows, found = mirror.lookup(rows_at(contents.select(list(key)), firsts), hashes[firsts])
     pool = pa.concat_tables([contents, found_rows.select(columns)]) if found_rows.num_rows else contents
-    pool = one_chunk(pool)
+    pool = combine_columns(pool)
     n = len(times)
     prior = np.arange(n, dtype=np.int64) - 1
     prior[firsts] = np.where(found >= 0, n + found, 0)
@@ -117,11 +126,11 @@ def resolve(
     updates = rows_at(pool, np.where(inserts, number, prior[number]))
     updates = updates.append_column(TIME, pa.array(times[number]))
     updates = updates.append_column(DIFF, pa.array(np.where(inserts, np.int64(1), np.int64(-1))))
-    changes = _changes(contents, pool, hashes, live, changed, first, last, found, values)
+    changes = _key_changes(contents, pool, hashes, live, changed, first, last, found, values)
     return Resolved(lower, upper, updates.cast(update_schema(schema)), changes, lost)
 
 
-def _changes(
+def _key_changes(
     contents: pa.Table,
     pool: pa.Table,
     hashes: U64,
@@ -147,7 +156,7 @@ def _changes(
     return KeyChanges(rows_at(contents, keep), hashes[keep], live[keep])
 
 
-def _with_truncations(schema: ShardSchema, commands: Commands, mirror: Lookup) -> pa.Table:
+def _expand_truncations(schema: ShardSchema, commands: Commands, mirror: MirrorLookup) -> pa.Table:
     """Return the commands with every truncation expanded into deletions of the keys that it applies to.
 
     A key that has commands in this batch has a partition, so only truncations of that partition apply to it.
@@ -178,4 +187,4 @@ def _with_truncations(schema: ShardSchema, commands: Commands, mirror: Lookup) -
             arrays.append(pa.array([False] * len(out), field.type))
         else:
             arrays.append(pa.nulls(len(out), field.type))
-    return one_chunk(stacked([rows, pa.Table.from_arrays(arrays, schema=target)]))
+    return combine_columns(concat_commands([rows, pa.Table.from_arrays(arrays, schema=target)]))

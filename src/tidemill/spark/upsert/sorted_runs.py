@@ -30,14 +30,14 @@ import pyarrow as pa
 
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import ShardSchema
-from tidemill.shards.parts.arrow_rows import Index, Mask, one_chunk, rows_at, rows_equal
+from tidemill.shards.parts.arrow_rows import Index, Mask, combine_columns, rows_at, rows_equal
 from tidemill.shards.parts.checksums import checksum
 from tidemill.shards.parts.row_hash import U64
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.shards.parts.schema_evolution import under
+from tidemill.shards.parts.schema_evolution import convert_to_schema
 from tidemill.spark.upsert.key_grouping import exact_keys, group_by_key
 
-FORM = b"tm-run-3"
+FILE_FORMAT = b"tm-run-3"
 _END = struct.Struct("<QQQ8s")
 
 FIX = "Check the disk. The run is a cache and is rebuilt from the table."
@@ -50,7 +50,7 @@ COMPARED_ROWS = 1 << 20
 """Hashes compared at a time, so that no more of a mapped run is in memory."""
 
 
-class Run:
+class SortedRun:
     """Sorted run. `collides`: two of its keys share a hash, so a lookup may have to check neighbours."""
 
     __slots__ = ("_chunks", "_starts", "collides", "hashes", "live", "path", "rows")
@@ -87,9 +87,9 @@ class Run:
                 found.append(rows_at(mine, at[first:last] - self._starts[number]))
         return pa.concat_tables(found) if found else rows.slice(0, 0)
 
-    def between(self, lower: int, upper: int) -> Run:
+    def between(self, lower: int, upper: int) -> SortedRun:
         """Return the rows at places [lower, upper), as views."""
-        return Run(self.rows.slice(lower, upper - lower), self.hashes[lower:upper], self.live[lower:upper])
+        return SortedRun(self.rows.slice(lower, upper - lower), self.hashes[lower:upper], self.live[lower:upper])
 
     def find(self, keys: pa.Table, hashes: U64, key: Sequence[str]) -> Index:
         """Return the row of each key in this run, or -1. An equal hash only nominates; the real keys decide."""
@@ -119,7 +119,9 @@ class Run:
                     break
 
 
-def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool, path: Path | None = None) -> Run:
+def merge_runs(
+    schema: ShardSchema, runs: Sequence[SortedRun], *, drop_absent: bool, path: Path | None = None
+) -> SortedRun:
     """Merge runs, newest first, into one with the newest state of every key. `drop_absent` if no older run remains.
 
     Works piece by piece, each a range of hashes; with a path into that file, so that memory holds one piece. Raises
@@ -128,16 +130,16 @@ def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool, path: 
     for run in runs:
         if run.path is not None and run.path.exists():  # a file that was deleted in the meantime is still mapped
             verify_run(run.path)
-    pieces = (_merged(schema, piece, drop_absent) for piece in pieces_of(runs))
+    pieces = (_merge_piece(schema, piece, drop_absent) for piece in cut_pieces(runs))
     if path is not None:
         write_pieces(schema, pieces, path)
         return open_run(schema, path, verify=False)
     found = list(pieces)
     rows = pa.concat_tables([piece.rows for piece in found])
-    return Run(rows, np.concatenate([p.hashes for p in found]), np.concatenate([p.live for p in found]))
+    return SortedRun(rows, np.concatenate([p.hashes for p in found]), np.concatenate([p.live for p in found]))
 
 
-def pieces_of(runs: Sequence[Run]) -> Iterator[list[Run]]:
+def cut_pieces(runs: Sequence[SortedRun]) -> Iterator[list[SortedRun]]:
     """Cut the runs at common hashes. Hashes are uniform, so each piece has about PIECE_ROWS rows of all runs
     together."""
     count = max(1, -(-sum(len(run) for run in runs) // PIECE_ROWS))
@@ -147,31 +149,31 @@ def pieces_of(runs: Sequence[Run]) -> Iterator[list[Run]]:
         yield [run.between(cut[number], cut[number + 1]) for run, cut in zip(runs, cuts, strict=True)]
 
 
-def count_live(schema: ShardSchema, runs: Sequence[Run]) -> int:
-    """Return the number of keys whose newest state is live; `runs` newest first, a piece of `pieces_of`."""
-    keys = one_chunk(pa.concat_tables([run.rows.select(list(schema.key)) for run in runs]))
+def count_live_keys(schema: ShardSchema, runs: Sequence[SortedRun]) -> int:
+    """Return the number of keys whose newest state is live; `runs` newest first, a piece of `cut_pieces`."""
+    keys = combine_columns(pa.concat_tables([run.rows.select(list(schema.key)) for run in runs]))
     order, starts = group_by_key(keys, np.concatenate([run.hashes for run in runs]), schema.key)
     return int(np.count_nonzero(np.concatenate([run.live for run in runs])[order[starts]]))
 
 
-def _merged(schema: ShardSchema, runs: Sequence[Run], drop_absent: bool) -> Run:
-    rows = one_chunk(pa.concat_tables([run.rows for run in runs]))
+def _merge_piece(schema: ShardSchema, runs: Sequence[SortedRun], drop_absent: bool) -> SortedRun:
+    rows = combine_columns(pa.concat_tables([run.rows for run in runs]))
     hashes = np.concatenate([run.hashes for run in runs])
     live = np.concatenate([run.live for run in runs])
     order, starts = group_by_key(rows, hashes, schema.key)
     keep = order[starts]
     if drop_absent:
         keep = keep[live[keep]]
-    return Run(rows_at(rows, keep), hashes[keep], live[keep])
+    return SortedRun(rows_at(rows, keep), hashes[keep], live[keep])
 
 
-def write_run(schema: ShardSchema, run: Run, path: Path) -> Run:
+def write_run(schema: ShardSchema, run: SortedRun, path: Path) -> SortedRun:
     """Store a run and return it memory-mapped. The file is not synced: a mirror is a cache."""
     write_pieces(schema, [run], path)
     return open_run(schema, path, verify=False)
 
 
-def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None:
+def write_pieces(schema: ShardSchema, pieces: Iterable[SortedRun], path: Path) -> None:
     """Write runs of ascending hash ranges as the file of one run. Memory holds one piece."""
     target, count = contents_schema(schema), 0
     with (
@@ -194,10 +196,10 @@ def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None
         file.flush()
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
             crc = checksum(whole)
-        file.write(_END.pack(size_bytes, count, crc, FORM))
+        file.write(_END.pack(size_bytes, count, crc, FILE_FORMAT))
 
 
-def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> Run:
+def convert_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> SortedRun:
     """Rewrite a run that is stored under an older version of the schema, piece by piece, as a new file.
 
     Hashes and order stay: a key has one hash under every version. Raises CorruptError.
@@ -205,7 +207,7 @@ def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> 
     run = open_run(old, path)
     pieces = (run.between(at, min(at + PIECE_ROWS, len(run))) for at in range(0, len(run), PIECE_ROWS))
     target = contents_schema(schema)
-    write_pieces(schema, (Run(under(schema, p.rows, target), p.hashes, p.live) for p in pieces), into)
+    write_pieces(schema, (SortedRun(convert_to_schema(schema, p.rows, target), p.hashes, p.live) for p in pieces), into)
     return open_run(schema, into)
 
 
@@ -242,7 +244,7 @@ def _verify_once(path: Path) -> None:
             _verified.popitem(last=False)
 
 
-def open_run(schema: ShardSchema, path: Path, *, verify: bool = True) -> Run:
+def open_run(schema: ShardSchema, path: Path, *, verify: bool = True) -> SortedRun:
     """Map a stored run; `verify` if another process wrote it. Raises CorruptError if it is damaged or has another
     schema."""
     if verify:
@@ -252,7 +254,7 @@ def open_run(schema: ShardSchema, path: Path, *, verify: bool = True) -> Run:
         size_bytes, count, _, form = _END.unpack(data[-_END.size :])
         hashes_at = size_bytes + -size_bytes % 8
         live_at = hashes_at + 8 * count
-        if form != FORM or data.size != live_at + count + _END.size:
+        if form != FILE_FORMAT or data.size != live_at + count + _END.size:
             raise CorruptError(f"mirror run has another form: path={path}.", fix=FIX)
         table = pa.ipc.open_file(data.slice(0, size_bytes)).read_all()
         rows = table.select(contents_schema(schema).names).cast(contents_schema(schema))
@@ -260,6 +262,6 @@ def open_run(schema: ShardSchema, path: Path, *, verify: bool = True) -> Run:
         live = np.frombuffer(data, dtype=bool, count=count, offset=live_at)
         if rows.num_rows != count:
             raise CorruptError(f"mirror run is truncated: path={path}.", fix=FIX)
-        return Run(rows, hashes, live, path)
+        return SortedRun(rows, hashes, live, path)
     except (OSError, struct.error, pa.ArrowException, KeyError) as error:
         raise CorruptError(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error

@@ -2,7 +2,8 @@
 
     before   the previous command of the same key, in (time, order); for the first of a key, the mirror's row
     absent   there is no previous row, or it is deleted, or it is itself absent: then this row is absent too. Its key
-             is absent from here on, as after a deletion, until a command has every value; and the command is `Lost`
+             is absent from here on, as after a deletion, until a command has every value; and the command is
+             `LostCommand`
 
 Invariant (all commands in order): every command is processed in order, even one that a later command of the same time
 beats, because it may hold the values that the later one left unchanged.
@@ -18,13 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.shards.api import TIME, ShardSchema
-from tidemill.shards.parts.arrow_rows import Index, Mask, int64s, one_chunk, rows_at, to_mask, values_at
+from tidemill.shards.parts.arrow_rows import Index, Mask, combine_columns, int64s, rows_at, to_mask, values_at
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
 from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.lookup import HashRows, Lookup
+from tidemill.spark.upsert.lookup import HashRows, MirrorLookup
 
 
-class Lost(msgspec.Struct, frozen=True):
+class LostCommand(msgspec.Struct, frozen=True):
     """Command whose previous row is absent. `key`: of its record; `columns`: those that it left unchanged."""
 
     time_ms: int
@@ -39,10 +40,12 @@ def has_unchanged(rows: pa.Table) -> bool:
     return UNCHANGED in rows.column_names and rows.column(UNCHANGED).null_count < rows.num_rows
 
 
-def filled(schema: ShardSchema, rows: pa.Table, mirror: Lookup, hasher: HashRows) -> tuple[pa.Table, tuple[Lost, ...]]:
+def fill_unchanged(
+    schema: ShardSchema, rows: pa.Table, mirror: MirrorLookup, hasher: HashRows
+) -> tuple[pa.Table, tuple[LostCommand, ...]]:
     """Return the commands with all values, and the lost ones, which the first result contains as deletions of their
     keys."""
-    rows = one_chunk(rows)
+    rows = combine_columns(rows)
     key = list(schema.key)
     hashes = hasher(rows, schema.key)
     leaves = to_mask(rows.column(UNCHANGED).is_valid())
@@ -70,7 +73,7 @@ def filled(schema: ShardSchema, rows: pa.Table, mirror: Lookup, hasher: HashRows
 
     leaving = pc.dictionary_encode(rows.column(UNCHANGED).combine_chunks())
     codes = np.asarray(pc.fill_null(leaving.indices, -1).to_numpy(zero_copy_only=False), dtype=np.int64)[at]
-    names = [names_of(blob.as_py()) for blob in leaving.dictionary]
+    names = [unchanged_columns(blob.as_py()) for blob in leaving.dictionary]
     arrays = {}
     for column in {name for some in names for name in some}:
         leave_it = np.isin(codes, [code for code, some in enumerate(names) if column in some])
@@ -85,10 +88,10 @@ def filled(schema: ShardSchema, rows: pa.Table, mirror: Lookup, hasher: HashRows
     arrays[LIVE] = pa.array(gone)
     target = command_schema(schema)
     out = pa.Table.from_arrays([arrays.get(f.name, rows.column(f.name)) for f in target], schema=target)
-    return one_chunk(out), _lost(rows, at[lost], [names[code] for code in codes[lost].tolist()])
+    return combine_columns(out), _lost_commands(rows, at[lost], [names[code] for code in codes[lost].tolist()])
 
 
-def names_of(blob: bytes) -> tuple[str, ...]:
+def unchanged_columns(blob: bytes) -> tuple[str, ...]:
     """Return the column names in the header of a record. Raises msgspec.MsgspecError."""
     return msgspec.json.decode(blob, type=tuple[str, ...])
 
@@ -97,11 +100,11 @@ def _chunks(table: pa.Table, column: str) -> list[pa.Array]:
     return list(table.column(column).chunks)
 
 
-def _lost(rows: pa.Table, at: Index, names: list[tuple[str, ...]]) -> tuple[Lost, ...]:
+def _lost_commands(rows: pa.Table, at: Index, names: list[tuple[str, ...]]) -> tuple[LostCommand, ...]:
     if not len(at):
         return ()
     some = rows_at(rows.select([TIME, PARTITION, ORDER, RECORD_KEY]), at).to_pylist()
     return tuple(
-        Lost(row[TIME], row[PARTITION], row[ORDER], row[RECORD_KEY] or b"", columns)
+        LostCommand(row[TIME], row[PARTITION], row[ORDER], row[RECORD_KEY] or b"", columns)
         for row, columns in zip(some, names, strict=True)
     )

@@ -27,38 +27,38 @@ from tidemill.metastore.rows.pipelines import source_of
 from tidemill.shards.api import HASH, Batch, HistoryLostError, Part, SchemaEvolvedError
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, between, read_range
+from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, range_between, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
-from tidemill.shards.read.part_bytes import fetching
+from tidemill.shards.read.part_bytes import fetch_through
 from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.diff import distinct
+from tidemill.spark.upsert.diff import check_distinct
 from tidemill.spark.upsert.range_mirror import HashRange
 from tidemill.spark.write import WRITES
-from tidemill.spark.write.quiet_times import quiet_at
-from tidemill.spark.write.schema_match import Frame, schema_for
-from tidemill.spark.write.staging import STAGE_BYTES, Staged, staged_rows
-from tidemill.spark.write.updates import updates_of
+from tidemill.spark.write.quiet_times import is_quiet_at
+from tidemill.spark.write.schema_match import WriteFrame, required_schema
+from tidemill.spark.write.staging import STAGE_BYTES, Staged, read_staged_rows
+from tidemill.spark.write.updates import compute_updates
 from tidemill.spark.write.write_lease import WriteLease
 
-WANTED_ROWS = 10_000
+POINT_LOOKUP_ROWS_MAX = 10_000
 """A write of at most this many rows reads only the row groups that may hold their keys; a larger one reads all."""
 ATTEMPTS = 20
 PAUSE_S = 0.2
-TELL_S = 5.0
+PROGRESS_LOG_S = 5.0
 """Interval of the progress messages of a commit in the log of Spark's driver."""
 
 log = structlog.get_logger()
 
 
-class Limits(msgspec.Struct, frozen=True):
+class CommitLimits(msgspec.Struct, frozen=True):
     """Limits of memory: the rows of a range, and the updates of a part."""
 
     range_rows: int = RANGE_ROWS
     range_bytes: int = STAGE_BYTES
-    wanted_rows: int = WANTED_ROWS
+    wanted_rows: int = POINT_LOOKUP_ROWS_MAX
 
 
-def kept_by(portal: BlockingPortal, stores: Stores, frame: Frame) -> set[str] | None:
+def pipeline_sources(portal: BlockingPortal, stores: Stores, frame: WriteFrame) -> set[str] | None:
     """Return the sources of the bindings of this table in the pipeline `frame.beside`; None if no pipeline maintains
     it.
 
@@ -85,7 +85,7 @@ def kept_by(portal: BlockingPortal, stores: Stores, frame: Frame) -> set[str] | 
     return found
 
 
-def opened(portal: BlockingPortal, stores: Stores, name: str) -> LogShard | None:
+def open_existing(portal: BlockingPortal, stores: Stores, name: str) -> LogShard | None:
     """Return an open handle, which the caller closes, or None if the shard does not exist. Raises as `open_shard`."""
     try:
         return portal.call(stores.shard(name))
@@ -93,17 +93,17 @@ def opened(portal: BlockingPortal, stores: Stores, name: str) -> LogShard | None
         return None
 
 
-class Commit:
+class WriteCommit:
     """Commit of one job; `job` identifies it permanently."""
 
     def __init__(
-        self, portal: BlockingPortal, stores: Stores, frame: Frame, job: str, limits: Limits | None = None
+        self, portal: BlockingPortal, stores: Stores, frame: WriteFrame, job: str, limits: CommitLimits | None = None
     ) -> None:
         self._portal = portal
         self._stores = stores
         self._frame = frame
         self._token = f"{WRITES}-{job}"
-        self._limits = limits or Limits()
+        self._limits = limits or CommitLimits()
         self._rows = 0
         self._sources: set[str] | None = None
 
@@ -115,34 +115,34 @@ class Commit:
         """
         self._rows = sum(one.rows for one in staged)
         for _ in range(ATTEMPTS):
-            shard = self._ready(staged)
+            shard = self._prepare_shard(staged)
             turn = WriteLease(self._stores, f"{WRITES}/{shard.shard_id}")
             try:
-                self._portal.call(turn.take())
-                return self._attempt(shard, turn, staged)
+                self._portal.call(turn.acquire())
+                return self._try_append(shard, turn, staged)
             except (ConflictError, SchemaEvolvedError, HistoryLostError):
                 continue  # another writer was first; the batches that were chosen may no longer exist
             finally:
-                self._portal.call(turn.give())
+                self._portal.call(turn.release())
                 self._portal.call(shard.aclose())
         raise UnavailableError(
             f"other writers were first each time: shard={self._frame.shard} attempts={ATTEMPTS} rows={self._rows}.",
             fix="Write fewer rows at a time, or write when the shard has fewer other writers.",
         )
 
-    def _ready(self, staged: Sequence[Staged]) -> LogShard:
+    def _prepare_shard(self, staged: Sequence[Staged]) -> LogShard:
         """Return the shard, created or evolved if the frame requests it, but only once its keys are known to be
         distinct."""
         name = self._frame.shard
-        self._sources = kept_by(self._portal, self._stores, self._frame)
-        shard = opened(self._portal, self._stores, name)
+        self._sources = pipeline_sources(self._portal, self._stores, self._frame)
+        shard = open_existing(self._portal, self._stores, name)
         if shard is None and self._frame.there:
             raise MissingError(
                 f"the shard was dropped during the write: shard={name}.",
                 fix="Set option key=COLUMN,… to create it.",
             )
         try:
-            schema = schema_for(self._frame, shard.schema if shard is not None else None)
+            schema = required_schema(self._frame, shard.schema if shard is not None else None)
         except BaseException:
             if shard is not None:
                 self._portal.call(shard.aclose())
@@ -151,12 +151,14 @@ class Commit:
             return shard
         if shard is not None:
             self._portal.call(shard.aclose())
-        count = self._ranges([], staged, few=False)
+        count = self._range_count([], staged, few=False)
         for number in range(count):
-            distinct(self._frame.stored, staged_rows(self._frame, staged, HashRange(number, count), self._get))
+            check_distinct(
+                self._frame.stored, read_staged_rows(self._frame, staged, HashRange(number, count), self._get)
+            )
         return self._portal.call(self._stores.shard(name, schema))
 
-    def _attempt(self, shard: LogShard, turn: WriteLease, staged: Sequence[Staged]) -> int:
+    def _try_append(self, shard: LogShard, turn: WriteLease, staged: Sequence[Staged]) -> int:
         """Try one append. Raises ConflictError or SchemaEvolvedError if another writer was first."""
         call, lower = self._portal.call, self._portal.call(shard.frontiers())[1]
         done = next((w.upper for w in shard.state.writers if w.token == self._token), None)
@@ -165,18 +167,18 @@ class Commit:
         at = max(self._stores.clock.now_ms(), lower)
         if self._sources is not None:
             at = lower
-            if not call(quiet_at(self._stores.remap, self._sources, at)):
+            if not call(is_quiet_at(self._stores.remap, self._sources, at)):
                 call(shard.wait_upper(lower, PAUSE_S))
                 raise ConflictError(f"the pipeline writes at this time: shard={self._frame.shard} time={at}.")
         hold = MovingHold(shard, shard.reader_name(WRITES), self._stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
         parts: list[Part] = []
         held: list[pa.Table] = []
         try:
-            call(hold.at(max(0, lower - 1)))
+            call(hold.move_to(max(0, lower - 1)))
             batches = call(shard.batches_until(lower - 1)) if lower else []
-            for updates in self._updates(shard, batches, staged, lower, at):
-                call(turn.keep())
-                call(hold.at(max(0, lower - 1)))
+            for updates in self._compute_updates(shard, batches, staged, lower, at):
+                call(turn.renew())
+                call(hold.move_to(max(0, lower - 1)))
                 held.append(updates)
                 if self._is_part(held):
                     parts.append(call(shard.write_part(pa.concat_tables(held))))
@@ -187,30 +189,30 @@ class Commit:
         finally:
             call(hold.release())
 
-    def _updates(
+    def _compute_updates(
         self, shard: LogShard, batches: Sequence[Batch], staged: Sequence[Staged], lower: int, at: int
     ) -> Iterator[pa.Table]:
         """Yield the updates of one range after another, in the order of their hashes."""
         few = not self._frame.overwrite and self._rows <= self._limits.wanted_rows
-        count = self._ranges(batches, staged, few)
+        count = self._range_count(batches, staged, few)
         clock = self._stores.clock
-        tell_s = clock.monotonic_s() + TELL_S
+        tell_s = clock.monotonic_s() + PROGRESS_LOG_S
         for number in range(count):
             if clock.monotonic_s() >= tell_s:
-                tell_s = clock.monotonic_s() + TELL_S
+                tell_s = clock.monotonic_s() + PROGRESS_LOG_S
                 log.info("writing", shard=self._frame.shard, rows=self._rows, done=f"{number * 100 // count} %")
-            rows = staged_rows(self._frame, staged, HashRange(number, count), self._get)
+            rows = read_staged_rows(self._frame, staged, HashRange(number, count), self._get)
             if rows.num_rows or self._frame.overwrite:
                 wanted = sorted(set(rows.column(HASH).to_pylist())) if few else None
-                found = self._contents(shard, batches, number, count, wanted, lower)
-                yield updates_of(self._frame, shard.schema, rows.drop_columns([HASH]), found, lower, at)
+                found = self._read_contents(shard, batches, number, count, wanted, lower)
+                yield compute_updates(self._frame, shard.schema, rows.drop_columns([HASH]), found, lower, at)
 
-    def _contents(
+    def _read_contents(
         self, shard: LogShard, batches: Sequence[Batch], number: int, count: int, wanted: list[int] | None, lower: int
     ) -> pa.Table:
         width = (1 << 64) // count
-        chosen = between(batches, number * width, (number + 1) * width - 1, wanted)
-        fetch = fetching(self._portal, self._stores.objects, whole=wanted is None)
+        chosen = range_between(batches, number * width, (number + 1) * width - 1, wanted)
+        fetch = fetch_through(self._portal, self._stores.objects, whole=wanted is None)
         return pa.concat_tables(
             [contents_schema(shard.schema).empty_table(), *read_range(shard.schema, chosen, lower - 1, fetch)]
         )
@@ -219,7 +221,7 @@ class Commit:
         rows, size_bytes = sum(int(u.num_rows) for u in held), sum(int(u.nbytes) for u in held)
         return rows >= self._limits.range_rows or size_bytes >= self._limits.range_bytes
 
-    def _ranges(self, batches: Sequence[Batch], staged: Sequence[Staged], few: bool) -> int:
+    def _range_count(self, batches: Sequence[Batch], staged: Sequence[Staged], few: bool) -> int:
         """Return the number of ranges: a power of two, as for the ranges of staged rows."""
         parts = [] if few else [part for batch in batches for part in batch.parts]
         wanted = max(

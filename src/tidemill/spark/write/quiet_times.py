@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from tidemill.shards.api import Remap
 
 
-async def quiet_at(open_remap: Callable[[str], Awaitable[Remap]], sources: Iterable[str], time_ms: int) -> bool:
+async def is_quiet_at(open_remap: Callable[[str], Awaitable[Remap]], sources: Iterable[str], time_ms: int) -> bool:
     """Return whether none of these sources binds anything to `time_ms`, now or later.
 
     A source whose bindings end earlier is advanced to that time. Raises HistoryLostError, UnavailableError,

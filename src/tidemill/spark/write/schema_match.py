@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.schema import checked, difference
-from tidemill.shards.parts.schema_evolution import widens
+from tidemill.shards.parts.schema import check_schema, describe_difference
+from tidemill.shards.parts.schema_evolution import is_widening
 
 
-class Frame(msgspec.Struct, frozen=True):
+class WriteFrame(msgspec.Struct, frozen=True):
     """Description of a write.
 
     `key`: the shard's key columns in order. `delete`: a bool column that is not stored; a row where it is true deletes
@@ -40,7 +40,7 @@ class Frame(msgspec.Struct, frozen=True):
         return ShardSchema(tuple(c for c in self.columns if not self.delete or c.name != self.delete), self.key)
 
 
-def planned(frame: Frame, have: ShardSchema | None) -> Frame:
+def plan_frame(frame: WriteFrame, have: ShardSchema | None) -> WriteFrame:
     """Return the frame with the key that it is written by. Raises InvalidError, MissingError if it cannot be
     written."""
     if frame.delete:
@@ -62,45 +62,45 @@ def planned(frame: Frame, have: ShardSchema | None) -> Frame:
     given = {c.name for c in frame.stored.columns}
     lacking = have is not None and not {c.name for c in have.columns} <= given
     found = replace(frame, key=key, there=not frame.key, keys_only=bool(frame.delete) and lacking and given == set(key))
-    schema_for(found, have)
+    required_schema(found, have)
     return found
 
 
-def schema_for(frame: Frame, have: ShardSchema | None) -> ShardSchema:
+def required_schema(frame: WriteFrame, have: ShardSchema | None) -> ShardSchema:
     """Return the schema that the shard needs for these rows, `have` itself if it suffices. Raises InvalidError."""
     stored = frame.stored
     if have is None:
-        return checked(stored)
+        return check_schema(stored)
     if not have.key:
         raise InvalidError(
             f"the shard has no key, so nothing can be written by key: shard={frame.shard}.", fix="Use another shard."
         )
-    checked(stored)
+    check_schema(stored)
     if stored.key != have.key:
         said = f"shard={frame.shard} key={','.join(have.key)} wanted={','.join(stored.key)}"
         raise InvalidError(f"the shard has another key: {said}.", fix="Remove option key: the shard's key is used.")
     given = {c.name: c.type for c in stored.columns}
     lacking = [c.name for c in have.columns if c.name not in given]
-    wanted = [replace(c, type=_wider(c.type, given.get(c.name, c.type))) for c in have.columns]
+    wanted = [replace(c, type=_common_type(c.type, given.get(c.name, c.type))) for c in have.columns]
     added = [c for c in stored.columns if c.name not in {c.name for c in have.columns}]
     if any(not c.type for c in wanted) or (lacking and not frame.keys_only):
-        raise _refused(frame, have, stored, "Rename, cast or add columns to match those of the shard.")
+        raise _schema_mismatch_error(frame, have, stored, "Rename, cast or add columns to match those of the shard.")
     want = replace(have, columns=(*wanted, *added))
     if want.columns != have.columns and not frame.grows:
-        raise _refused(frame, have, stored, "Set option mergeSchema=true to evolve the shard's schema.")
+        raise _schema_mismatch_error(frame, have, stored, "Set option mergeSchema=true to evolve the shard's schema.")
     return want
 
 
-def _wider(have: str, given: str) -> str:
+def _common_type(have: str, given: str) -> str:
     """Return the type that represents every value of both exactly, or ""."""
-    if have == given or widens(given, have):
+    if have == given or is_widening(given, have):
         return have
-    return given if widens(have, given) else ""
+    return given if is_widening(have, given) else ""
 
 
-def _refused(frame: Frame, have: ShardSchema, stored: ShardSchema, fix: str) -> InvalidError:
+def _schema_mismatch_error(frame: WriteFrame, have: ShardSchema, stored: ShardSchema, fix: str) -> InvalidError:
     ordered = _in_order_of(have, stored.columns)
-    shown = difference(have, replace(have, columns=ordered)) or "none"
+    shown = describe_difference(have, replace(have, columns=ordered)) or "none"
     return InvalidError(
         f"the DataFrame's columns differ from the shard's: shard={frame.shard} difference=[{shown}].", fix=fix
     )

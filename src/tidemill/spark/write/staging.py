@@ -18,13 +18,13 @@ import pyarrow as pa
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.shards.api import HASH
-from tidemill.shards.parts.arrow_rows import Index, one_chunk, rows_at, to_mask
-from tidemill.shards.parts.checksums import sealed, unsealed
+from tidemill.shards.parts.arrow_rows import Index, combine_columns, rows_at, to_mask
+from tidemill.shards.parts.checksums import seal_bytes, unseal_bytes
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
-from tidemill.shards.parts.schema import conform, contents_schema
+from tidemill.shards.parts.schema import conform_rows, contents_schema
 from tidemill.spark.upsert.commands import LIVE
 from tidemill.spark.upsert.range_mirror import HashRange
-from tidemill.spark.write.schema_match import Frame
+from tidemill.spark.write.schema_match import WriteFrame
 
 STAGE_ROWS = 256 << 10
 STAGE_BYTES = 32 * MIB
@@ -50,7 +50,7 @@ class Staged(msgspec.Struct, frozen=True, array_like=True):
     ends: tuple[int, ...]
 
 
-def stage(frame: Frame, batches: Iterable[pa.RecordBatch], put: Put) -> Iterator[Staged]:
+def stage_rows(frame: WriteFrame, batches: Iterable[pa.RecordBatch], put: Put) -> Iterator[Staged]:
     """Stage all rows of one task. Raises InvalidError (a null in the key, or a row without all columns that is not a
     deletion), and as `put`."""
     held: list[pa.RecordBatch] = []
@@ -61,13 +61,13 @@ def stage(frame: Frame, batches: Iterable[pa.RecordBatch], put: Put) -> Iterator
         held.append(batch)
         rows, size_bytes = rows + batch.num_rows, size_bytes + batch.nbytes
         if rows >= STAGE_ROWS or size_bytes >= STAGE_BYTES:
-            yield _staged(frame, held, put)
+            yield _stage_chunk(frame, held, put)
             held, rows, size_bytes = [], 0, 0
     if held:
-        yield _staged(frame, held, put)
+        yield _stage_chunk(frame, held, put)
 
 
-def staged_rows(frame: Frame, staged: Sequence[Staged], part: HashRange, get: Get) -> pa.Table:
+def read_staged_rows(frame: WriteFrame, staged: Sequence[Staged], part: HashRange, get: Get) -> pa.Table:
     """Return all rows of one hash range (`part.count` is a power of two), sorted by hash within each chunk.
 
     Raises CorruptError, and as `get`.
@@ -85,19 +85,19 @@ def staged_rows(frame: Frame, staged: Sequence[Staged], part: HashRange, get: Ge
         bounds = [e - start for e in one.ends[first:after]]
         for begin, until in zip([0, *bounds], bounds, strict=False):
             if begin < until:
-                rows = _decoded(data[begin:until], one)
-                found.append(rows if fine else rows.filter(part.holds(rows.column(HASH).to_numpy())))
+                rows = _decode_chunk(data[begin:until], one)
+                found.append(rows if fine else rows.filter(part.mask(rows.column(HASH).to_numpy())))
     return pa.concat_tables(found)
 
 
-def staged_schema(frame: Frame) -> pa.Schema:
+def staged_schema(frame: WriteFrame) -> pa.Schema:
     return contents_schema(frame.stored).append(pa.field(LIVE, pa.bool_())).append(pa.field(HASH, pa.uint64()))
 
 
-def _staged(frame: Frame, batches: Sequence[pa.RecordBatch], put: Put) -> Staged:
+def _stage_chunk(frame: WriteFrame, batches: Sequence[pa.RecordBatch], put: Put) -> Staged:
     given = pa.Table.from_batches(batches)
     size_bytes = given.nbytes
-    rows = one_chunk(conform(given, contents_schema(frame.stored)))
+    rows = combine_columns(conform_rows(given, contents_schema(frame.stored)))
     for name in frame.key:
         if rows.column(name).null_count:
             raise InvalidError(
@@ -115,33 +115,33 @@ def _staged(frame: Frame, batches: Sequence[pa.RecordBatch], put: Put) -> Staged
     target = staged_schema(frame)
     arrays = [*rows.columns, pa.array(live), pa.array(hashes)]
     ordered = rows_at(pa.Table.from_arrays(arrays, schema=target), order)
-    count = _chunks(rows.num_rows)
+    count = _chunk_count(rows.num_rows)
     cuts = np.searchsorted(bucket_of(hashes[order], count), np.arange(count + 1)).tolist()
     data = bytearray()
     ends: list[int] = []
     for at in range(count):
         if cuts[at] < cuts[at + 1]:
-            data += _encoded(ordered.slice(cuts[at], cuts[at + 1] - cuts[at]))
+            data += _encode_chunk(ordered.slice(cuts[at], cuts[at + 1] - cuts[at]))
         ends.append(len(data))
     inline = len(data) <= INLINE_PART_BYTES
     key = "" if inline else put(bytes(data))
     return Staged(rows.num_rows, size_bytes, key, bytes(data) if inline else b"", tuple(ends))
 
 
-def _chunks(rows: int) -> int:
+def _chunk_count(rows: int) -> int:
     return int(min(CHUNKS_MAX, 1 << max(0, (rows // CHUNK_ROWS).bit_length() - 1)))
 
 
-def _encoded(rows: pa.Table) -> bytes:
+def _encode_chunk(rows: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_table(rows)
-    return sealed(sink.getvalue())
+    return seal_bytes(sink.getvalue())
 
 
-def _decoded(data: bytes, staged: Staged) -> pa.Table:
+def _decode_chunk(data: bytes, staged: Staged) -> pa.Table:
     where = f"object={staged.object_key or 'inline'}"
-    body = unsealed(data, f"staged chunk: {where}")
+    body = unseal_bytes(data, f"staged chunk: {where}")
     try:
         return pa.ipc.open_stream(pa.py_buffer(body)).read_all()
     except (pa.ArrowException, OSError) as error:

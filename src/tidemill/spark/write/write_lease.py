@@ -14,7 +14,7 @@ from tidemill.spark.stores import Stores
 
 PAUSE_S = 0.05
 PAUSE_MAX_S = 0.5
-TELL_S = 10.0
+WAIT_LOG_S = 10.0
 
 log = structlog.get_logger()
 
@@ -29,21 +29,21 @@ class WriteLease:
         self._lease: Lease | None = None
         self._taken_s = 0.0
 
-    async def take(self) -> None:
+    async def acquire(self) -> None:
         """Acquire the lease; wait while other writers hold it."""
-        pause_s, tell_s = PAUSE_S, self._stores.clock.monotonic_s() + TELL_S
-        while (holder := await self._held_by()) is not None:
+        pause_s, tell_s = PAUSE_S, self._stores.clock.monotonic_s() + WAIT_LOG_S
+        while (holder := await self._try_acquire()) is not None:
             if self._stores.clock.monotonic_s() >= tell_s:
                 log.info("waiting for the write lease", lease=self._name, held_by=holder)
-                tell_s += TELL_S
+                tell_s += WAIT_LOG_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
-    async def keep(self) -> None:
+    async def renew(self) -> None:
         if self._stores.clock.monotonic_s() - self._taken_s > LEASE_TTL_MS / 3000:
-            await self._held_by()
+            await self._try_acquire()
 
-    async def give(self) -> None:
+    async def release(self) -> None:
         if self._lease is None:
             return
         try:
@@ -51,7 +51,7 @@ class WriteLease:
         except TidemillError as error:
             log.info("write lease not released; it expires", lease=self._name, cause=str(error))
 
-    async def _held_by(self) -> str | None:
+    async def _try_acquire(self) -> str | None:
         """Return the current holder; None if this process holds the lease, or if the holder is unknown."""
         self._taken_s = self._stores.clock.monotonic_s()
         try:

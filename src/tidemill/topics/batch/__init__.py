@@ -6,18 +6,18 @@ leader epoch are outside the CRC (which covers byte 21 onward) and are patched b
 
 from __future__ import annotations
 
-from tidemill.topics.batch.columns import Columns
+from tidemill.topics.batch.columns import RecordColumns
 from tidemill.topics.batch.decode import DecodedBatch, decode_batch, decode_columns, decode_opened, open_batch
 from tidemill.topics.batch.encode import encode_batch
-from tidemill.topics.batch.header import BatchHeader, parse_header, patch, split_batches
+from tidemill.topics.batch.header import BatchHeader, parse_header, patch_base_offset, split_batches
 from tidemill.topics.batch.records import Record
 from tidemill.topics.batch.validation import check_batch
 
 __all__ = [
     "BatchHeader",
-    "Columns",
     "DecodedBatch",
     "Record",
+    "RecordColumns",
     "check_batch",
     "decode_batch",
     "decode_columns",
@@ -25,6 +25,6 @@ __all__ = [
     "encode_batch",
     "open_batch",
     "parse_header",
-    "patch",
+    "patch_base_offset",
     "split_batches",
 ]

@@ -21,7 +21,7 @@ RECORD_BYTES_MIN = 7
 CHUNK_RECORDS = 1 << 14
 """Records per scan: their columns fit in the cache, and a batch of millions needs no more memory than one chunk."""
 
-_HEADER_ROUNDS = 32
+_HEADERS_MAX = 32
 """Limit of headers per record for the scan by columns; records with more take the slow path."""
 
 _VARINT32, _VARINT64 = 5, 10
@@ -29,7 +29,7 @@ _VARINT32, _VARINT64 = 5, 10
 Column = npt.NDArray[np.int64]
 
 
-class Scanned(Struct, frozen=True):
+class ScannedRecords(Struct, frozen=True):
     """Columns of scanned records.
 
     `starts`: first byte of each record, and of the byte after the last one. A field is at `*_at`, `*_bytes` long, −1
@@ -51,33 +51,33 @@ class Scanned(Struct, frozen=True):
         return int(self.starts[-1])
 
 
-def scan(data: bytes | memoryview, at: int, first: int, count: int) -> Scanned | None:
+def scan_records(data: bytes | memoryview, at: int, first: int, count: int) -> ScannedRecords | None:
     """Scan records `first` … `first + count − 1` of a batch, beginning at byte `at`.
 
     Returns None unless they are complete and well-formed, with offset deltas equal to their places.
     """
-    return scan_places(data, at, np.arange(first, first + count))
+    return scan_with_deltas(data, at, np.arange(first, first + count))
 
 
-def scan_places(data: bytes | memoryview, at: int, places: Column) -> Scanned | None:
-    """Scan adjacent records of one or more batches, with these offset deltas; see `scan`."""
+def scan_with_deltas(data: bytes | memoryview, at: int, places: Column) -> ScannedRecords | None:
+    """Scan adjacent records of one or more batches, with these offset deltas; see `scan_records`."""
     try:
-        starts = np.fromiter(_hop(data, at, len(places)), dtype=np.int64, count=len(places) + 1)
-        return _columns(np.frombuffer(data, dtype=np.uint8), starts, places)
+        starts = np.fromiter(_record_starts(data, at, len(places)), dtype=np.int64, count=len(places) + 1)
+        return _scan_fields(np.frombuffer(data, dtype=np.uint8), starts, places)
     except IndexError:
         return None
 
 
-def scan_any(data: bytes | memoryview, at: int, count: int) -> Scanned | None:
-    """Scan `count` records with any offset deltas; see `scan`. A compacted batch has gaps in them."""
+def scan_any_deltas(data: bytes | memoryview, at: int, count: int) -> ScannedRecords | None:
+    """Scan `count` records with any offset deltas; see `scan_records`. A compacted batch has gaps in them."""
     try:
-        starts = np.fromiter(_hop(data, at, count), dtype=np.int64, count=count + 1)
-        return _columns(np.frombuffer(data, dtype=np.uint8), starts, None)
+        starts = np.fromiter(_record_starts(data, at, count), dtype=np.int64, count=count + 1)
+        return _scan_fields(np.frombuffer(data, dtype=np.uint8), starts, None)
     except IndexError:
         return None
 
 
-def _hop(data: bytes | memoryview, at: int, count: int) -> Iterator[int]:
+def _record_starts(data: bytes | memoryview, at: int, count: int) -> Iterator[int]:
     """Yield the first byte of each record, and the end of the last one.
 
     Raises IndexError beyond the end of the data.
@@ -105,49 +105,49 @@ def _hop(data: bytes | memoryview, at: int, count: int) -> Iterator[int]:
         yield position
 
 
-def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column | None) -> Scanned | None:
+def _scan_fields(data: npt.NDArray[np.uint8], starts: Column, places: Column | None) -> ScannedRecords | None:
     """Scan the fields. Raises IndexError if a field ends beyond the data."""
     begins, ends = starts[:-1], starts[1:]
     if ends[-1] > len(data):
         return None
-    lengths, at = _varints(data, begins, _VARINT32)
-    time_deltas, at = _varints(data, at + 1, _VARINT64)
-    offset_deltas, at = _varints(data, at, _VARINT32)
+    lengths, at = _decode_varints(data, begins, _VARINT32)
+    time_deltas, at = _decode_varints(data, at + 1, _VARINT64)
+    offset_deltas, at = _decode_varints(data, at, _VARINT32)
     good = lengths >= 0
     if places is not None:
         good &= offset_deltas == places
     fields: list[tuple[Column, Column]] = []
     for _ in ("key", "value"):
-        sizes, at = _varints(data, at, _VARINT32)
+        sizes, at = _decode_varints(data, at, _VARINT32)
         fields.append((at, sizes))
         good &= sizes >= -1
         at = at + np.maximum(sizes, 0)
         if not (good & (at < ends)).all():
             return None
-    headers, at = _varints(data, at, _VARINT32)
+    headers, at = _decode_varints(data, at, _VARINT32)
     headers_at = at
     if headers.any():
         at = at.copy()
         with_headers = np.flatnonzero(headers)
-        at[with_headers] = _past_headers(data, at[with_headers], headers[with_headers], ends[with_headers])
+        at[with_headers] = _header_ends(data, at[with_headers], headers[with_headers], ends[with_headers])
     if not (at == ends).all():
         return None
-    return Scanned(starts, time_deltas, offset_deltas, *fields[0], *fields[1], headers_at, headers)
+    return ScannedRecords(starts, time_deltas, offset_deltas, *fields[0], *fields[1], headers_at, headers)
 
 
-def _past_headers(data: npt.NDArray[np.uint8], at: Column, counts: Column, ends: Column) -> Column:
+def _header_ends(data: npt.NDArray[np.uint8], at: Column, counts: Column, ends: Column) -> Column:
     """Return the end of each record's headers; −1 for malformed ones and for too many."""
     result = np.full(len(at), -1, dtype=np.int64)
-    active = np.flatnonzero((counts > 0) & (counts <= _HEADER_ROUNDS))
+    active = np.flatnonzero((counts > 0) & (counts <= _HEADERS_MAX))
     done = 0
     while len(active):
         done += 1
-        sizes, position = _varints(data, at[active], _VARINT32)
+        sizes, position = _decode_varints(data, at[active], _VARINT32)
         good = sizes >= 0
         position = position + np.maximum(sizes, 0)
         good &= position < ends[active]
         active, position = active[good], position[good]
-        sizes, position = _varints(data, position, _VARINT32)
+        sizes, position = _decode_varints(data, position, _VARINT32)
         good = sizes >= -1
         position = position + np.maximum(sizes, 0)
         good &= position <= ends[active]
@@ -159,7 +159,7 @@ def _past_headers(data: npt.NDArray[np.uint8], at: Column, counts: Column, ends:
     return result
 
 
-def _varints(data: npt.NDArray[np.uint8], at: Column, bytes_max: int) -> tuple[Column, Column]:
+def _decode_varints(data: npt.NDArray[np.uint8], at: Column, bytes_max: int) -> tuple[Column, Column]:
     """Return (values, next positions) of the zig-zag varints at `at`.
 
     Raises IndexError beyond the end of the data, and for a varint that is too long or too large.

@@ -9,12 +9,12 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from tidemill.topics.batch.records import Headers
-from tidemill.topics.batch.varint import varint
+from tidemill.topics.batch.varint import read_varint
 
 Int64s = npt.NDArray[np.int64]
 
 
-class Columns(Struct, frozen=True):
+class RecordColumns(Struct, frozen=True):
     """Parallel columns over `body`. A field is at `*_at` and `*_bytes` long, −1 for null."""
 
     body: bytes
@@ -51,16 +51,16 @@ class Columns(Struct, frozen=True):
     def headers_of(self, index: int) -> Headers:
         at, found = int(self.headers_at[index]), []
         for _ in range(int(self.header_counts[index])):
-            size, at = varint(self.body, at)
+            size, at = read_varint(self.body, at)
             name, at = self.body[at : at + size], at + size
-            size, at = varint(self.body, at)
+            size, at = read_varint(self.body, at)
             found.append((name.decode(errors="replace"), self.body[at : at + size] if size >= 0 else None))
             at += max(size, 0)
         return tuple(found)
 
-    def take(self, at: slice | npt.NDArray[np.intp]) -> Columns:
+    def select(self, at: slice | npt.NDArray[np.intp]) -> RecordColumns:
         """Select the records at these places; they share the bytes."""
-        return Columns(self.body, *(getattr(self, name)[at] for name in _NAMES))
+        return RecordColumns(self.body, *(getattr(self, name)[at] for name in _NAMES))
 
     def _fields(self, places: Int64s, sizes: Int64s) -> list[bytes | None]:
         body, ends = self.body, places + sizes
@@ -73,19 +73,19 @@ class Columns(Struct, frozen=True):
         return self.body[at : at + size] if size >= 0 else None
 
 
-_NAMES = Columns.__struct_fields__[1:]
+_NAMES = RecordColumns.__struct_fields__[1:]
 
 
-def columns_of(body: bytes, columns: Sequence[Sequence[int] | Int64s]) -> Columns:
+def build_columns(body: bytes, columns: Sequence[Sequence[int] | Int64s]) -> RecordColumns:
     """Build columns, in the order of the fields. Raises OverflowError if a number has more than 64 bits."""
-    return Columns(body, *(np.asarray(column, dtype=np.int64) for column in columns))
+    return RecordColumns(body, *(np.asarray(column, dtype=np.int64) for column in columns))
 
 
-def no_columns() -> Columns:
-    return columns_of(b"", [()] * len(_NAMES))
+def empty_columns() -> RecordColumns:
+    return build_columns(b"", [()] * len(_NAMES))
 
 
-def of_fields(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Columns:
+def columns_from_fields(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> RecordColumns:
     """Build records that are not from a batch: offsets from 0, times 0, no headers."""
     body, places = bytearray(), []
     for fields in zip(keys, values, strict=True):
@@ -97,4 +97,4 @@ def of_fields(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> C
     count = len(places)
     zeros = [0] * count
     fields_at = list(zip(*places, strict=True)) or [()] * 4
-    return columns_of(bytes(body), [range(count), zeros, *fields_at, zeros, zeros])
+    return build_columns(bytes(body), [range(count), zeros, *fields_at, zeros, zeros])

@@ -79,7 +79,7 @@ def decompress(codec: int, data: memoryview) -> memoryview:
     raise InvalidRecordsError(f"unknown compression codec: codec={codec}.")
 
 
-def _too_large() -> BatchTooLargeError:
+def _too_large_error() -> BatchTooLargeError:
     return BatchTooLargeError(
         f"the records are too large when decompressed: limit={DECOMPRESSED_BYTES}.", fix="Send smaller batches."
     )
@@ -97,7 +97,7 @@ def _gunzip(data: memoryview) -> memoryview:
         part = member.decompress(rest, left + 1)
         left -= len(part)
         if left < 0:
-            raise _too_large()
+            raise _too_large_error()
         if not member.eof:
             raise ValueError("a gzip stream is truncated")
         parts.append(part)
@@ -109,7 +109,7 @@ def _unlz4(data: memoryview) -> memoryview:
     frame = lz4.frame.LZ4FrameDecompressor()
     found = frame.decompress(data, DECOMPRESSED_BYTES + 1)
     if len(found) > DECOMPRESSED_BYTES:
-        raise _too_large()
+        raise _too_large_error()
     if not frame.eof or frame.unused_data:
         raise ValueError("not exactly one complete lz4 frame")
     return memoryview(found)
@@ -125,17 +125,17 @@ def _unzstd(data: memoryview) -> memoryview:
         count = cramjam.zstd.decompress_into(bytes(data), room)
     except cramjam.DecompressionError as error:
         if "write whole buffer" in str(error):
-            raise _too_large() from error
+            raise _too_large_error() from error
         raise
     if count > DECOMPRESSED_BYTES:
-        raise _too_large()
+        raise _too_large_error()
     return room[:count]
 
 
 def _unsnappy(data: memoryview) -> memoryview:
     """Decompress snappy. Every block begins with its size, which is checked before the block is decompressed."""
     if bytes(data[: len(XERIAL_MAGIC)]) != XERIAL_MAGIC:
-        return memoryview(_raw_block(bytes(data), DECOMPRESSED_BYTES))
+        return memoryview(_decompress_raw_block(bytes(data), DECOMPRESSED_BYTES))
     parts = []
     left = DECOMPRESSED_BYTES
     at = XERIAL_HEADER_BYTES
@@ -144,14 +144,14 @@ def _unsnappy(data: memoryview) -> memoryview:
         at += 4
         if length < 0 or at + length > len(data):
             raise ValueError("a snappy block ends beyond the data")
-        block = _raw_block(bytes(data[at : at + length]), left)
+        block = _decompress_raw_block(bytes(data[at : at + length]), left)
         left -= len(block)
         parts.append(block)
         at += length
     return memoryview(b"".join(parts))
 
 
-def _raw_block(block: bytes, limit_bytes: int) -> bytes:
+def _decompress_raw_block(block: bytes, limit_bytes: int) -> bytes:
     if cramjam.snappy.decompress_raw_len(block) > limit_bytes:
-        raise _too_large()
+        raise _too_large_error()
     return bytes(cramjam.snappy.decompress_raw(block))

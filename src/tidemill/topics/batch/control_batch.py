@@ -16,7 +16,7 @@ from tidemill.topics.api import Marker
 from tidemill.topics.batch.encode import encode_batch
 from tidemill.topics.batch.header import CONTROL, CRC_START, TRANSACTIONAL
 from tidemill.topics.batch.records import Record
-from tidemill.topics.batch.varint import varint
+from tidemill.topics.batch.varint import read_varint
 
 _KEY = struct.Struct(">hh")
 _VALUE = struct.Struct(">hi")
@@ -40,30 +40,30 @@ def encode_marker(marker: Marker, at_ms: int) -> bytes:
     return bytes(batch)
 
 
-def commits(records: Buffer) -> bool:
+def is_commit_marker(records: Buffer) -> bool:
     """Return whether the record of a control batch is a commit marker."""
-    return _key_of(records) == (0, 1)
+    return _parse_marker_key(records) == (0, 1)
 
 
-def aborts(records: Buffer) -> bool:
+def is_abort_marker(records: Buffer) -> bool:
     """Return whether the record of a control batch is an abort marker."""
-    return _key_of(records) == (0, 0)
+    return _parse_marker_key(records) == (0, 0)
 
 
-def _key_of(records: Buffer) -> tuple[int, int] | None:
+def _parse_marker_key(records: Buffer) -> tuple[int, int] | None:
     """Parse (version, type), or return None. The bytes are not trusted."""
     data = memoryview(records)
     try:
-        at = varint(data, 0)[1] + 1  # Past the length and the attributes.
-        at = varint(data, varint(data, at)[1])[1]
-        size, at = varint(data, at)
+        at = read_varint(data, 0)[1] + 1  # Past the length and the attributes.
+        at = read_varint(data, read_varint(data, at)[1])[1]
+        size, at = read_varint(data, at)
         version, kind = _KEY.unpack_from(data, at)
         return (version, kind) if size == _KEY.size else None
     except (IndexError, ValueError, struct.error):
         return None
 
 
-def transactional(batch: bytes) -> bytes:
+def as_transactional(batch: bytes) -> bytes:
     """Return the same batch with the transactional attribute set."""
     out = bytearray(batch)
     _ATTRIBUTES.pack_into(out, _ATTRIBUTES_AT, _ATTRIBUTES.unpack_from(batch, _ATTRIBUTES_AT)[0] | TRANSACTIONAL)

@@ -17,8 +17,8 @@ import numpy as np
 
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import BatchRef, CorruptBatchError, UnreadableBatchError
-from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_any, scan_places
-from tidemill.topics.batch.columns import Columns, Int64s, columns_of, no_columns
+from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_any_deltas, scan_with_deltas
+from tidemill.topics.batch.columns import Int64s, RecordColumns, build_columns, empty_columns
 from tidemill.topics.batch.compression import decompress
 from tidemill.topics.batch.header import (
     APPEND_TIME,
@@ -30,7 +30,7 @@ from tidemill.topics.batch.header import (
     parse_header,
 )
 from tidemill.topics.batch.records import Record
-from tidemill.topics.batch.varint import varint
+from tidemill.topics.batch.varint import read_varint
 
 GROUP_BYTES = 8 << 20
 """Approximate limit of decompressed bytes that are scanned together; the other limit is CHUNK_RECORDS records."""
@@ -43,7 +43,7 @@ class DecodedBatch(msgspec.Struct, frozen=True):
     records: list[Record]
 
 
-class Opened(msgspec.Struct, frozen=True):
+class OpenedBatch(msgspec.Struct, frozen=True):
     """A decompressed batch whose header and checksum are correct."""
 
     batch: Buffer
@@ -61,7 +61,7 @@ def decode_batch(buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None
 
 def decode_columns(
     buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None = None
-) -> tuple[BatchHeader, Columns]:
+) -> tuple[BatchHeader, RecordColumns]:
     """Decode header and records as columns, with absolute and strictly ascending offsets.
 
     Raises only UnreadableBatchError.
@@ -71,11 +71,11 @@ def decode_columns(
     as Kafka's clients read it.
     """
     opened = open_batch(buffer, ref, check_crc=check_crc)
-    columns = _together([opened])
-    return opened.header, _alone(opened) if columns is None else columns
+    columns = _decode_group([opened])
+    return opened.header, _decode_single(opened) if columns is None else columns
 
 
-def open_batch(buffer: Buffer, ref: BatchRef | None = None, *, check_crc: bool = True) -> Opened:
+def open_batch(buffer: Buffer, ref: BatchRef | None = None, *, check_crc: bool = True) -> OpenedBatch:
     """Check and decompress a batch. Raises only UnreadableBatchError."""
     first, last = (ref.base_offset, ref.base_offset + ref.record_count - 1) if ref is not None else (-1, -1)
     try:
@@ -91,14 +91,14 @@ def open_batch(buffer: Buffer, ref: BatchRef | None = None, *, check_crc: bool =
         view = memoryview(buffer)[: header.size_bytes]
         if check_crc and crc32c.crc32c(view[CRC_START:]) != header.crc:
             raise CorruptBatchError("record batch checksum mismatch.")
-        return Opened(buffer, header, decompress(header.codec, view[HEADER_BYTES:]))
+        return OpenedBatch(buffer, header, decompress(header.codec, view[HEADER_BYTES:]))
     except Exception as error:
-        reason = _reason(error)
+        reason = _error_reason(error)
     # Any damage of the bytes loses these offsets. Raised here, so that the error holds no frame with the decoded data.
     raise UnreadableBatchError(reason, base_offset=first, last_offset=last)
 
 
-def has_records(header: BatchHeader, ref: BatchRef | None = None) -> bool:
+def has_user_records(header: BatchHeader, ref: BatchRef | None = None) -> bool:
     """Return whether the batch has records for users: markers and batches of aborted transactions have none.
 
     Below the last stable offset, and with a ref that was planned there, the answer is final.
@@ -108,29 +108,29 @@ def has_records(header: BatchHeader, ref: BatchRef | None = None) -> bool:
     return ref is None or not header.attributes & TRANSACTIONAL or header.producer_id not in ref.aborted
 
 
-def decode_opened(batches: Iterable[Opened]) -> Iterator[Columns | tuple[Opened, UnreadableBatchError]]:
+def decode_opened(batches: Iterable[OpenedBatch]) -> Iterator[RecordColumns | tuple[OpenedBatch, UnreadableBatchError]]:
     """Decode many batches in order, a group at a time; yield an unreadable batch with its error.
 
     Takes no more from `batches` than the next group needs.
     """
-    for group in _groups(batches):
+    for group in _group_batches(batches):
         rest = [group]
         while rest:
             some = rest.pop()
-            columns = _together(some)
+            columns = _decode_group(some)
             if columns is not None:
                 yield columns
             elif len(some) > 1:
                 rest += [some[len(some) // 2 :], some[: len(some) // 2]]
             else:
                 try:
-                    yield _alone(some[0])
+                    yield _decode_single(some[0])
                 except UnreadableBatchError as bad:
                     yield some[0], bad
 
 
-def _groups(batches: Iterable[Opened]) -> Iterator[list[Opened]]:
-    group: list[Opened] = []
+def _group_batches(batches: Iterable[OpenedBatch]) -> Iterator[list[OpenedBatch]]:
+    group: list[OpenedBatch] = []
     records = size_bytes = 0
     for opened in batches:
         group.append(opened)
@@ -143,13 +143,13 @@ def _groups(batches: Iterable[Opened]) -> Iterator[list[Opened]]:
         yield group
 
 
-def _together(group: Sequence[Opened]) -> Columns | None:
+def _decode_group(group: Sequence[OpenedBatch]) -> RecordColumns | None:
     """Decode all batches in one scan, or return None if one of them is not in the common form."""
     found = scan_opened(group)
     return found[0] if found is not None else None
 
 
-def scan_opened(group: Sequence[Opened]) -> tuple[Columns, Int64s] | None:
+def scan_opened(group: Sequence[OpenedBatch]) -> tuple[RecordColumns, Int64s] | None:
     """Scan the records of all batches in one pass.
 
     Returns the columns, and the first byte of each record in their body followed by the end of the last one. Returns
@@ -169,7 +169,7 @@ def scan_opened(group: Sequence[Opened]) -> tuple[Columns, Int64s] | None:
     parts, starts, at = [], [], 0
     for first in range(0, count, CHUNK_RECORDS):
         some = places[first : first + CHUNK_RECORDS]
-        found = scan_places(body, at, some) if whole else scan_any(body, at, len(some))
+        found = scan_with_deltas(body, at, some) if whole else scan_any_deltas(body, at, len(some))
         if found is None:
             return None
         at = found.end
@@ -198,40 +198,40 @@ def scan_opened(group: Sequence[Opened]) -> tuple[Columns, Int64s] | None:
         np.concatenate([getattr(part, name) for part in parts])
         for name in ("key_at", "key_bytes", "value_at", "value_bytes", "headers_at", "header_counts")
     ]
-    return Columns(body, offsets, times, *fields), begins
+    return RecordColumns(body, offsets, times, *fields), begins
 
 
-def _alone(opened: Opened) -> Columns:
+def _decode_single(opened: OpenedBatch) -> RecordColumns:
     """Decode one batch, record by record. Raises UnreadableBatchError."""
     header = opened.header
     first, last = header.base_offset, header.base_offset + max(header.last_offset_delta, 0)
     try:
-        columns = _walk(bytes(opened.body), header)
+        columns = _decode_by_record(bytes(opened.body), header)
         offsets = columns.offsets
         if len(offsets) and (offsets[0] < first or offsets[-1] > last or (np.diff(offsets) <= 0).any()):
             raise CorruptBatchError(f"offsets do not ascend within the batch: first={offsets[0]} last={offsets[-1]}.")
         return columns
     except Exception as error:
-        reason = _reason(error)
+        reason = _error_reason(error)
     raise UnreadableBatchError(reason, base_offset=first, last_offset=last)
 
 
-def _walk(data: bytes, header: BatchHeader) -> Columns:
+def _decode_by_record(data: bytes, header: BatchHeader) -> RecordColumns:
     base_offset, base_ms = header.base_offset, header.base_timestamp_ms
     fixed_ms = header.max_timestamp_ms if header.attributes & APPEND_TIME else None
     rows: list[tuple[int, ...]] = []
     at = 0
     for _ in range(header.record_count):
-        length, at = varint(data, at)
+        length, at = read_varint(data, at)
         end = at + length
         if length < 0 or end > len(data):
             raise IndexError("a record ends beyond the batch")
-        delta_ms, at = varint(data, at + 1)
-        delta, at = varint(data, at)
-        key_at, key_bytes, at = _field(data, at)
-        value_at, value_bytes, at = _field(data, at)
-        count, headers_at = varint(data, at)
-        at = _past_headers(data, headers_at, count)
+        delta_ms, at = read_varint(data, at + 1)
+        delta, at = read_varint(data, at)
+        key_at, key_bytes, at = _read_field(data, at)
+        value_at, value_bytes, at = _read_field(data, at)
+        count, headers_at = read_varint(data, at)
+        at = _skip_headers(data, headers_at, count)
         if at != end:
             raise IndexError("a record's length and content disagree")
         time_ms = base_ms + delta_ms if fixed_ms is None else fixed_ms
@@ -240,12 +240,12 @@ def _walk(data: bytes, header: BatchHeader) -> Columns:
         rows.append((base_offset + delta, time_ms, key_at, key_bytes, value_at, value_bytes, headers_at, count))
     if at != len(data):
         raise IndexError("bytes after the last record")
-    return columns_of(data, list(zip(*rows, strict=True))) if rows else no_columns()
+    return build_columns(data, list(zip(*rows, strict=True))) if rows else empty_columns()
 
 
-def _field(data: bytes, at: int) -> tuple[int, int, int]:
+def _read_field(data: bytes, at: int) -> tuple[int, int, int]:
     """Return (position, size or −1 for null, next position) of a field."""
-    length, at = varint(data, at)
+    length, at = read_varint(data, at)
     if length < 0:
         return at, -1, at
     if at + length > len(data):
@@ -253,16 +253,16 @@ def _field(data: bytes, at: int) -> tuple[int, int, int]:
     return at, length, at + length
 
 
-def _past_headers(data: bytes, at: int, count: int) -> int:
+def _skip_headers(data: bytes, at: int, count: int) -> int:
     if count < 0:
         raise IndexError("negative header count")
     for _ in range(count):
-        _, length, at = _field(data, at)
+        _, length, at = _read_field(data, at)
         if length < 0:
             raise IndexError("a header without a name")
-        _, _, at = _field(data, at)
+        _, _, at = _read_field(data, at)
     return at
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     return error.message.rstrip(".") if isinstance(error, CorruptBatchError) else f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ from tidemill.topics.batch.header import CODEC_MASK, CRC_START, HEADER, HEADER_B
 from tidemill.topics.batch.records import Record
 
 
-def _varint(value: int) -> bytes:
+def _build_varint(value: int) -> bytes:
     zigzag = (value << 1) ^ (value >> 63)
     out = bytearray()
     while zigzag > 0x7F:
@@ -31,13 +31,13 @@ def _varint(value: int) -> bytes:
 
 
 TABLE_SIZE = 16_384
-_SMALL = [_varint(value) for value in range(TABLE_SIZE)]
-NULL = _varint(-1)
+_SMALL_VARINTS = [_build_varint(value) for value in range(TABLE_SIZE)]
+NULL_LENGTH = _build_varint(-1)
 
 
-def signed(value: int) -> bytes:
+def encode_varint(value: int) -> bytes:
     """Encode a zig-zag varint."""
-    return _SMALL[value] if 0 <= value < TABLE_SIZE else _varint(value)
+    return _SMALL_VARINTS[value] if 0 <= value < TABLE_SIZE else _build_varint(value)
 
 
 def encode_batch(
@@ -62,7 +62,7 @@ def encode_batch(
     max_ms = max(first_ms, max(record.timestamp_ms for record in records))
     payload = compress(codec, encode_records(records, 0, first_ms))
     fields = (codec, len(records) - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, len(records))
-    return bytes(_framed(payload, base_offset, leader_epoch, fields))
+    return bytes(_frame_payload(payload, base_offset, leader_epoch, fields))
 
 
 def encode_records(records: Sequence[Record], first: int, first_ms: int) -> bytes:
@@ -70,16 +70,16 @@ def encode_records(records: Sequence[Record], first: int, first_ms: int) -> byte
     parts: list[bytes] = []
     for delta, record in enumerate(records, first):
         key, value, headers = record.key, record.value, record.headers
-        body = [b"\x00", signed(record.timestamp_ms - first_ms), signed(delta)]
-        body += (NULL,) if key is None else (signed(len(key)), key)
-        body += (NULL,) if value is None else (signed(len(value)), value)
-        body.append(signed(len(headers)))
+        body = [b"\x00", encode_varint(record.timestamp_ms - first_ms), encode_varint(delta)]
+        body += (NULL_LENGTH,) if key is None else (encode_varint(len(key)), key)
+        body += (NULL_LENGTH,) if value is None else (encode_varint(len(value)), value)
+        body.append(encode_varint(len(headers)))
         for name, content in headers:
             encoded = name.encode()
-            body += (signed(len(encoded)), encoded)
-            body += (NULL,) if content is None else (signed(len(content)), content)
+            body += (encode_varint(len(encoded)), encoded)
+            body += (NULL_LENGTH,) if content is None else (encode_varint(len(content)), content)
         joined = b"".join(body)
-        parts.append(signed(len(joined)))
+        parts.append(encode_varint(len(joined)))
         parts.append(joined)
     return b"".join(parts)
 
@@ -96,10 +96,10 @@ def frame_records(
 ) -> bytes:
     """Frame one uncompressed batch of `count` encoded records, with the same bytes as `encode_batch`."""
     fields = (0, count - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, count)
-    return bytes(_framed(payload, 0, -1, fields))
+    return bytes(_frame_payload(payload, 0, -1, fields))
 
 
-def recompressed(header: BatchHeader, records: Buffer, codec: int) -> bytearray:
+def recompress_batch(header: BatchHeader, records: Buffer, codec: int) -> bytearray:
     """Rebuild the batch of `header` with its uncompressed `records` compressed by `codec`.
 
     Long work: never call it on the event loop.
@@ -108,10 +108,10 @@ def recompressed(header: BatchHeader, records: Buffer, codec: int) -> bytearray:
     h = header
     times = (h.base_timestamp_ms, h.max_timestamp_ms)
     fields = (attributes, h.last_offset_delta, *times, h.producer_id, h.producer_epoch, h.base_sequence, h.record_count)
-    return _framed(compress(codec, bytes(records)), h.base_offset, h.leader_epoch, fields)
+    return _frame_payload(compress(codec, bytes(records)), h.base_offset, h.leader_epoch, fields)
 
 
-def _framed(payload: Buffer, base_offset: int, leader_epoch: int, fields: tuple[int, ...]) -> bytearray:
+def _frame_payload(payload: Buffer, base_offset: int, leader_epoch: int, fields: tuple[int, ...]) -> bytearray:
     """Put a header before `payload`. `fields`: the header fields after the checksum."""
     batch = bytearray(HEADER_BYTES)
     batch += payload

@@ -95,14 +95,14 @@ def base_offset_at(buffer: Buffer, at: int) -> int:
     return int(_BASE_OFFSET.unpack_from(buffer, at)[0])
 
 
-def patch(buffer: bytearray | memoryview, at: int, base_offset: int, leader_epoch: int = -1) -> None:
+def patch_base_offset(buffer: bytearray | memoryview, at: int, base_offset: int, leader_epoch: int = -1) -> None:
     """Write base offset and leader epoch of the batch at byte `at`; both are outside the CRC."""
     _BASE_OFFSET.pack_into(buffer, at, base_offset)
     _LEADER_EPOCH.pack_into(buffer, at + LENGTH_FIELD_END, leader_epoch)
 
 
 def is_patched(buffer: Buffer, at: int, base_offset: int) -> bool:
-    """Return whether `patch` would change nothing."""
+    """Return whether `patch_base_offset` would change nothing."""
     found = _LEADER_EPOCH.unpack_from(buffer, at + LENGTH_FIELD_END)[0]
     return found == -1 and base_offset_at(buffer, at) == base_offset
 
@@ -118,7 +118,7 @@ def is_intact(batch: Buffer) -> bool:
     return bool(crc32c.crc32c(view[CRC_START:]) == _CRC.unpack_from(view, 17)[0])
 
 
-def stamp(buffer: Buffer, append_time_ms: int) -> None:
+def set_append_time(buffer: Buffer, append_time_ms: int) -> None:
     """Set append time in the batch in the writable `buffer`, and update its checksum."""
     view = memoryview(buffer)
     _ATTRIBUTES.pack_into(view, CRC_START, _ATTRIBUTES.unpack_from(view, CRC_START)[0] | APPEND_TIME)

@@ -5,8 +5,8 @@
              every record's length, deltas 0 … n−1, fields that fill it exactly
 
 Valid batches are checked without a Python object per record. Records of one layout are checked together
-(`uniform_runs`). Of other records, many are checked by columns (`columnar_scan`), and few in one tight loop. `_walk`
-decides any batch that these do not accept.
+(`uniform_runs`). Of other records, many are checked by columns (`columnar_scan`), and few in one tight loop.
+`_check_by_record` decides any batch that these do not accept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import CorruptBatchError, InvalidRecordsError
-from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan, scan_any
+from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_any_deltas, scan_records
 from tidemill.topics.batch.compression import decompress
 from tidemill.topics.batch.header import (
     APPEND_TIME,
@@ -29,20 +29,20 @@ from tidemill.topics.batch.header import (
     BatchHeader,
     parse_header,
 )
-from tidemill.topics.batch.uniform_runs import run
-from tidemill.topics.batch.varint import VarintError, varint
+from tidemill.topics.batch.uniform_runs import find_run
+from tidemill.topics.batch.varint import VarintError, read_varint
 
-_BY_COLUMNS_FROM = 128
+_COLUMN_CHECK_RECORDS_MIN = 128
 """Minimum records for the check by columns, which costs some 60 µs even for few records."""
 
-_BY_RUNS_FROM = 24
+_RUN_CHECK_RECORDS_MIN = 24
 """Minimum records for the check by runs; fewer are checked in a loop faster than one table is built."""
-_RUNS_MOST = 8
+_RUNS_MAX = 8
 """Limit of runs per batch: each one is searched among all remaining records."""
 
 _COPY_BYTES = 64 << 10
 
-_TOLD = 1_000
+_KEYLESS_REPORTED_MAX = 1_000
 """Limit of records without a key that a rejection lists."""
 
 _INT64 = 2**63
@@ -119,31 +119,31 @@ def check_records(header: BatchHeader, buffer: Buffer, *, keyed: bool = False) -
     count = header.record_count
     if count * RECORD_BYTES_MIN > len(data):
         raise InvalidRecordsError(f"fewer bytes than records need: records={count} bytes={len(data)}.")
-    highest = _highest(data, header)
+    highest = _check_all_records(data, header)
     if keyed:
         _check_keys(data, header)
     return highest, data
 
 
-def _highest(data: memoryview, header: BatchHeader) -> int:
+def _check_all_records(data: memoryview, header: BatchHeader) -> int:
     count = header.record_count
-    highest = _by_runs(data, header) if count >= _BY_RUNS_FROM else None
+    highest = _check_by_runs(data, header) if count >= _RUN_CHECK_RECORDS_MIN else None
     if highest is not None:
         return highest
-    if count >= _BY_COLUMNS_FROM:
-        highest = _by_columns(data, header)
+    if count >= _COLUMN_CHECK_RECORDS_MIN:
+        highest = _check_by_columns(data, header)
     else:
         # Bytes are read faster than a view of them, but copying many would cost more.
-        highest = _one_by_one(bytes(data) if len(data) <= _COPY_BYTES else data, header)
-    return _walk(data, header) if highest is None else highest
+        highest = _check_in_loop(bytes(data) if len(data) <= _COPY_BYTES else data, header)
+    return _check_by_record(data, header) if highest is None else highest
 
 
 def _check_keys(data: memoryview, header: BatchHeader) -> None:
     """Check the keys of an otherwise valid batch. Raises InvalidRecordsError with the records that have no key."""
     at = done = 0
     without: list[int] = []
-    while done < header.record_count and len(without) < _TOLD:
-        found = scan_any(data, at, min(CHUNK_RECORDS, header.record_count - done))
+    while done < header.record_count and len(without) < _KEYLESS_REPORTED_MAX:
+        found = scan_any_deltas(data, at, min(CHUNK_RECORDS, header.record_count - done))
         if found is None:
             raise InvalidRecordsError(f"the keys of a compacted topic's records cannot be read: record={done}.")
         without += (done + np.flatnonzero(found.key_bytes < 0)).tolist()
@@ -152,17 +152,18 @@ def _check_keys(data: memoryview, header: BatchHeader) -> None:
     if without:
         reason = "a record of a compacted topic needs a key"
         raise InvalidRecordsError(
-            f"{reason}: record={without[0]}.", record_errors=tuple((index, reason) for index in without[:_TOLD])
+            f"{reason}: record={without[0]}.",
+            record_errors=tuple((index, reason) for index in without[:_KEYLESS_REPORTED_MAX]),
         )
 
 
-def _by_runs(data: memoryview, header: BatchHeader) -> int | None:
+def _check_by_runs(data: memoryview, header: BatchHeader) -> int | None:
     """Return the greatest timestamp, or None if the records are not a few runs, or are malformed."""
     at, done, count, highest = 0, 0, header.record_count, -_INT64
     base_ms = header.base_timestamp_ms
     there = bytes(data) if len(data) <= _COPY_BYTES else data
-    for _ in range(_RUNS_MOST):
-        found = run(there, at, done, count - done)
+    for _ in range(_RUNS_MAX):
+        found = find_run(there, at, done, count - done)
         if found is None or base_ms + found.low_ms < -_INT64 or base_ms + found.high_ms >= _INT64:
             return None
         highest = max(highest, base_ms + found.high_ms)
@@ -173,12 +174,12 @@ def _by_runs(data: memoryview, header: BatchHeader) -> int | None:
     return None
 
 
-def _by_columns(data: memoryview, header: BatchHeader) -> int | None:
+def _check_by_columns(data: memoryview, header: BatchHeader) -> int | None:
     """Return the greatest timestamp, or None if a record is malformed."""
     at, done, count, highest = 0, 0, header.record_count, -_INT64
     base_ms = header.base_timestamp_ms
     while done < count:
-        found = scan(data, at, done, min(CHUNK_RECORDS, count - done))
+        found = scan_records(data, at, done, min(CHUNK_RECORDS, count - done))
         if found is None:
             return None
         low, high = base_ms + int(found.time_deltas.min()), base_ms + int(found.time_deltas.max())
@@ -190,8 +191,8 @@ def _by_columns(data: memoryview, header: BatchHeader) -> int | None:
     return highest if at == len(data) else None
 
 
-def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
-    """Check few records in a loop; see `_by_columns`.
+def _check_in_loop(data: bytes | memoryview, header: BatchHeader) -> int | None:
+    """Check few records in a loop; see `_check_by_columns`.
 
     Handles the sizes that nearly all records have, else returns None.
     """
@@ -206,7 +207,7 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
                 end = at + 2 + ((byte & 0x7F | data[at + 1] << 7) >> 1)
                 at += 3
             else:
-                length, at = varint(data, at, 32)
+                length, at = read_varint(data, at, 32)
                 end = at + length
                 at += 1
             if byte & 1:
@@ -216,7 +217,7 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
                 delta = (byte >> 1) ^ -(byte & 1)
                 at += 1
             else:
-                delta, at = varint(data, at)
+                delta, at = read_varint(data, at)
             if delta > high:
                 high = delta
             if delta < low:
@@ -242,7 +243,7 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
                 elif data[at + 1] < 0x80:
                     at += 2 + ((byte & 0x7F | data[at + 1] << 7) >> 1)
                 else:
-                    size, at = varint(data, at, 32)
+                    size, at = read_varint(data, at, 32)
                     at += size
             headers = data[at]
             at += 1
@@ -273,20 +274,20 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
 _KEY_AND_VALUE = (0, 1)
 
 
-class _Bad(ValueError):
+class _MalformedRecordError(ValueError):
     pass
 
 
-def _walk(data: memoryview, header: BatchHeader) -> int:
+def _check_by_record(data: memoryview, header: BatchHeader) -> int:
     """Check record by record, slowly and exactly. Return the greatest timestamp."""
     at, highest = 0, -_INT64
     index = 0
     try:
         for index in range(header.record_count):
-            time_delta, at = _record(data, at, index)
+            time_delta, at = _check_record(data, at, index)
             timestamp_ms = header.base_timestamp_ms + time_delta
             if not -_INT64 <= timestamp_ms < _INT64:
-                raise _Bad("the timestamp has more than 64 bits")
+                raise _MalformedRecordError("the timestamp has more than 64 bits")
             highest = max(highest, timestamp_ms)
     except (ValueError, IndexError) as error:
         reason = str(error) if isinstance(error, ValueError) else "the record ends beyond the batch"
@@ -298,30 +299,30 @@ def _walk(data: memoryview, header: BatchHeader) -> int:
     return highest
 
 
-def _record(data: memoryview, at: int, index: int) -> tuple[int, int]:
+def _check_record(data: memoryview, at: int, index: int) -> tuple[int, int]:
     """Return (timestamp delta, start of the next record) of the record at `at`."""
-    length, at = varint(data, at, 32)
+    length, at = read_varint(data, at, 32)
     end = at + length
     if length < 0 or end > len(data):
-        raise _Bad(f"the length is out of bounds: length={length}")
-    time_delta, at = varint(data, at + 1)
-    offset_delta, at = varint(data, at, 32)
+        raise _MalformedRecordError(f"the length is out of bounds: length={length}")
+    time_delta, at = read_varint(data, at + 1)
+    offset_delta, at = read_varint(data, at, 32)
     if offset_delta != index:
-        raise _Bad(f"the offset delta is not the record's place: offset_delta={offset_delta}")
+        raise _MalformedRecordError(f"the offset delta is not the record's place: offset_delta={offset_delta}")
     for field in ("key", "value"):
-        at = _skip(data, at, field, null=True)
-    headers, at = varint(data, at, 32)
+        at = _skip_field(data, at, field, null=True)
+    headers, at = read_varint(data, at, 32)
     if headers < 0 or headers > end - at:
-        raise _Bad(f"the header count is out of bounds: headers={headers}")
+        raise _MalformedRecordError(f"the header count is out of bounds: headers={headers}")
     for _ in range(headers):
-        at = _skip(data, _skip(data, at, "header key", null=False), "header value", null=True)
+        at = _skip_field(data, _skip_field(data, at, "header key", null=False), "header value", null=True)
     if at != end:
-        raise _Bad(f"length and content disagree: length={length} difference={end - at}")
+        raise _MalformedRecordError(f"length and content disagree: length={length} difference={end - at}")
     return time_delta, at
 
 
-def _skip(data: memoryview, at: int, field: str, *, null: bool) -> int:
-    size, at = varint(data, at, 32)
+def _skip_field(data: memoryview, at: int, field: str, *, null: bool) -> int:
+    size, at = read_varint(data, at, 32)
     if size < (-1 if null else 0) or at + size > len(data):
-        raise _Bad(f"the size of a field is out of bounds: field={field!r} size={size}")
+        raise _MalformedRecordError(f"the size of a field is out of bounds: field={field!r} size={size}")
     return at + max(size, 0)

@@ -10,7 +10,7 @@ class VarintError(ValueError):
     pass
 
 
-def varint(data: bytes | memoryview, at: int, bits: int = 64) -> tuple[int, int]:
+def read_varint(data: bytes | memoryview, at: int, bits: int = 64) -> tuple[int, int]:
     """Read a varint of `bits` bits, 32 or 64; return (value, next position).
 
     Raises IndexError beyond the data, VarintError beyond `bits`.

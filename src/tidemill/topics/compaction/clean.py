@@ -25,10 +25,10 @@ import numpy as np
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import BatchRef, UnreadableBatchError
 from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS
-from tidemill.topics.batch.columns import Columns, Int64s
+from tidemill.topics.batch.columns import Int64s, RecordColumns
 from tidemill.topics.batch.compression import compress
-from tidemill.topics.batch.control_batch import aborts, commits
-from tidemill.topics.batch.decode import GROUP_BYTES, Opened, has_records, open_batch, scan_opened
+from tidemill.topics.batch.control_batch import is_abort_marker, is_commit_marker
+from tidemill.topics.batch.decode import GROUP_BYTES, OpenedBatch, has_user_records, open_batch, scan_opened
 from tidemill.topics.batch.header import APPEND_TIME, CONTROL, CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END
 from tidemill.topics.compaction.hashes import KeyHash
 from tidemill.topics.compaction.keymap import KeyMap
@@ -36,7 +36,7 @@ from tidemill.topics.compaction.keymap import KeyMap
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class Pass(msgspec.Struct, frozen=True):
+class PassRules(msgspec.Struct, frozen=True):
     """Inputs of one compaction pass over a partition.
 
     `keys` covers the keys below `end`. Tombstones below `tombstones_below` are removed; the remaining ones are counted
@@ -54,7 +54,7 @@ class Pass(msgspec.Struct, frozen=True):
     markers_below: int = 0
 
 
-class Batch(msgspec.Struct, frozen=True):
+class CleanedBatch(msgspec.Struct, frozen=True):
     """A remaining batch; it covers the offsets [base_offset, next_offset)."""
 
     data: Buffer
@@ -67,31 +67,31 @@ PLAIN_HEADERS, UNCHANGED_HEADER = 3, "tm.unchanged"
 """Header count and marker header of a captured table's records (capture/topics/topic_writer.py)."""
 
 
-class Cleaned(msgspec.Struct, frozen=True):
-    batches: list[Batch]
+class CompactedBatches(msgspec.Struct, frozen=True):
+    batches: list[CleanedBatch]
     tombstones: int
     changed: bool
 
 
-Stored = tuple[BatchRef, Buffer]
+StoredBatch = tuple[BatchRef, Buffer]
 """Location of a batch, including the producers aborted in it, and its bytes."""
 
 
-def take_keys(batches: Sequence[Stored], key_hash: KeyHash, keys: KeyMap, *, captured: bool = False) -> None:
+def collect_keys(batches: Sequence[StoredBatch], key_hash: KeyHash, keys: KeyMap, *, captured: bool = False) -> None:
     """Add the keys of batches, in order, to the map: of visible records with a key. `captured`: see Pass."""
-    for group in _groups(_opened(ref, data) for ref, data in batches):
-        readable = [each for each in group if isinstance(each, Opened)]
-        for _, columns, _ in _scanned(readable):
+    for group in _group_for_scan(_open_or_retain(ref, data) for ref, data in batches):
+        readable = [each for each in group if isinstance(each, OpenedBatch)]
+        for _, columns, _ in _scan_group(readable):
             if columns is None:
                 continue
             keyed = columns.key_bytes >= 0
-            some = columns.take(np.flatnonzero(keyed & ~_leaving(columns) if captured else keyed))
-            keys.add(key_hash.of(some.body, some.key_at, some.key_bytes), some.offsets)
+            some = columns.select(np.flatnonzero(keyed & ~_omits_columns(columns) if captured else keyed))
+            keys.add(key_hash.hash_keys(some.body, some.key_at, some.key_bytes), some.offsets)
             if captured and not keyed.all():
                 keys.emptied_at = int(columns.offsets[columns.key_bytes < 0][-1])
 
 
-def _leaving(columns: Columns) -> Mask:
+def _omits_columns(columns: RecordColumns) -> Mask:
     """Return which records omit columns.
 
     A reader takes these from the previous record of the key, so they supersede none.
@@ -102,70 +102,72 @@ def _leaving(columns: Columns) -> Mask:
     return out
 
 
-def clean(batches: Sequence[Stored], rules: Pass) -> Cleaned:
+def compact_batches(batches: Sequence[StoredBatch], rules: PassRules) -> CompactedBatches:
     """Compact these batches, which are in order."""
-    stays: list[Batch] = []
+    stays: list[CleanedBatch] = []
     tombstones = 0
     changed = False
     within = [each for each in batches if each[0].base_offset < rules.end]
-    for group in _groups(_opened(ref, data, rules.markers_below) for ref, data in within):
+    for group in _group_for_scan(_open_or_retain(ref, data, rules.markers_below) for ref, data in within):
         for each in group:
-            if isinstance(each, Batch):
+            if isinstance(each, CleanedBatch):
                 stays.append(each)
             changed = changed or each is None
-        for opened, columns, begins in _scanned([each for each in group if isinstance(each, Opened)]):
+        for opened, columns, begins in _scan_group([each for each in group if isinstance(each, OpenedBatch)]):
             if columns is None:
-                stays += [_as_it_is(each) for each in opened]
+                stays += [_unchanged_batch(each) for each in opened]
                 continue
-            keep = _kept(columns, rules)
-            tombstones += int((keep & _deletes(columns, rules) & (columns.offsets >= rules.tombstones_from)).sum())
+            keep = _retained(columns, rules)
+            tombstones += int((keep & _is_tombstone(columns, rules) & (columns.offsets >= rules.tombstones_from)).sum())
             changed = changed or not keep.all()
-            stays += _rewritten(opened, columns, begins, keep)
+            stays += _rebuild_batches(opened, columns, begins, keep)
     stays.sort(key=lambda batch: batch.base_offset)
     stays += [
-        Batch(data, ref.base_offset, ref.base_offset + ref.record_count, ref.max_timestamp_ms)
+        CleanedBatch(data, ref.base_offset, ref.base_offset + ref.record_count, ref.max_timestamp_ms)
         for ref, data in batches[len(within) :]
     ]
-    return Cleaned(stays, tombstones, changed)
+    return CompactedBatches(stays, tombstones, changed)
 
 
-def _kept(columns: Columns, rules: Pass) -> Mask:
-    hashes = rules.key_hash.of(columns.body, columns.key_at, columns.key_bytes)
+def _retained(columns: RecordColumns, rules: PassRules) -> Mask:
+    hashes = rules.key_hash.hash_keys(columns.body, columns.key_at, columns.key_bytes)
     keyed = columns.key_bytes >= 0
-    keep = (keyed & ~rules.keys.superseded(hashes, columns.offsets)) | (~keyed & rules.captured)
+    keep = (keyed & ~rules.keys.is_superseded(hashes, columns.offsets)) | (~keyed & rules.captured)
     keep &= columns.offsets >= rules.keys.emptied_at
-    return keep & ~(_deletes(columns, rules) & (columns.offsets < rules.tombstones_below))
+    return keep & ~(_is_tombstone(columns, rules) & (columns.offsets < rules.tombstones_below))
 
 
-def _deletes(columns: Columns, rules: Pass) -> Mask:
+def _is_tombstone(columns: RecordColumns, rules: PassRules) -> Mask:
     """Return which records are tombstones."""
     return (columns.value_bytes < 0) | ((columns.key_bytes < 0) & rules.captured)
 
 
-def _opened(ref: BatchRef, data: Buffer, markers_below: int = 0) -> Opened | Batch | None:
+def _open_or_retain(ref: BatchRef, data: Buffer, markers_below: int = 0) -> OpenedBatch | CleanedBatch | None:
     """Return Opened to be scanned, Batch to retain unchanged, or None to remove."""
     try:
         opened = open_batch(data, ref)
     except UnreadableBatchError:
-        return Batch(data, ref.base_offset, ref.base_offset + ref.record_count, ref.max_timestamp_ms)
+        return CleanedBatch(data, ref.base_offset, ref.base_offset + ref.record_count, ref.max_timestamp_ms)
     if opened.header.attributes & CONTROL:
-        ended = aborts(opened.body) and ref.base_offset < markers_below
-        return None if ended or commits(opened.body) else _as_it_is(opened)
-    return opened if has_records(opened.header, ref) else None
+        ended = is_abort_marker(opened.body) and ref.base_offset < markers_below
+        return None if ended or is_commit_marker(opened.body) else _unchanged_batch(opened)
+    return opened if has_user_records(opened.header, ref) else None
 
 
-def _as_it_is(opened: Opened) -> Batch:
+def _unchanged_batch(opened: OpenedBatch) -> CleanedBatch:
     header = opened.header
-    return Batch(opened.batch, header.base_offset, header.next_offset, header.max_timestamp_ms)
+    return CleanedBatch(opened.batch, header.base_offset, header.next_offset, header.max_timestamp_ms)
 
 
-def _groups(batches: Iterator[Opened | Batch | None]) -> Iterator[list[Opened | Batch | None]]:
+def _group_for_scan(
+    batches: Iterator[OpenedBatch | CleanedBatch | None],
+) -> Iterator[list[OpenedBatch | CleanedBatch | None]]:
     """Yield groups that are scanned together, which bounds the decompressed bytes."""
-    group: list[Opened | Batch | None] = []
+    group: list[OpenedBatch | CleanedBatch | None] = []
     records = size_bytes = 0
     for each in batches:
         group.append(each)
-        if isinstance(each, Opened):
+        if isinstance(each, OpenedBatch):
             records += each.header.record_count
             size_bytes += len(each.body)
         if records >= CHUNK_RECORDS or size_bytes >= GROUP_BYTES:
@@ -175,7 +177,7 @@ def _groups(batches: Iterator[Opened | Batch | None]) -> Iterator[list[Opened | 
         yield group
 
 
-def _scanned(group: list[Opened]) -> Iterator[tuple[list[Opened], Columns | None, Int64s]]:
+def _scan_group(group: list[OpenedBatch]) -> Iterator[tuple[list[OpenedBatch], RecordColumns | None, Int64s]]:
     """Yield batches with their records and the records' first bytes; an unreadable batch comes without columns."""
     rest = [group] if group else []
     while rest:
@@ -189,22 +191,24 @@ def _scanned(group: list[Opened]) -> Iterator[tuple[list[Opened], Columns | None
             yield some, None, np.zeros(0, np.int64)
 
 
-def _rewritten(opened: Sequence[Opened], columns: Columns, begins: Int64s, keep: Mask) -> Iterator[Batch]:
+def _rebuild_batches(
+    opened: Sequence[OpenedBatch], columns: RecordColumns, begins: Int64s, keep: Mask
+) -> Iterator[CleanedBatch]:
     first = 0
     for each in opened:
         end = first + each.header.record_count
         kept = keep[first:end]
         if kept.all():
-            yield _as_it_is(each)
+            yield _unchanged_batch(each)
         elif kept.any():
             edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)) + first
             runs = zip(begins[edges[0::2]].tolist(), begins[edges[1::2]].tolist(), strict=True)
             body = b"".join([columns.body[start:stop] for start, stop in runs])
-            yield _batch(each, body, int(kept.sum()), int(columns.timestamps_ms[first:end][kept].max()))
+            yield _rebuild_batch(each, body, int(kept.sum()), int(columns.timestamps_ms[first:end][kept].max()))
         first = end
 
 
-def _batch(opened: Opened, body: bytes, count: int, max_timestamp_ms: int) -> Batch:
+def _rebuild_batch(opened: OpenedBatch, body: bytes, count: int, max_timestamp_ms: int) -> CleanedBatch:
     header = opened.header
     if header.attributes & APPEND_TIME:
         max_timestamp_ms = header.max_timestamp_ms
@@ -219,4 +223,4 @@ def _batch(opened: Opened, body: bytes, count: int, max_timestamp_ms: int) -> Ba
     HEADER.pack_into(out, 0, header.base_offset, length, header.leader_epoch, header.magic, 0, *fields)
     crc = crc32c.crc32c(memoryview(out)[CRC_START:])
     HEADER.pack_into(out, 0, header.base_offset, length, header.leader_epoch, header.magic, crc, *fields)
-    return Batch(bytes(out), header.base_offset, header.next_offset, max_timestamp_ms)
+    return CleanedBatch(bytes(out), header.base_offset, header.next_offset, max_timestamp_ms)

@@ -35,22 +35,22 @@ class KeyHash:
         drawn = shake_256(b"words" + secret).digest(4 * _WORDS * 8)
         self._factors = np.frombuffer(drawn, "<u8").astype(np.uint64).reshape(_WORDS, 4)
 
-    def of(self, data: Buffer, at: Int64s, sizes: Int64s) -> Hashes:
+    def hash_keys(self, data: Buffer, at: Int64s, sizes: Int64s) -> Hashes:
         """Hash the keys at `at` in `data` with length `sizes`; the hash of a null key is meaningless."""
         found = np.zeros((len(at), 2), np.uint64)
         table = np.frombuffer(data, np.uint8)
         for size in np.unique(sizes[sizes >= 0]).tolist():
             places = np.flatnonzero(sizes == size)
             if size > LONG_BYTES:
-                found[places] = self._long(data, at[places].tolist(), size)
+                found[places] = self._hash_long(data, at[places].tolist(), size)
                 continue
             most = max(1, _GATHERED_BYTES // max(size, 1))
             for first in range(0, len(places), most):
                 some = places[first : first + most]
-                found[some] = self._short(table, at[some], size)
+                found[some] = self._hash_short(table, at[some], size)
         return found
 
-    def _short(self, table: npt.NDArray[np.uint8], at: Int64s, size: int) -> Hashes:
+    def _hash_short(self, table: npt.NDArray[np.uint8], at: Int64s, size: int) -> Hashes:
         words = (size + 3) // 4
         padded = np.zeros((len(at), words * 4), np.uint8)
         padded[:, :size] = table[at[:, None] + np.arange(size)]
@@ -58,7 +58,7 @@ class KeyHash:
         sums += self._factors[0] + self._factors[1] * np.uint64(size)
         return sums[:, 0::2] & _HIGH | sums[:, 1::2] >> np.uint64(32)
 
-    def _long(self, data: Buffer, at: list[int], size: int) -> Hashes:
+    def _hash_long(self, data: Buffer, at: list[int], size: int) -> Hashes:
         view = memoryview(data)
         digests = [blake2b(view[a : a + size], digest_size=16, key=self._secret).digest() for a in at]
         return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64).reshape(-1, 2)

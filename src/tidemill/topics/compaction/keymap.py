@@ -13,7 +13,7 @@ import numpy as np
 from tidemill.topics.batch.columns import Int64s
 from tidemill.topics.compaction.hashes import Hashes
 
-_PENDING = 1 << 16
+_PENDING_MIN = 1 << 16
 """Minimum number of records that are sorted and merged into the map together; in a large map an eighth of its size."""
 
 
@@ -30,33 +30,33 @@ class KeyMap:
         """Offset before which all records of all keys are superseded."""
 
     def __len__(self) -> int:
-        self._settle()
+        self._merge_pending()
         return len(self._offsets)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         if len(self._offsets) + self._pending_count < self._room:
             return False
-        self._settle()
+        self._merge_pending()
         return len(self._offsets) >= self._room
 
     def add(self, hashes: Hashes, offsets: Int64s) -> None:
         """Add records of one or more batches. Each call must have greater offsets than the one before."""
         self._pending.append((hashes, offsets))
         self._pending_count += len(offsets)
-        if self._pending_count >= max(_PENDING, len(self._offsets) // 8):
-            self._settle()
+        if self._pending_count >= max(_PENDING_MIN, len(self._offsets) // 8):
+            self._merge_pending()
 
-    def superseded(self, hashes: Hashes, offsets: Int64s) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def is_superseded(self, hashes: Hashes, offsets: Int64s) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which of these records have a newer one of their key in the map."""
-        self._settle()
-        at = self._places(hashes)
+        self._merge_pending()
+        at = self._find(hashes)
         known = np.flatnonzero(at >= 0)
         found = np.zeros(len(offsets), np.bool_)
         found[known] = self._offsets[at[known]] > offsets[known]
         return found
 
-    def _places(self, hashes: Hashes) -> Int64s:
+    def _find(self, hashes: Hashes) -> Int64s:
         """Return the index of each hash, −1 if absent.
 
         Hashes that agree in the first half are adjacent, in any order.
@@ -69,7 +69,7 @@ class KeyMap:
             found[same] = at[same]
         return found
 
-    def _settle(self) -> None:
+    def _merge_pending(self) -> None:
         if not self._pending:
             return
         hashes = np.concatenate([each[0] for each in self._pending])
@@ -80,7 +80,7 @@ class KeyMap:
         last = np.ones(len(offsets), np.bool_)
         last[:-1] = (hashes[1:] != hashes[:-1]).any(axis=1)
         hashes, offsets = hashes[last], offsets[last]
-        at = self._places(hashes)
+        at = self._find(hashes)
         new = at < 0
         self._offsets[at[~new]] = offsets[~new]
         where = np.searchsorted(self._hashes[:, 0], hashes[new, 0], side="left")

@@ -9,17 +9,17 @@ from typing import Final, NamedTuple
 
 from tidemill.base.errors import InvalidError
 from tidemill.topics.config.configs import (
-    LAGS,
+    COMPACTION_LAGS,
     SETTINGS,
     Setting,
-    check_together,
+    check_consistency,
+    parse_stored_config,
+    parse_topic_config,
     split_list,
-    stored_config,
-    topic_config,
 )
 
 
-class Op(IntEnum):
+class AlterOp(IntEnum):
     SET = 0
     DELETE = 1
     APPEND = 2
@@ -30,22 +30,22 @@ class InvalidConfigRequestError(InvalidError):
     """The request is invalid for any config (Kafka INVALID_REQUEST)."""
 
 
-Change = tuple[str, int, str | None]
+ConfigChange = tuple[str, int, str | None]
 """One change: (name, op, value)."""
 
 
-class Kind(NamedTuple):
+class ConfigKind(NamedTuple):
     """Kind of a resource with configs. `check` raises InvalidError for a config that is unknown or not supported."""
 
     settings: Mapping[str, Setting]
     check: Callable[[Mapping[str, str]], object]
 
 
-TOPIC: Final = Kind(SETTINGS, topic_config)
+TOPIC: Final = ConfigKind(SETTINGS, parse_topic_config)
 
 
-def altered(
-    config: Mapping[str, str], changes: Sequence[Change], kind: Kind = TOPIC, *, typed: bool = False
+def apply_changes(
+    config: Mapping[str, str], changes: Sequence[ConfigChange], kind: ConfigKind = TOPIC, *, typed: bool = False
 ) -> dict[str, str]:
     """Return the config after all changes.
 
@@ -61,12 +61,12 @@ def altered(
         raise InvalidConfigRequestError(f"a config is repeated: name={twice[0]}.")
     new = dict(config)
     for name, op, value in changes:
-        if op == Op.DELETE:
+        if op == AlterOp.DELETE:
             if typed and name not in kind.settings and name not in config:
                 kind.check({name: ""})
             new.pop(name, None)
             continue
-        if op not in tuple(Op):
+        if op not in tuple(AlterOp):
             raise InvalidConfigRequestError(
                 f"unknown operation: name={name} op={op}.", fix="Use SET, DELETE, APPEND or SUBTRACT."
             )
@@ -74,15 +74,15 @@ def altered(
             raise InvalidConfigRequestError(
                 f"a value is required: name={name}.", fix="Use DELETE to restore the default."
             )
-        wanted = value if op == Op.SET else _with_items(name, config, op, value, kind)
+        wanted = value if op == AlterOp.SET else _change_list(name, config, op, value, kind)
         kind.check({name: wanted})
         new[name] = wanted
-    if any(name in LAGS for name, _, _ in changes):
-        check_together(stored_config(new))
+    if any(name in COMPACTION_LAGS for name, _, _ in changes):
+        check_consistency(parse_stored_config(new))
     return new
 
 
-def _with_items(name: str, config: Mapping[str, str], op: int, value: str, kind: Kind) -> str:
+def _change_list(name: str, config: Mapping[str, str], op: int, value: str, kind: ConfigKind) -> str:
     setting = kind.settings.get(name)
     if setting is None:
         kind.check({name: value})
@@ -90,7 +90,7 @@ def _with_items(name: str, config: Mapping[str, str], op: int, value: str, kind:
         raise InvalidError(f"only a list config has items: name={name}.", fix="SET the whole value.")
     items = list(split_list(config.get(name, setting.default)))
     asked = split_list(value)
-    if op == Op.APPEND:
+    if op == AlterOp.APPEND:
         items += [item for item in asked if item not in items]
     else:
         items = [item for item in items if item not in asked]

@@ -54,16 +54,16 @@ class TopicConfig(msgspec.Struct, frozen=True):
     captured: bool = False
 
     @property
-    def asks_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         """True if every record must have a key."""
-        return self.compacts and not self.captured
+        return self.is_compacted and not self.captured
 
     @property
-    def compacts(self) -> bool:
+    def is_compacted(self) -> bool:
         return "compact" in self.cleanup
 
     @property
-    def forgets(self) -> bool:
+    def has_retention(self) -> bool:
         """True if records are deleted by time or by size."""
         return "delete" in self.cleanup and (self.retention_ms >= 0 or self.retention_bytes >= 0)
 
@@ -134,22 +134,22 @@ def split_list(value: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in value.split(",") if item.strip())
 
 
-def _segments(kind: str, default: int, low: int, broker: str) -> Setting:
+def _segment_setting(kind: str, default: int, low: int, broker: str) -> Setting:
     high = _INT if kind == "int" else _LONG
     says = "No effect: there are no segment files. Records are stored in objects of the bucket."
     return Setting(str(default), kind, says, low=low, high=high, broker=broker)
 
 
-def _level(default: int, low: int, high: int) -> Setting:
+def _compression_level_setting(default: int, low: int, high: int) -> Setting:
     return Setting(str(default), "int", "No effect: batches compressed here use a medium level.", low=low, high=high)
 
 
-def _tiers(default: str, kind: str) -> Setting:
+def _tier_setting(default: str, kind: str) -> Setting:
     says = "There is no second tier: all records are in the bucket from the beginning."
     return Setting(default, kind, says, single=True, fix="Omit it: old records are in object storage already.")
 
 
-def _throttle() -> Setting:
+def _throttle_setting() -> Setting:
     return Setting("", "list", "No effect: there are no follower replicas, so no replication traffic.")
 
 
@@ -158,18 +158,18 @@ SETTINGS: Final[dict[str, Setting]] = {
         "delete", "list", "delete: by retention. compact: the newest record of each key remains. Empty: all remain.",
         "cleanup", values=("compact", "delete"), broker="log.cleanup.policy",
     ),
-    "compression.gzip.level": _level(-1, -1, 9),
-    "compression.lz4.level": _level(9, 1, 17),
+    "compression.gzip.level": _compression_level_setting(-1, -1, 9),
+    "compression.lz4.level": _compression_level_setting(9, 1, 17),
     "compression.type": Setting(
         "producer", "string", "Codec of stored batches; others are recompressed. producer: as sent.",
         "codec", values=tuple(_CODECS), broker="compression.type",
     ),
-    "compression.zstd.level": _level(3, -131072, 22),
+    "compression.zstd.level": _compression_level_setting(3, -131072, 22),
     "delete.retention.ms": Setting(
         "86400000", "long", "How long a tombstone remains after compaction has removed the records that it deletes.",
         "delete_retention_ms", 0, _LONG, broker="log.cleaner.delete.retention.ms",
     ),
-    "file.delete.delay.ms": _segments("long", 60_000, 0, "log.segment.delete.delay.ms"),
+    "file.delete.delay.ms": _segment_setting("long", 60_000, 0, "log.segment.delete.delay.ms"),
     "flush.messages": Setting(
         str(_LONG), "long", "No effect: every acknowledged record is durable.", low=1, high=_LONG,
         broker="log.flush.interval.messages",
@@ -178,11 +178,11 @@ SETTINGS: Final[dict[str, Setting]] = {
         str(_LONG), "long", "No effect: every acknowledged record is durable.", high=_LONG,
         broker="log.flush.interval.ms",
     ),
-    "follower.replication.throttled.replicas": _throttle(),
-    "index.interval.bytes": _segments("int", 4096, 0, "log.index.interval.bytes"),
-    "leader.replication.throttled.replicas": _throttle(),
-    "local.retention.bytes": _tiers("-2", "long"),
-    "local.retention.ms": _tiers("-2", "long"),
+    "follower.replication.throttled.replicas": _throttle_setting(),
+    "index.interval.bytes": _segment_setting("int", 4096, 0, "log.index.interval.bytes"),
+    "leader.replication.throttled.replicas": _throttle_setting(),
+    "local.retention.bytes": _tier_setting("-2", "long"),
+    "local.retention.ms": _tier_setting("-2", "long"),
     "max.compaction.lag.ms": Setting(
         str(_LONG), "long", "Age of a superseded record at which its topic is compacted.",
         "compaction_lag_max_ms", 1, _LONG, broker="log.cleaner.max.compaction.lag.ms",
@@ -216,9 +216,9 @@ SETTINGS: Final[dict[str, Setting]] = {
         low=1, high=_INT, broker="min.insync.replicas",
     ),
     "preallocate": Setting("false", "boolean", "No effect: there are no segment files.", broker="log.preallocate"),
-    "remote.log.copy.disable": _tiers("false", "boolean"),
-    "remote.log.delete.on.disable": _tiers("false", "boolean"),
-    "remote.storage.enable": _tiers("false", "boolean"),
+    "remote.log.copy.disable": _tier_setting("false", "boolean"),
+    "remote.log.delete.on.disable": _tier_setting("false", "boolean"),
+    "remote.storage.enable": _tier_setting("false", "boolean"),
     "retention.bytes": Setting(
         "-1", "long", "Size of a partition beyond which its oldest batches are deleted, once pipelines have read them.",
         "retention_bytes", -1, _LONG, broker="log.retention.bytes",
@@ -227,46 +227,46 @@ SETTINGS: Final[dict[str, Setting]] = {
         "-1", "long", "Age of its newest record at which a batch is deleted, once pipelines have read it.",
         "retention_ms", -1, _LONG, broker="log.retention.ms",
     ),
-    "segment.bytes": _segments("int", 1 << 30, 14, "log.segment.bytes"),
-    "segment.index.bytes": _segments("int", 10 << 20, 4, "log.index.size.max.bytes"),
-    "segment.jitter.ms": _segments("long", 0, 0, "log.roll.jitter.ms"),
-    "segment.ms": _segments("long", 604_800_000, 1, "log.roll.ms"),
+    "segment.bytes": _segment_setting("int", 1 << 30, 14, "log.segment.bytes"),
+    "segment.index.bytes": _segment_setting("int", 10 << 20, 4, "log.index.size.max.bytes"),
+    "segment.jitter.ms": _segment_setting("long", 0, 0, "log.roll.jitter.ms"),
+    "segment.ms": _segment_setting("long", 604_800_000, 1, "log.roll.ms"),
     "unclean.leader.election.enable": Setting(
         "false", "boolean", "No effect: no election loses a record.", broker="unclean.leader.election.enable"
     ),
 }  # fmt: skip
 
 
-_WORDS: Final[dict[str, dict[str, int]]] = {
+_VALUE_NUMBERS: Final[dict[str, dict[str, int]]] = {
     "append_time": {"CreateTime": False, "LogAppendTime": True},
     "codec": _CODECS,
 }
 
 
-def topic_config(config: Mapping[str, str]) -> TopicConfig:
+def parse_topic_config(config: Mapping[str, str]) -> TopicConfig:
     """Parse the config of a topic's row.
 
     Raises InvalidError with the first config that is unknown or not supported, or with two that contradict each other.
     """
-    found = _typed(config)
-    check_together(found)
+    found = _parse_config(config)
+    check_consistency(found)
     return found
 
 
-def check_together(config: TopicConfig) -> None:
+def check_consistency(config: TopicConfig) -> None:
     """Raise InvalidError if a record would have to be compacted before it may be, as Kafka does."""
     least, most = config.compaction_lag_ms, config.compaction_lag_max_ms
     if least > most:
         raise InvalidError(
-            f"two configs contradict each other: {LAGS[0]}={least} {LAGS[1]}={most}.",
-            fix=f"Set {LAGS[0]} to {LAGS[1]} at most.",
+            f"two configs contradict each other: {COMPACTION_LAGS[0]}={least} {COMPACTION_LAGS[1]}={most}.",
+            fix=f"Set {COMPACTION_LAGS[0]} to {COMPACTION_LAGS[1]} at most.",
         )
 
 
-LAGS: Final = ("min.compaction.lag.ms", "max.compaction.lag.ms")
+COMPACTION_LAGS: Final = ("min.compaction.lag.ms", "max.compaction.lag.ms")
 
 
-def _typed(config: Mapping[str, str]) -> TopicConfig:
+def _parse_config(config: Mapping[str, str]) -> TopicConfig:
     fields: dict[str, object] = {}
     for name, value in sorted(config.items()):
         setting = SETTINGS.get(name)
@@ -278,11 +278,13 @@ def _typed(config: Mapping[str, str]) -> TopicConfig:
             continue
         parsed = setting.parse(name, value)
         if setting.field:
-            fields[setting.field] = _WORDS[setting.field][str(parsed)] if setting.field in _WORDS else parsed
+            fields[setting.field] = (
+                _VALUE_NUMBERS[setting.field][str(parsed)] if setting.field in _VALUE_NUMBERS else parsed
+            )
     return msgspec.convert(fields, TopicConfig)
 
 
-def stored_config(config: Mapping[str, str]) -> TopicConfig:
+def parse_stored_config(config: Mapping[str, str]) -> TopicConfig:
     """Parse the config of a row that may be older than the checks.
 
     Unsupported configs are ignored, and contradictions remain.
@@ -290,6 +292,6 @@ def stored_config(config: Mapping[str, str]) -> TopicConfig:
     fields: dict[str, str] = {}
     for name, value in config.items():
         with contextlib.suppress(InvalidError):
-            _typed({name: value})
+            _parse_config({name: value})
             fields[name] = value
-    return _typed(fields)
+    return _parse_config(fields)

@@ -20,20 +20,20 @@ import msgspec
 
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.topics.api import Fetched, FetchRead
-from tidemill.topics.fetch.fetch_planner import Led, materialise, plan_fetch
+from tidemill.topics.fetch.fetch_planner import LeaderOrError, plan_fetch, read_planned
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l0.shared_reads import SharedReads
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.partition.leader import PartitionLeader
 
-Marks = tuple[int, int, int]
+OffsetMarks = tuple[int, int, int]
 """High watermark, log start and last stable offset."""
 
 
-class Serving(msgspec.Struct, frozen=True):
+class FetchDeps(msgspec.Struct, frozen=True):
     """Dependencies that all readers of one process share."""
 
-    open_all: Callable[[Sequence[FetchRead], float], Awaitable[list[Led]]]
+    open_all: Callable[[Sequence[FetchRead], float], Awaitable[list[LeaderOrError]]]
     """Called with the reads and a deadline in the loop's time; returns the leader of each, or its error."""
     l0: SharedReads
     cache: ObjectCache
@@ -41,24 +41,24 @@ class Serving(msgspec.Struct, frozen=True):
     pace: CoopBudget
 
 
-class _Followed:
+class _SubscribedPartition:
     __slots__ = ("_owner", "key", "led", "marks", "read", "told")
 
-    def __init__(self, owner: LocalFollowing, key: Hashable, read: FetchRead) -> None:
+    def __init__(self, owner: LocalFetchSubscription, key: Hashable, read: FetchRead) -> None:
         self._owner = owner
         self.key = key
         self.read = read
         self.led: PartitionLeader | None = None
         """Leader that is being watched."""
-        self.marks: Marks | None = None
+        self.marks: OffsetMarks | None = None
         """Offsets when it was last planned."""
-        self.told: Marks | None = None
+        self.told: OffsetMarks | None = None
 
-    def woken(self) -> None:
+    def on_moved(self) -> None:
         self.led = None
-        self._owner.moved(self)
+        self._owner.mark_due(self)
 
-    def watch(self, led: Led) -> None:
+    def watch(self, led: LeaderOrError) -> None:
         if led is self.led or not isinstance(led, PartitionLeader) or led.closed_error is not None:
             return
         self.unwatch()
@@ -71,7 +71,7 @@ class _Followed:
             self.led = None
 
     @property
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         """True if there is nothing for its reader, and any change will wake it."""
         if self.led is None:
             return False
@@ -80,15 +80,15 @@ class _Followed:
         return end <= self.read.offset <= state.high_watermark
 
 
-class LocalFollowing:
+class LocalFetchSubscription:
     """Partitions followed by one reader of this process. Implements `api.Following`."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: FetchDeps) -> None:
         self._serving = serving
-        self._followed: dict[Hashable, _Followed] = {}
-        self._due: dict[_Followed, None] = {}
+        self._followed: dict[Hashable, _SubscribedPartition] = {}
+        self._due: dict[_SubscribedPartition, None] = {}
         """Partitions to plan, in the order of their turns."""
-        self._untold: dict[_Followed, None] = {}
+        self._untold: dict[_SubscribedPartition, None] = {}
         self._woken: asyncio.Future[None] | None = None
         self._closed = False
 
@@ -109,7 +109,7 @@ class LocalFollowing:
             each.read = read
         else:
             self.drop(key)
-            each = self._followed[key] = _Followed(self, key, read)
+            each = self._followed[key] = _SubscribedPartition(self, key, read)
         self._due.setdefault(each)
 
     def drop(self, key: Hashable) -> None:
@@ -128,7 +128,7 @@ class LocalFollowing:
         self._untold.clear()
         self._wake()
 
-    def moved(self, each: _Followed) -> None:
+    def mark_due(self, each: _SubscribedPartition) -> None:
         self._due.setdefault(each)
         self._wake()
 
@@ -156,14 +156,14 @@ class LocalFollowing:
                 if plan or not isinstance(plan, list):
                     asked.append(number)
                 else:
-                    self._gave_nothing(each, led[number])
-                if serving.pace.due:
-                    await serving.pace.rest()
+                    self._record_empty(each, led[number])
+                if serving.pace.is_used_up:
+                    await serving.pace.wait_for_turn()
             remaining_s = until_s - loop.time()
             waits = not at_once and total < min_bytes and remaining_s > 0 and not self._closed
-            if waits and await _woken(self._woken, remaining_s):
+            if waits and await _wait_until_moved(self._woken, remaining_s):
                 continue
-            found = await materialise(
+            found = await read_planned(
                 serving.l0,
                 serving.cache,
                 [reads[number] for number in asked],
@@ -172,18 +172,18 @@ class LocalFollowing:
                 serving.pace,
                 serving.l1.ahead if serving.l1 is not None else None,
             )
-            return self._told([(due[number], got) for number, got in zip(asked, found, strict=True)])
+            return self._build_answers([(due[number], got) for number, got in zip(asked, found, strict=True)])
 
-    def _gave_nothing(self, each: _Followed, led: Led) -> None:
+    def _record_empty(self, each: _SubscribedPartition, led: LeaderOrError) -> None:
         if each not in self._due or not isinstance(led, PartitionLeader):
             return
         each.marks = (led.state.high_watermark, led.state.log_start, led.state.last_stable)
         if each.marks != each.told:
             self._untold.setdefault(each)
-        if each.rests:
+        if each.is_idle:
             del self._due[each]
 
-    def _told(self, found: list[tuple[_Followed, Fetched]]) -> list[tuple[Hashable, Fetched]]:
+    def _build_answers(self, found: list[tuple[_SubscribedPartition, Fetched]]) -> list[tuple[Hashable, Fetched]]:
         answers: list[tuple[Hashable, Fetched]] = []
         for each, got in found:
             self._untold.pop(each, None)
@@ -201,7 +201,7 @@ class LocalFollowing:
         return answers
 
 
-async def _woken(woken: asyncio.Future[None], within_s: float) -> bool:
+async def _wait_until_moved(woken: asyncio.Future[None], within_s: float) -> bool:
     """Return False if no partition moved in this time, so that the plan is still valid."""
     try:
         async with asyncio.timeout(within_s):

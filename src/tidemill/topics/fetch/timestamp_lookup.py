@@ -10,12 +10,12 @@ import numpy as np
 from tidemill.base.errors import TidemillError
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import BatchRef
-from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, scan_any
+from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, scan_any_deltas
 from tidemill.topics.batch.compression import decompress
 from tidemill.topics.batch.header import APPEND_TIME, HEADER_BYTES, parse_header
 
 
-def first_at(batch: Buffer, ref: BatchRef, timestamp_ms: int, start: int = 0) -> tuple[int, int] | None:
+def first_offset_at(batch: Buffer, ref: BatchRef, timestamp_ms: int, start: int = 0) -> tuple[int, int] | None:
     """Return (offset, timestamp) of the first record at or after both `timestamp_ms` and the offset `start`.
 
     Returns None if only records below `start` have such a time. For a batch that cannot be read, or whose header
@@ -33,7 +33,7 @@ def first_at(batch: Buffer, ref: BatchRef, timestamp_ms: int, start: int = 0) ->
     wanted = max(-(2**63), min(timestamp_ms - header.base_timestamp_ms, 2**63 - 1))
     at = done = 0
     while done < header.record_count:
-        found = scan_any(data, at, min(CHUNK_RECORDS, header.record_count - done))
+        found = scan_any_deltas(data, at, min(CHUNK_RECORDS, header.record_count - done))
         if found is None:
             return beginning
         late = np.flatnonzero((found.time_deltas >= wanted) & (found.offset_deltas >= max(0, start - ref.base_offset)))

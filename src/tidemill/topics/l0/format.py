@@ -29,7 +29,7 @@ _COUNT = struct.Struct("<I")
 _REGION = struct.Struct("<IQQ")
 
 
-class Region(msgspec.Struct, frozen=True):
+class L0Region(msgspec.Struct, frozen=True):
     topic_id: str
     partition: int
     position: int
@@ -43,13 +43,13 @@ def object_key(epoch: int, writer: str, number: int) -> str:
     return f"{PREFIX}{epoch:020d}/{writer}-{number:012d}"
 
 
-def writer_of(key: str) -> tuple[str, int]:
+def parse_writer(key: str) -> tuple[str, int]:
     """Parse (writer, number) from an object key. A key of another form counts as object 0 of an unknown writer."""
     writer, _, number = key.removeprefix(PREFIX).partition("/")[2].rpartition("-")
     return (writer, int(number)) if len(number) == 12 and number.isdigit() else (key, 0)
 
 
-def encode_footer(regions: Sequence[Region]) -> bytes:
+def encode_footer(regions: Sequence[L0Region]) -> bytes:
     parts = [MAGIC, _COUNT.pack(len(regions))]
     for region in regions:
         name = region.topic_id.encode()
@@ -59,7 +59,7 @@ def encode_footer(regions: Sequence[Region]) -> bytes:
     return footer + _COUNT.pack(len(footer))
 
 
-def decode_footer(tail: Buffer) -> list[Region]:
+def decode_footer(tail: Buffer) -> list[L0Region]:
     """Decode the regions from the last bytes of an object (at least the footer and its size). Raises CorruptError."""
     data = bytes(tail)
     try:
@@ -74,7 +74,7 @@ def decode_footer(tail: Buffer) -> list[Region]:
         for _ in range(count):
             end = at + 1 + body[at]
             topic_id = body[at + 1 : end].decode()
-            regions.append(Region(topic_id, *_REGION.unpack_from(body, end)))
+            regions.append(L0Region(topic_id, *_REGION.unpack_from(body, end)))
             at = end + _REGION.size
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise CorruptError(f"unreadable L0 footer: tail_bytes={len(data)} cause={error}.") from error

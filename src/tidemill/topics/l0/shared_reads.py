@@ -22,21 +22,21 @@ from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.limits import COALESCE_GAP_BYTES, MIB, OBJECT_CONCURRENCY
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.objects.verified_read import pass_on
+from tidemill.objects.verified_read import forward_notice
 
 LIMIT_BYTES = 16 * MIB
-AT_ONCE = OBJECT_CONCURRENCY // 2
+READS_IN_FLIGHT_MAX = OBJECT_CONCURRENCY // 2
 
-NEAR_BYTES = COALESCE_GAP_BYTES
+READ_BEFORE_BYTES = COALESCE_GAP_BYTES
 """Bytes that cost less to read than a request. Read before a range only: the object's end is unknown."""
 
-_Read = asyncio.Task[Sequence[bytes] | TidemillError]
+_ReadTask = asyncio.Task[Sequence[bytes] | TidemillError]
 
 
 class _Piece:
     __slots__ = ("begin", "end", "number", "read")
 
-    def __init__(self, begin: int, end: int, number: int, read: _Read) -> None:
+    def __init__(self, begin: int, end: int, number: int, read: _ReadTask) -> None:
         self.begin = begin
         self.end = end
         self.number = number
@@ -53,37 +53,37 @@ class SharedReads:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
         self._pieces: OrderedDict[str, list[_Piece]] = OrderedDict()
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._turns = asyncio.Semaphore(READS_IN_FLIGHT_MAX)
 
-    def holds(self, key: str, begin: int, end: int) -> bool:
+    def has_range(self, key: str, begin: int, end: int) -> bool:
         """Return whether the range was read, or is being read."""
-        return _covering(self._pieces.get(key, ()), begin, end) is not None
+        return _find_covering(self._pieces.get(key, ()), begin, end) is not None
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         """Read ranges as `ObjectStore.get_ranges`, with the same errors."""
         pieces = self._pieces.get(key, [])
-        missing = [each for each in ranges if _covering(pieces, *each) is None]
+        missing = [each for each in ranges if _find_covering(pieces, *each) is None]
         if missing:
-            pieces = [*pieces, *self._ask(key, missing)]
+            pieces = [*pieces, *self._start_read(key, missing)]
         found: list[Buffer] = []
         for begin, end in ranges:
-            piece = _covering(pieces, begin, end)
+            piece = _find_covering(pieces, begin, end)
             assert piece is not None
-            data = await _outcome(piece, key)
+            data = await _await_piece(piece, key)
             found.append(memoryview(data)[begin - piece.begin : end - piece.begin])
         return found
 
-    def forget(self, key: str) -> None:
+    def discard(self, key: str) -> None:
         """Drop the object's bytes, which are damaged: the next read asks the store."""
-        self.held_bytes -= _size(self._pieces.pop(key, []))
+        self.held_bytes -= _total_bytes(self._pieces.pop(key, []))
 
-    def notice(self, what: str) -> None:
-        pass_on(self._objects, what)
+    def record_notice(self, what: str) -> None:
+        forward_notice(self._objects, what)
 
-    def _ask(self, key: str, missing: Sequence[tuple[int, int]]) -> list[_Piece]:
+    def _start_read(self, key: str, missing: Sequence[tuple[int, int]]) -> list[_Piece]:
         ranges: list[tuple[int, int]] = []
         for begin, end in sorted(missing):
-            begin = max(0, begin - NEAR_BYTES)
+            begin = max(0, begin - READ_BEFORE_BYTES)
             if ranges and begin <= ranges[-1][1]:
                 ranges[-1] = (ranges[-1][0], max(ranges[-1][1], end))
             else:
@@ -91,10 +91,10 @@ class SharedReads:
         read = self._tasks.spawn(self._read(key, ranges), name=f"read {key}")
         pieces = [_Piece(*each, number, read) for number, each in enumerate(ranges)]
         self._pieces.setdefault(key, []).extend(pieces)
-        self.held_bytes += _size(pieces)
-        read.add_done_callback(lambda _: self._ended(key, pieces))
+        self.held_bytes += _total_bytes(pieces)
+        read.add_done_callback(lambda _: self._on_read_ended(key, pieces))
         while self.held_bytes > self.limit_bytes:
-            self.held_bytes -= _size(self._pieces.popitem(last=False)[1])
+            self.held_bytes -= _total_bytes(self._pieces.popitem(last=False)[1])
         return pieces
 
     async def _read(self, key: str, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes] | TidemillError:
@@ -104,28 +104,28 @@ class SharedReads:
         except TidemillError as error:
             return error  # Each waiter raises it.
 
-    def _ended(self, key: str, pieces: Sequence[_Piece]) -> None:
+    def _on_read_ended(self, key: str, pieces: Sequence[_Piece]) -> None:
         read = pieces[0].read
         held = self._pieces.get(key, [])
         if pieces[0] not in held or not (read.cancelled() or read.exception() or isinstance(read.result(), Exception)):
             return
         left = [piece for piece in held if piece.read is not read]
-        self.held_bytes -= _size(pieces)
+        self.held_bytes -= _total_bytes(pieces)
         if left:
             self._pieces[key] = left
         else:
             del self._pieces[key]
 
 
-def _covering(pieces: Sequence[_Piece], begin: int, end: int) -> _Piece | None:
+def _find_covering(pieces: Sequence[_Piece], begin: int, end: int) -> _Piece | None:
     return next((piece for piece in pieces if piece.begin <= begin and end <= piece.end), None)
 
 
-def _size(pieces: Sequence[_Piece]) -> int:
+def _total_bytes(pieces: Sequence[_Piece]) -> int:
     return sum(piece.end - piece.begin for piece in pieces)
 
 
-async def _outcome(piece: _Piece, key: str) -> bytes:
+async def _await_piece(piece: _Piece, key: str) -> bytes:
     if not piece.read.done():
         await asyncio.wait([piece.read])
     if piece.read.cancelled() or piece.read.exception() is not None:

@@ -29,17 +29,17 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, TidemillError, UnavailableError
 from tidemill.base.runtime.coop import CoopBudget
-from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_await
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.config.settings import TopicSettings
-from tidemill.topics.l0.format import Region, encode_footer, object_key, writer_of
+from tidemill.topics.l0.format import L0Region, encode_footer, object_key, parse_writer
 from tidemill.topics.l0.group_commit import GATHER_LINES, GroupCommitPolicy
 from tidemill.topics.l0.object_cache import ObjectCache
 
 _log = structlog.get_logger()
 
 
-class Staged(Protocol):
+class StagedBatch(Protocol):
     """A batch as the writer sees it. `abandoned` is read when an object is assembled."""
 
     topic_id: str
@@ -62,7 +62,7 @@ class Upload(msgspec.Struct, frozen=True):
     key: str
     since_ms: int
     data: bytearray
-    members: deque[tuple[Staged, int]]
+    members: deque[tuple[StagedBatch, int]]
     """Members that have not been notified yet."""
 
 
@@ -86,8 +86,8 @@ class L0Writer:
         self._clock = clock
         self._pace = CoopBudget(clock)
         self._settings = settings
-        self._tasks = Tasks(self._upload_broke)
-        self._pending: list[Staged] = []
+        self._tasks = Tasks(self._on_task_failed)
+        self._pending: list[StagedBatch] = []
         self._pending_bytes = 0
         self._uploads: dict[str, Upload] = {}
         self._next_number = 0
@@ -95,7 +95,7 @@ class L0Writer:
         self._rhythm = GroupCommitPolicy(settings)
         """Uses the event loop's time, as its timers do."""
         self._first_s = 0.0
-        self._expired: deque[Staged] = deque()
+        self._expired: deque[StagedBatch] = deque()
         self._flush_due: asyncio.Handle | None = None
         self._flush_now = False
         self._closed = False
@@ -105,14 +105,14 @@ class L0Writer:
         return self._pending_bytes + self._uploading_bytes
 
     @property
-    def first_open(self) -> int:
+    def first_open_number(self) -> int:
         """Number of the oldest object whose upload has not ended, or of the next one: earlier ones have ended."""
-        return min((writer_of(key)[1] for key in self._uploads), default=self._next_number)
+        return min((parse_writer(key)[1] for key in self._uploads), default=self._next_number)
 
     def oldest_upload(self) -> Upload | None:
         return next(iter(self._uploads.values()), None)
 
-    def stage(self, item: Staged) -> None:
+    def stage(self, item: StagedBatch) -> None:
         """Add the batch to the next object. A plain call; the item is notified of the outcome.
 
         Raises UnavailableError, ClosedError.
@@ -127,16 +127,16 @@ class L0Writer:
         now_s = asyncio.get_running_loop().time()
         if not self._pending:
             self._first_s = now_s
-        self._rhythm.came(now_s, _line(item))
+        self._rhythm.batch_arrived(now_s, _line_key(item))
         self._pending.append(item)
         self._pending_bytes += item.size_bytes
         self._schedule()
 
-    def answered(self, item: Staged) -> None:
+    def batch_answered(self, item: StagedBatch) -> None:
         """Record that the batch has its result. A plain call: its sender may send the next batch now."""
         loop = asyncio.get_running_loop()
         timer = self._flush_due
-        if self._rhythm.answered(loop.time(), _line(item)) and timer is not None and not self._flush_now:
+        if self._rhythm.batch_answered(loop.time(), _line_key(item)) and timer is not None and not self._flush_now:
             timer.cancel()
             self._flush_due = None
             self._schedule()
@@ -157,7 +157,7 @@ class L0Writer:
             self._flush_due.cancel()
         loop = asyncio.get_running_loop()
         self._flush_now = delay_s <= 0
-        self._flush_due = loop.call_soon(self._flush) if self._flush_now else loop.call_later(delay_s, self._look)
+        self._flush_due = loop.call_soon(self._flush) if self._flush_now else loop.call_later(delay_s, self._on_timer)
 
     def _delay_s(self) -> float:
         return self._rhythm.delay_s(
@@ -167,7 +167,7 @@ class L0Writer:
             uploads=len(self._uploads),
         )
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         """Handle the timer: batches answered since may have extended the wait."""
         self._flush_due = None
         if self._pending and self._delay_s() <= 0:
@@ -183,10 +183,10 @@ class L0Writer:
         target_bytes = self._pending_bytes / chunks
         for _ in range(min(chunks, self._settings.uploads_in_flight - len(self._uploads))):
             if self._pending:
-                self._start(self._take(target_bytes))
+                self._start(self._remove_pending(target_bytes))
         self._schedule()
 
-    def _take(self, target_bytes: float) -> list[Staged]:
+    def _remove_pending(self, target_bytes: float) -> list[StagedBatch]:
         taken_bytes = 0
         count = 0
         for item in self._pending:
@@ -200,7 +200,7 @@ class L0Writer:
 
     def _drop_expired(self) -> None:
         horizon_s = self._clock.monotonic_s() - self._settings.staged_expiry_s
-        kept: list[Staged] = []
+        kept: list[StagedBatch] = []
         telling = bool(self._expired)
         for item in self._pending:
             if item.abandoned:
@@ -212,21 +212,21 @@ class L0Writer:
                 kept.append(item)
         self._pending = kept
         if self._expired and not telling:
-            self._tasks.spawn(self._tell_expired(), name="l0-expired")
+            self._tasks.spawn(self._fail_expired_gradually(), name="l0-expired")
 
-    async def _tell_expired(self) -> None:
+    async def _fail_expired_gradually(self) -> None:
         error = UnavailableError("a batch waited too long for its upload.", fix="Retry; the store is slow.")
         while self._expired:
-            _fail(self._expired.popleft(), error)
-            if self._pace.due:
-                await self._pace.rest()
+            _fail_batch(self._expired.popleft(), error)
+            if self._pace.is_used_up:
+                await self._pace.wait_for_turn()
 
-    def _start(self, items: list[Staged]) -> None:
-        by_partition: dict[tuple[str, int], list[Staged]] = {}
+    def _start(self, items: list[StagedBatch]) -> None:
+        by_partition: dict[tuple[str, int], list[StagedBatch]] = {}
         for item in items:
             by_partition.setdefault((item.topic_id, item.partition), []).append(item)
         parts: list[Buffer] = []
-        regions: list[Region] = []
+        regions: list[L0Region] = []
         places: dict[int, int] = {}
         at = 0
         for (topic_id, partition), members in by_partition.items():
@@ -235,7 +235,7 @@ class L0Writer:
                 places[id(item)] = at
                 parts.append(item.buffer)
                 at += item.size_bytes
-            regions.append(Region(topic_id, partition, begin, at - begin))
+            regions.append(L0Region(topic_id, partition, begin, at - begin))
         parts.append(encode_footer(regions))
         data = bytearray().join(parts)
         key = object_key(self._epoch(), self.name, self._next_number)
@@ -243,7 +243,7 @@ class L0Writer:
         upload = Upload(key, self._clock.now_ms(), data, deque((item, places[id(item)]) for item in items))
         self._uploads[key] = upload
         self._uploading_bytes += len(data)
-        self._rhythm.started(asyncio.get_running_loop().time())
+        self._rhythm.upload_started(asyncio.get_running_loop().time())
         self._tasks.spawn(self._upload(upload), name=f"l0-upload {key}")
 
     async def _upload(self, upload: Upload) -> None:
@@ -259,64 +259,69 @@ class L0Writer:
                 f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry."
             )
         except BaseException as fault:
-            if not is_own_fault(fault):
+            if not is_own_fault_of_await(fault):
                 raise
             # Every batch must get its outcome, also for an unexpected exception of a library.
             _log.error(
-                "the upload of an L0 object failed unexpectedly", key=upload.key, error=sentence(fault), exc_info=fault
+                "the upload of an L0 object failed unexpectedly",
+                key=upload.key,
+                error=error_sentence(fault),
+                exc_info=fault,
             )
             error = UnavailableError(
                 f"the upload of an L0 object failed unexpectedly: key={upload.key} cause={fault!r}.", fix="Retry."
             )
         now_s = loop.time()
-        self._rhythm.ended(now_s, now_s - begun_s, self._placing(upload) if error is None else ())
-        await self._end(upload, error)
+        self._rhythm.upload_ended(now_s, now_s - begun_s, self._lines_to_await(upload) if error is None else ())
+        await self._notify_members(upload, error)
 
-    def _placing(self, upload: Upload) -> set[Hashable]:
+    def _lines_to_await(self, upload: Upload) -> set[Hashable]:
         """Return the lines of the upload's batches that have none pending, and so send again once they are answered.
 
         Empty if many batches wait anyway.
         """
         if len(self._pending) > GATHER_LINES or len(upload.members) > GATHER_LINES:
             return set()
-        going = {_line(item) for item, _ in upload.members if not item.abandoned}
-        return going - {_line(item) for item in self._pending}
+        going = {_line_key(item) for item, _ in upload.members if not item.abandoned}
+        return going - {_line_key(item) for item in self._pending}
 
-    def _upload_broke(self, name: str, fault: BaseException) -> None:
+    def _on_task_failed(self, name: str, fault: BaseException) -> None:
         """Fail the members that a failed notification has left out: each batch must get an outcome."""
-        _log.error("not all members of an L0 upload were notified", task=name, error=sentence(fault), exc_info=fault)
+        _log.error(
+            "not all members of an L0 upload were notified", task=name, error=error_sentence(fault), exc_info=fault
+        )
         error = UnavailableError(f"the upload of an L0 object failed unexpectedly: cause={fault!r}.", fix="Retry.")
         upload = self._uploads.get(name.rpartition(" ")[2])
         if upload is None:
             self._fail_expired(error)
         else:
-            self._close(upload)
+            self._remove_upload(upload)
             for item, _ in upload.members:
-                _fail(item, error)
+                _fail_batch(item, error)
         self._schedule()
 
-    async def _end(self, upload: Upload, error: TidemillError | None) -> None:
+    async def _notify_members(self, upload: Upload, error: TidemillError | None) -> None:
         if error is None:
             self._cache.add(upload.key, upload.data)
         while upload.members:
             item, first_byte = upload.members.popleft()
             if error is not None:
-                _fail(item, error)
+                _fail_batch(item, error)
             elif not item.abandoned:
                 item.uploaded(upload.key, first_byte, upload.data)
-            if self._pace.due:
-                await self._pace.rest()
-        self._close(upload)
+            if self._pace.is_used_up:
+                await self._pace.wait_for_turn()
+        self._remove_upload(upload)
         self._schedule()
 
-    def _close(self, upload: Upload) -> None:
+    def _remove_upload(self, upload: Upload) -> None:
         del self._uploads[upload.key]
         self._uploading_bytes -= len(upload.data)
 
     def _fail_expired(self, error: TidemillError) -> None:
         expired, self._expired = self._expired, deque()
         for item in expired:
-            _fail(item, error)
+            _fail_batch(item, error)
 
     async def aclose(self) -> None:
         """Fail the batches that are pending or being uploaded as Unavailable (none is in a log), and stop."""
@@ -327,18 +332,18 @@ class L0Writer:
         await self._tasks.aclose()
         error = UnavailableError("the node is shutting down; the batch was not written.")
         for upload in list(self._uploads.values()):
-            self._close(upload)
+            self._remove_upload(upload)
             for item, _ in upload.members:
-                _fail(item, error)
+                _fail_batch(item, error)
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         for item in (*self._expired, *pending):
-            _fail(item, error)
+            _fail_batch(item, error)
 
 
-def _line(item: Staged) -> Hashable:
+def _line_key(item: StagedBatch) -> Hashable:
     return item.topic_id, item.partition, item.line
 
 
-def _fail(item: Staged, error: TidemillError) -> None:
+def _fail_batch(item: StagedBatch, error: TidemillError) -> None:
     if not item.abandoned:
         item.upload_failed(error)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tidemill.metastore.rows.l1 import NO_TIMESTAMP
 from tidemill.objects.store import Buffer
-from tidemill.topics.l1.format import REGION_BATCHES, Footer, Region, encode_footer, encode_index
+from tidemill.topics.l1.format import REGION_BATCHES, Footer, L1Region, encode_footer, encode_index
 
 
 class ObjectBuilder:
     """Builder of one L1 object.
 
-    For each range of a partition call `begin`, `add` for each batch in offset order, and `end`; then `finish`.
+    For each range of a partition call `begin_range`, `add` for each batch in offset order, and `end`; then `finish`.
 
     A range of more than REGION_BATCHES becomes several regions, each beginning where the previous one ends.
     """
@@ -19,7 +19,7 @@ class ObjectBuilder:
         self._topic_id = topic_id
         self._parts: list[Buffer] = []
         self._size_bytes = 0
-        self._regions: list[Region] = []
+        self._regions: list[L1Region] = []
         self._indexes: list[bytes] = []
         self._partition = -1
         self._base = 0
@@ -31,7 +31,7 @@ class ObjectBuilder:
         """Size of the batches so far."""
         return self._size_bytes
 
-    def begin(self, partition: int, base_offset: int) -> None:
+    def begin_range(self, partition: int, base_offset: int) -> None:
         """Begin a range of `partition` that covers the offsets from `base_offset`, with or without records."""
         self._partition, self._base = partition, base_offset
         self._first_byte = self._size_bytes
@@ -45,7 +45,7 @@ class ObjectBuilder:
         if next_offset <= max(at, base_offset) or (self._batches and base_offset < at):
             raise ValueError(f"batches must ascend: at={at} base_offset={base_offset} next_offset={next_offset}")
         if len(self._batches) >= REGION_BATCHES:
-            self._close(at)
+            self._close_region(at)
         self._parts.append(batch)
         self._size_bytes += len(batch)
         self._batches.append((base_offset, next_offset, len(batch), max_timestamp_ms))
@@ -56,7 +56,7 @@ class ObjectBuilder:
         if next_offset < at:
             raise ValueError(f"a range ends before its batches do: next_offset={next_offset} at={at}")
         if next_offset > self._base:
-            self._close(next_offset)
+            self._close_region(next_offset)
 
     def finish(self) -> tuple[list[Buffer], Footer]:
         """Return the parts to upload, and the footer."""
@@ -64,7 +64,7 @@ class ObjectBuilder:
         regions = []
         for region, index in zip(self._regions, self._indexes, strict=True):
             regions.append(
-                Region(
+                L1Region(
                     region.partition,
                     region.first_byte,
                     region.size_bytes,
@@ -80,11 +80,11 @@ class ObjectBuilder:
         footer = Footer(self._topic_id, tuple(regions))
         return [*self._parts, *self._indexes, encode_footer(footer)], footer
 
-    def _close(self, next_offset: int) -> None:
+    def _close_region(self, next_offset: int) -> None:
         newest = max((batch[3] for batch in self._batches), default=NO_TIMESTAMP)
         size = self._size_bytes - self._first_byte
         self._regions.append(
-            Region(
+            L1Region(
                 self._partition, self._first_byte, size, self._base, next_offset - 1, newest, len(self._batches), 0, 0
             )
         )

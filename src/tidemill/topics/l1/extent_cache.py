@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.topics.l1.extent_store import ExtentStore
 
-AT_ONCE = 8
+LOOKUP_EXTENTS_MIN = 8
 """Minimum number of extents per look-up: a reader of large ones needs the next one much later, if at all."""
 
-AT_MOST = 1_024
+LOOKUP_EXTENTS_MAX = 1_024
 
 EXTENTS_MAX = 8_192
 
 
-class _Run:
+class _CachedRun:
     """Contiguous extents of a partition, in order."""
 
     __slots__ = ("extents", "lasts", "stamp")
@@ -33,7 +33,7 @@ class _Run:
         self.extents = extents
         self.lasts = [extent.last_offset for extent in extents]
 
-    def at(self, offset: int) -> L1ExtentRow | None:
+    def find(self, offset: int) -> L1ExtentRow | None:
         """Return the extent at `offset` or the first one after it, or None if an unknown extent may be that one."""
         index = bisect_left(self.lasts, offset)
         if index == len(self.lasts) or (index == 0 and offset < self.extents[0].base_offset):
@@ -41,19 +41,19 @@ class _Run:
         return self.extents[index]
 
 
-class RecentExtents:
+class ExtentCache:
     def __init__(self, rows: ExtentStore, *, extents_max: int = EXTENTS_MAX) -> None:
         self._rows = rows
         self._extents_max = extents_max
         self._count = 0
-        self._runs: OrderedDict[tuple[str, int], _Run] = OrderedDict()
+        self._runs: OrderedDict[tuple[str, int], _CachedRun] = OrderedDict()
 
-    def known(self, topic_id: str, partition: int, offset: int) -> L1ExtentRow | None:
+    def peek(self, topic_id: str, partition: int, offset: int) -> L1ExtentRow | None:
         """Return the extent that `at` would find in the cache; it may be outdated."""
         run = self._runs.get((topic_id, partition))
-        return run.at(offset) if run is not None else None
+        return run.find(offset) if run is not None else None
 
-    async def at(
+    async def extent_at(
         self, topic_id: str, partition: int, offset: int, *, fresh: bool, passed: int = 0
     ) -> L1ExtentRow | None:
         """Return the extent that holds `offset`, or the first one after it. Raises Unavailable.
@@ -65,15 +65,15 @@ class RecentExtents:
         stamp = await self._rows.extents_stamp(topic_id, partition, fresh=fresh)
         run = self._runs.get((topic_id, partition))
         if run is not None and run.stamp == stamp:
-            known = run.at(offset)
+            known = run.find(offset)
             if known is not None:
                 return known
-        count = min(max(AT_ONCE, passed), AT_MOST)
-        found = await self._rows.some_extents(topic_id, partition, offset, count, fresh=False)
-        self._keep((topic_id, partition), _Run(stamp, found))
+        count = min(max(LOOKUP_EXTENTS_MIN, passed), LOOKUP_EXTENTS_MAX)
+        found = await self._rows.first_extents(topic_id, partition, offset, count, fresh=False)
+        self._store_run((topic_id, partition), _CachedRun(stamp, found))
         return found[0] if found else None
 
-    def _keep(self, key: tuple[str, int], run: _Run) -> None:
+    def _store_run(self, key: tuple[str, int], run: _CachedRun) -> None:
         before = self._runs.pop(key, None)
         self._count -= len(before.extents) if before is not None else 0
         if not run.extents:

@@ -18,18 +18,18 @@ from tidemill.topics.l1.format import REGION_BATCHES, RegionIndex
 
 FANOUT = 8
 GROWTH = 4
-LEAST_BYTES = 4096
+MERGE_BYTES_MIN = 4096
 """Size up to which all extents count as equally small."""
 
-Run = Sequence[L1ExtentRow]
+ExtentRun = Sequence[L1ExtentRow]
 
 
-def run_of(extents: Sequence[L1ExtentRow], target_bytes: int, fanout: int = FANOUT) -> Run:
+def find_mergeable_run(extents: Sequence[L1ExtentRow], target_bytes: int, fanout: int = FANOUT) -> ExtentRun:
     """Return the adjacent extents to merge next, the smallest first, or () if no run is long enough.
 
     A run is never larger than `target_bytes`, nor than a region allows.
     """
-    bound = LEAST_BYTES
+    bound = MERGE_BYTES_MIN
     while bound < 2 * target_bytes:
         run: list[L1ExtentRow] = []
         size = batches = 0
@@ -38,28 +38,28 @@ def run_of(extents: Sequence[L1ExtentRow], target_bytes: int, fanout: int = FANO
             follows = not run or run[-1].last_offset + 1 == extent.base_offset
             fits = size + extent.size_bytes <= target_bytes and batches + extent.batch_count <= REGION_BATCHES
             if not (joins and follows and fits):
-                if _is_worth_it(run, fanout):
+                if _is_mergeable(run, fanout):
                     return run
                 run, size, batches = [], 0, 0
             if joins:
                 run.append(extent)
                 size, batches = size + extent.size_bytes, batches + extent.batch_count
-        if _is_worth_it(run, fanout):
+        if _is_mergeable(run, fanout):
             return run
         bound *= 2
     return ()
 
 
-def _is_worth_it(run: Run, fanout: int) -> bool:
+def _is_mergeable(run: ExtentRun, fanout: int) -> bool:
     sizes = [extent.size_bytes for extent in run]
     return len(run) >= fanout and sum(sizes) >= min(GROWTH, fanout) * max(sizes)
 
 
-def add_run(build: ObjectBuilder, run: Run, held: Sequence[tuple[RegionIndex, Buffer]]) -> None:
+def merge_run(build: ObjectBuilder, run: ExtentRun, held: Sequence[tuple[RegionIndex, Buffer]]) -> None:
     """Add the extents of `run` as one range of `build`. `held`: index and batch bytes of each extent."""
     if any(one.last_offset + 1 != other.base_offset for one, other in pairwise(run)):
         raise ValueError("the extents of a run must be contiguous")
-    build.begin(run[0].partition, run[0].base_offset)
+    build.begin_range(run[0].partition, run[0].base_offset)
     for index, data in held:
         view = memoryview(data)
         for base, end, start, size, timestamp in zip(

@@ -25,17 +25,17 @@ from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, L1ObjectRow, L
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.metastore.rows.row_family import Family
 from tidemill.topics.l1 import row_transitions
-from tidemill.topics.l1.row_transitions import Add, ReadRows, Replace
+from tidemill.topics.l1.row_transitions import AddRequest, ReadRows, ReplaceRequest
 
-TRIES = 8
+COMMIT_TRIES = 8
 PAUSE_S = 0.05
-TRIMMED_AT_ONCE = 1_000
+TRIM_EXTENTS_MAX = 1_000
 """Limit of extents that one commit removes."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-class Place(msgspec.Struct, frozen=True):
+class PartitionRows(msgspec.Struct, frozen=True):
     """Rows of a partition: its L1 row, and its checkpoint row, which shows how far the checkpoint has come."""
 
     l1: L1PartitionRow | None
@@ -53,7 +53,7 @@ class ExtentStore:
     async def partition(self, topic_id: str, partition: int, *, fresh: bool = True) -> L1PartitionRow | None:
         return await self._metastore.get(L1_PARTITIONS, topic_id, partition, fresh=fresh)
 
-    async def places(self, topic_id: str, partitions: Sequence[int]) -> dict[int, Place]:
+    async def partition_rows(self, topic_id: str, partitions: Sequence[int]) -> dict[int, PartitionRows]:
         """Return both rows of each of these partitions, read after one sync."""
         if not partitions:
             return {}
@@ -63,11 +63,13 @@ class ExtentStore:
         found = await self._metastore.get_rows([*copies, *keys])
         count = len(partitions)
         return {
-            partition: Place(_row(L1_PARTITIONS, keys[i], found[count + i]), _row(PARTITIONS, copies[i], found[i]))
+            partition: PartitionRows(
+                _decode_row(L1_PARTITIONS, keys[i], found[count + i]), _decode_row(PARTITIONS, copies[i], found[i])
+            )
             for i, partition in enumerate(partitions)
         }
 
-    async def hot(self) -> list[tuple[str, int]]:
+    async def hot_partitions(self) -> list[tuple[str, int]]:
         """List the partitions whose checkpoint row has batches that are not in L1."""
         rows = await self._metastore.rows(PARTITIONS, fresh=False)
         return [(row.topic_id, row.partition) for row in rows if row.next_offset > row.hot_start]
@@ -76,9 +78,9 @@ class ExtentStore:
         self, topic_id: str, partition: int, offset: int = 0, *, fresh: bool = True
     ) -> AsyncIterator[L1ExtentRow]:
         """Yield extents in order, from the one that holds `offset`, or the first one after it."""
-        for _ in range(TRIES):
+        for _ in range(COMMIT_TRIES):
             begin = await self._at_or_below(topic_id, partition, offset, fresh=fresh)
-            lower, upper = L1_EXTENTS.key(topic_id, partition, begin or 0), self._end(topic_id, partition)
+            lower, upper = L1_EXTENTS.key(topic_id, partition, begin or 0), self._extents_end(topic_id, partition)
             first = begin
             async for keys, values in self._metastore.scan(lower, upper, fresh=False):
                 for key, value in zip(keys, values, strict=True):
@@ -96,7 +98,7 @@ class ExtentStore:
             f"the extents of a partition change too often: partition={topic_id}/{partition}.", fix="Retry."
         )
 
-    async def some_extents(
+    async def first_extents(
         self, topic_id: str, partition: int, offset: int, count: int, *, fresh: bool = True
     ) -> list[L1ExtentRow]:
         """Return the first `count` of `extents`."""
@@ -112,7 +114,7 @@ class ExtentStore:
 
         Equal stamps mean that no extent was added, deleted or replaced.
         """
-        return await self._metastore.stamp(L1_EXTENTS.prefix(topic_id, partition), fresh=fresh)
+        return await self._metastore.change_stamp(L1_EXTENTS.prefix(topic_id, partition), fresh=fresh)
 
     async def extent_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> L1ExtentRow | None:
         """Return the first extent with a record at or after `timestamp_ms`, or None.
@@ -125,7 +127,7 @@ class ExtentStore:
             return None
         low, high, found = row.start, row.next, None
         while low < high:
-            middle = await self._covering(topic_id, partition, (low + high) // 2)
+            middle = await self._extent_covering(topic_id, partition, (low + high) // 2)
             if middle is None:
                 low = (low + high) // 2 + 1  # Deleted during the search, as the oldest are.
             elif middle.highest_timestamp_ms >= timestamp_ms:
@@ -139,7 +141,7 @@ class ExtentStore:
                 return extent
         return None
 
-    async def newest_time_ms(self, topic_id: str, partition: int, start: int) -> int | None:
+    async def newest_timestamp_ms(self, topic_id: str, partition: int, start: int) -> int | None:
         """Return the greatest timestamp of the extents from `start`, or None without extents.
 
         Takes a few reads while the extent with the greatest timestamp of all time still exists, otherwise reads all
@@ -157,7 +159,7 @@ class ExtentStore:
     async def terms(self, topic_id: str, partition: int) -> list[L1TermRow]:
         return await self._metastore.rows(L1_TERMS, topic_id, partition)
 
-    async def cleaned(self, topic_id: str, partition: int) -> tuple[L1CleanedRow, int]:
+    async def compaction_progress(self, topic_id: str, partition: int) -> tuple[L1CleanedRow, int]:
         """Return how far the partition has been compacted, and the seqno of that row (0: no row yet)."""
         key = L1_CLEANED.key(topic_id, partition)
         found = await self._metastore.get_row(key)
@@ -165,12 +167,12 @@ class ExtentStore:
             return L1CleanedRow(topic_id, partition, 0), 0
         return L1_CLEANED.decode(key, found.value), found.seqno
 
-    async def _covering(self, topic_id: str, partition: int, offset: int) -> L1ExtentRow | None:
+    async def _extent_covering(self, topic_id: str, partition: int, offset: int) -> L1ExtentRow | None:
         async for extent in self.extents(topic_id, partition, offset, fresh=False):
             return extent if extent.base_offset <= offset else None
         return None
 
-    def _end(self, topic_id: str, partition: int) -> bytes | None:
+    def _extents_end(self, topic_id: str, partition: int) -> bytes | None:
         return prefix_end(L1_EXTENTS.prefix(topic_id, partition))
 
     async def _at_or_below(self, topic_id: str, partition: int, offset: int, *, fresh: bool) -> int | None:
@@ -189,10 +191,10 @@ class ExtentStore:
         Raises UnavailableError, UnknownOutcomeError: its id must then never be used.
         """
         await self._metastore.commit(
-            [L1_OBJECTS.encode(row_transitions.register(topic_id, object_id, self._clock.now_ms()))]
+            [L1_OBJECTS.encode(row_transitions.new_object_row(topic_id, object_id, self._clock.now_ms()))]
         )
 
-    async def add(self, request: Add) -> dict[int, int]:
+    async def add(self, request: AddRequest) -> dict[int, int]:
         """Commit a reference to an object that was registered and uploaded.
 
         Return the next offset of each of its partitions (`row_transitions.Added`).
@@ -202,11 +204,11 @@ class ExtentStore:
         """
         partitions = sorted({region.partition for region in request.regions})
         doubtful: UnknownOutcomeError | None = None
-        for _ in range(TRIES):
-            held, expects = await self._held(request.topic_id, partitions, [request.object_id])
+        for _ in range(COMMIT_TRIES):
+            held, expects = await self._read_rows(request.topic_id, partitions, [request.object_id])
             if doubtful is not None and row_transitions.was_added(held.objects.get(request.object_id)):
                 return {partition: held.partitions[partition].next for partition in partitions}
-            added = row_transitions.add(held, request, self._clock.now_ms())
+            added = row_transitions.add_object(held, request, self._clock.now_ms())
             try:
                 await self._metastore.commit(added.rows, expects=expects)
                 return added.next
@@ -214,12 +216,12 @@ class ExtentStore:
                 doubtful = unknown
             except (ConflictError, FencedError):
                 pass  # This attempt did not happen; the rows show the outcome of an earlier one.
-            await self._pause()
+            await self._pause_before_retry()
         raise doubtful or UnavailableError(
             f"the rows of a topic change too often: topic_id={request.topic_id}.", fix="Retry."
         )
 
-    async def replace(self, request: Replace) -> tuple[int, ...]:
+    async def replace(self, request: ReplaceRequest) -> tuple[int, ...]:
         """Replace the extents that an object was built from by references to it.
 
         Return the partitions that were left out because their extents changed (`row_transitions.replace_extents`).
@@ -230,12 +232,12 @@ class ExtentStore:
             first = spans.get(region.partition, (region.base_offset, 0))[0]
             spans[region.partition] = first, region.last_offset
         doubtful: UnknownOutcomeError | None = None
-        for _ in range(TRIES):
-            held, expects = await self._held(request.topic_id, sorted(spans), [])
+        for _ in range(COMMIT_TRIES):
+            held, expects = await self._read_rows(request.topic_id, sorted(spans), [])
             # Read after the partition rows, which change with every extent: expecting them guards the extents.
-            standing = {p: await self._between(request.topic_id, p, *span) for p, span in spans.items()}
+            standing = {p: await self._extents_between(request.topic_id, p, *span) for p, span in spans.items()}
             names = {extent.object_id for extents in standing.values() for extent in extents}
-            of, of_objects = await self._held(request.topic_id, [], sorted({request.object_id, *names}))
+            of, of_objects = await self._read_rows(request.topic_id, [], sorted({request.object_id, *names}))
             if doubtful is not None and row_transitions.was_added(of.objects.get(request.object_id)):
                 return ()
             whole = ReadRows(held.partitions, {}, of.objects)
@@ -247,12 +249,12 @@ class ExtentStore:
                 doubtful = unknown
             except (ConflictError, FencedError):
                 pass  # This attempt did not happen; the rows show the outcome of an earlier one.
-            await self._pause()
+            await self._pause_before_retry()
         raise doubtful or UnavailableError(
             f"the rows of a topic change too often: topic_id={request.topic_id}.", fix="Retry."
         )
 
-    async def _between(self, topic_id: str, partition: int, first: int, last: int) -> list[L1ExtentRow]:
+    async def _extents_between(self, topic_id: str, partition: int, first: int, last: int) -> list[L1ExtentRow]:
         """Return the extents with an offset in [first, last]."""
         found: list[L1ExtentRow] = []
         async for extent in self.extents(topic_id, partition, first):
@@ -269,14 +271,14 @@ class ExtentStore:
         tries = 0
         more = True
         while more:
-            held, expects = await self._held(topic_id, [partition], [])
+            held, expects = await self._read_rows(topic_id, [partition], [])
             row = held.partitions.get(partition)
             if row is None:
                 return
             # Read after the partition row, which changes with every extent: expecting it guards the extents.
-            oldest = await self.some_extents(topic_id, partition, 0, TRIMMED_AT_ONCE)
+            oldest = await self.first_extents(topic_id, partition, 0, TRIM_EXTENTS_MAX)
             names = sorted({extent.object_id for extent in oldest if extent.last_offset < start})
-            charged, of_objects = await self._held(topic_id, [], names)
+            charged, of_objects = await self._read_rows(topic_id, [], names)
             expects |= of_objects
             change = row_transitions.set_start(row, start, oldest, charged.objects, self._clock.now_ms())
             more = change.more
@@ -287,20 +289,20 @@ class ExtentStore:
                 tries = 0
             except (ConflictError, FencedError) as refused:
                 more, tries = True, tries + 1
-                if tries >= TRIES:
+                if tries >= COMMIT_TRIES:
                     raise UnavailableError(
                         f"the rows of a partition change too often: partition={topic_id}/{partition}.", fix="Retry."
                     ) from refused
-                await self._pause()
+                await self._pause_before_retry()
 
-    async def set_cleaned(self, row: L1CleanedRow, seqno: int) -> None:
+    async def set_compaction_progress(self, row: L1CleanedRow, seqno: int) -> None:
         """Write the row in place of the one read at `seqno`.
 
         Raises ConflictError if another one was written since, UnavailableError, UnknownOutcomeError.
         """
         await self._metastore.commit([L1_CLEANED.encode(row)], expects={L1_CLEANED.key_of(row): seqno})
 
-    async def _held(
+    async def _read_rows(
         self, topic_id: str, partitions: Sequence[int], objects: Sequence[str]
     ) -> tuple[ReadRows, dict[bytes, int]]:
         """Read the rows that a change is computed from, and the seqnos to expect for them."""
@@ -331,9 +333,9 @@ class ExtentStore:
                 break
         return ReadRows(known, terms, stored), expects
 
-    async def _pause(self) -> None:
+    async def _pause_before_retry(self) -> None:
         await asyncio.sleep(self._rand.uniform(PAUSE_S / 2, PAUSE_S * 1.5))
 
 
-def _row(family: Family[R], key: bytes, found: VersionedRow | None) -> R | None:
+def _decode_row(family: Family[R], key: bytes, found: VersionedRow | None) -> R | None:
     return family.decode(key, found.value) if found is not None and found.value else None

@@ -44,7 +44,7 @@ REGION_BATCHES = 65_536
 """Limit of batches per region: its index is then 2 MiB before compression."""
 
 _ZSTD = 4
-_RAW_BELOW_BATCHES = 8
+_COMPRESSED_BATCHES_MIN = 8
 _COLUMNS = 4
 _U32 = struct.Struct("<I")
 _INDEX_HEAD = struct.Struct("<4sIB")
@@ -53,7 +53,7 @@ _REGION = struct.Struct("<IQQqqqIQI")
 Column = npt.NDArray[np.int64]
 
 
-class Region(msgspec.Struct, frozen=True):
+class L1Region(msgspec.Struct, frozen=True):
     """Entry of the footer for one region; offsets are inclusive.
 
     `first_byte` and `size_bytes` locate the batches, `index_byte` and `index_bytes` the index, all within the object.
@@ -72,7 +72,7 @@ class Region(msgspec.Struct, frozen=True):
 
 class Footer(msgspec.Struct, frozen=True):
     topic_id: str
-    regions: tuple[Region, ...]
+    regions: tuple[L1Region, ...]
 
 
 def object_id(created_ms: int, nonce: str) -> str:
@@ -135,13 +135,13 @@ def encode_index(batches: Sequence[tuple[int, int, int, int]]) -> bytes:
     columns = np.array(batches, np.int64).reshape(-1, _COLUMNS).T
     payload = np.diff(columns, axis=1, prepend=0).astype("<i8").tobytes()
     codec = 0
-    if len(batches) >= _RAW_BELOW_BATCHES:
+    if len(batches) >= _COMPRESSED_BATCHES_MIN:
         codec, payload = _ZSTD, bytes(cramjam.zstd.compress(payload, 1))
     body = _INDEX_HEAD.pack(INDEX_MAGIC, len(batches), codec) + payload
     return body + _U32.pack(crc32c.crc32c(body))
 
 
-def decode_index(data: Buffer, region: Region) -> RegionIndex:
+def decode_index(data: Buffer, region: L1Region) -> RegionIndex:
     """Decode the index of `region`, and check that its batches are adjacent, ascending and complete.
 
     Raises CorruptError.
@@ -151,32 +151,32 @@ def decode_index(data: Buffer, region: Region) -> RegionIndex:
         raise CorruptError(f"damaged index of an L1 region: partition={region.partition} bytes={len(data)}.")
     magic, count, codec = _INDEX_HEAD.unpack_from(body)
     if magic != INDEX_MAGIC or count != region.batch_count or count > REGION_BATCHES or codec not in (0, _ZSTD):
-        raise _contradiction(region, f"count={count} codec={codec}")
+        raise _index_contradiction_error(region, f"count={count} codec={codec}")
     wanted = count * _COLUMNS * 8
     payload: Buffer = body[_INDEX_HEAD.size :]
     if codec == _ZSTD:
-        payload = _decompressed(payload, wanted, region)
+        payload = _decompress_payload(payload, wanted, region)
     if len(payload) != wanted:
-        raise _contradiction(region, f"payload_bytes={len(payload)}")
+        raise _index_contradiction_error(region, f"payload_bytes={len(payload)}")
     columns = np.cumsum(np.frombuffer(payload, "<i8").astype(np.int64).reshape(_COLUMNS, count), axis=1)
     bases, ends, sizes, timestamps = columns
     ordered = (bases < ends).all() and (bases[1:] >= ends[:-1]).all() and (sizes > 0).all()
     inside = not count or (ends[0] > region.base_offset and ends[-1] <= region.last_offset + 1)
     if not (ordered and inside and int(sizes.sum()) == region.size_bytes):
-        raise _contradiction(region, "its batches do not match the region")
+        raise _index_contradiction_error(region, "its batches do not match the region")
     return RegionIndex(bases, ends, sizes, timestamps)
 
 
-def _decompressed(payload: Buffer, wanted: int, region: Region) -> bytes:
+def _decompress_payload(payload: Buffer, wanted: int, region: L1Region) -> bytes:
     out = bytearray(wanted)
     try:
         size = cramjam.zstd.decompress_into(payload, out)
     except Exception as error:
-        raise _contradiction(region, f"cause={error!r}") from error
+        raise _index_contradiction_error(region, f"cause={error!r}") from error
     return bytes(out[:size])
 
 
-def _contradiction(region: Region, what: str) -> CorruptError:
+def _index_contradiction_error(region: L1Region, what: str) -> CorruptError:
     return CorruptError(
         f"the index of an L1 region contradicts the region: partition={region.partition} "
         f"base_offset={region.base_offset} {what}."
@@ -227,7 +227,7 @@ def _decode_footer(body: bytes, data_bytes: int) -> Footer:
     at = end + 4
     if len(body) != at + count * _REGION.size:
         raise CorruptError(f"an L1 footer does not have the length of its regions: count={count} bytes={len(body)}.")
-    regions = tuple(Region(*_REGION.unpack_from(body, at + i * _REGION.size)) for i in range(count))
+    regions = tuple(L1Region(*_REGION.unpack_from(body, at + i * _REGION.size)) for i in range(count))
     for region in regions:
         ends = max(region.first_byte + region.size_bytes, region.index_byte + region.index_bytes)
         if ends > data_bytes or region.last_offset < region.base_offset:

@@ -18,13 +18,13 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.limits import MIB
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.objects.verified_read import pass_on
+from tidemill.objects.verified_read import forward_notice
 
 LIMIT_BYTES = 64 * MIB
 SPAN_BYTES = 4 * MIB
 """Bytes that a consumer of 100 MB/s reads in 40 ms, about the latency of an object store."""
 
-ENDS_KEPT = 4_096
+READ_ENDS_MAX = 4_096
 """Limit of remembered end positions of reads, and so of concurrent readers that are followed."""
 
 
@@ -54,37 +54,37 @@ class ReadAhead:
         self._begins: dict[str, list[int]] = {}
         """Object key to the first bytes of its spans, ascending."""
 
-    def expect(self, key: str, begin: int, end: int, limit: int) -> None:
+    def announce_read(self, key: str, begin: int, end: int, limit: int) -> None:
         """Announce a read of [begin, end) of an object, in a region that ends at `limit`. A plain call."""
         goes_on = (key, begin) in self._ends
         self._ends[key, end] = None
         self._ends.move_to_end((key, end))
-        if len(self._ends) > ENDS_KEPT:
+        if len(self._ends) > READ_ENDS_MAX:
             self._ends.popitem(last=False)
-        reach = self._reach(key, end)
+        reach = self._contiguous_end(key, end)
         if goes_on and reach < limit and reach - end < self._span_bytes // 2:
-            self._read(key, reach, min(limit, reach + self._span_bytes))
+            self._start_span(key, reach, min(limit, reach + self._span_bytes))
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         """Read ranges as `ObjectStore.get_ranges`, from spans that cover a range completely; same errors."""
-        found: list[Buffer | None] = [await self._held(key, begin, end) for begin, end in ranges]
+        found: list[Buffer | None] = [await self._read_cached(key, begin, end) for begin, end in ranges]
         missing = [place for place, data in zip(ranges, found, strict=True) if data is None]
         if missing:
             read = iter(await self._objects.get_ranges(key, missing))
             return [data if data is not None else next(read) for data in found]
         return [data for data in found if data is not None]
 
-    def forget(self, key: str) -> None:
+    def discard(self, key: str) -> None:
         """Drop the object's bytes, which are damaged: the next read asks the store."""
         for begin in list(self._begins.get(key, ())):
-            self._forget(self._spans[key, begin])
+            self._discard_span(self._spans[key, begin])
 
-    def notice(self, what: str) -> None:
-        pass_on(self._objects, what)
+    def record_notice(self, what: str) -> None:
+        forward_notice(self._objects, what)
 
-    async def _held(self, key: str, begin: int, end: int) -> Buffer | None:
+    async def _read_cached(self, key: str, begin: int, end: int) -> Buffer | None:
         parts: list[memoryview] = []
-        for span, first in self._covering(key, begin, end):
+        for span, first in self._find_spans(key, begin, end):
             if not span.data.done():
                 await asyncio.wait([span.data])
             data = span.data.result()
@@ -95,7 +95,7 @@ class ReadAhead:
                 self._spans.move_to_end((key, span.begin))
         return parts[0] if len(parts) == 1 else b"".join(parts) if parts else None
 
-    def _covering(self, key: str, begin: int, end: int) -> list[tuple[_Span, int]]:
+    def _find_spans(self, key: str, begin: int, end: int) -> list[tuple[_Span, int]]:
         """Return the spans that together cover [begin, end), in order, each with the first byte to use; empty if a byte
         is missing.
 
@@ -112,7 +112,7 @@ class ReadAhead:
                 return found
         return []
 
-    def _reach(self, key: str, at: int) -> int:
+    def _contiguous_end(self, key: str, at: int) -> int:
         """Return the end of the contiguous bytes from `at` that are cached or in flight."""
         for first in self._begins.get(key, ()):
             span = self._spans[key, first]
@@ -124,7 +124,7 @@ class ReadAhead:
         """Stop reading ahead."""
         self._closed = True
 
-    def _read(self, key: str, begin: int, end: int) -> None:
+    def _start_span(self, key: str, begin: int, end: int) -> None:
         if self._closed or (key, begin) in self._spans or end - begin > self.limit_bytes:
             return
         span = _Span(key, begin, end, asyncio.get_running_loop().create_future())
@@ -134,20 +134,20 @@ class ReadAhead:
         begins.sort()
         self.held_bytes += end - begin
         while self.held_bytes > self.limit_bytes:
-            self._forget(next(iter(self._spans.values())))
-        self._tasks.spawn(self._fill(span), name=f"ahead {key}")
+            self._discard_span(next(iter(self._spans.values())))
+        self._tasks.spawn(self._fetch_span(span), name=f"ahead {key}")
 
-    async def _fill(self, span: _Span) -> None:
+    async def _fetch_span(self, span: _Span) -> None:
         data: bytes | None = None
         try:
             data = await self._objects.get(span.key, span.begin, span.end)
         except TidemillError:
-            self._forget(span)  # A reader that needs these bytes reads them itself and gets the error.
+            self._discard_span(span)  # A reader that needs these bytes reads them itself and gets the error.
         finally:
             if not span.data.done():
                 span.data.set_result(data)
 
-    def _forget(self, span: _Span) -> None:
+    def _discard_span(self, span: _Span) -> None:
         if self._spans.get((span.key, span.begin)) is not span:
             return
         del self._spans[span.key, span.begin]

@@ -19,16 +19,16 @@ from tidemill.base.limits import MIB
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.store import ObjectStore
-from tidemill.objects.verified_read import checked
+from tidemill.objects.verified_read import read_verified
 from tidemill.topics.api import BatchRef
-from tidemill.topics.batch_reads import choose
-from tidemill.topics.l1.extent_cache import RecentExtents
+from tidemill.topics.batch_reads import select_batches
+from tidemill.topics.l1.extent_cache import ExtentCache
 from tidemill.topics.l1.extent_store import ExtentStore
-from tidemill.topics.l1.format import Region, RegionIndex, decode_index
+from tidemill.topics.l1.format import L1Region, RegionIndex, decode_index
 from tidemill.topics.l1.read_ahead import ReadAhead
 
 INDEX_CACHE_BYTES = 16 * MIB
-ALL = 1 << 62
+UNLIMITED = 1 << 62
 
 
 class L1Reader:
@@ -45,29 +45,29 @@ class L1Reader:
         """Create the reader. `ahead` is informed of planned reads, so that it can read ahead of them."""
         self.rows = rows
         self.ahead = ahead
-        self._recent = RecentExtents(rows)
+        self._recent = ExtentCache(rows)
         self._objects = objects
         self._cache_bytes = cache_bytes
         self._indexes: OrderedDict[tuple[str, int], RegionIndex] = OrderedDict()
         self._held_bytes = 0
 
-    async def warm(self, places: Sequence[tuple[str, int, int]]) -> None:
+    async def warm_indexes(self, places: Sequence[tuple[str, int, int]]) -> None:
         """Read concurrently the indexes that plans from these (topic id, partition, offset) begin with.
 
         Errors are ignored: the plan raises them.
         """
         cold = [place for place in places if not self._is_warm(*place)]
         if len(cold) > 1:
-            await asyncio.gather(*(self._warm(*place) for place in cold))
+            await asyncio.gather(*(self._warm_index(*place) for place in cold))
 
     def _is_warm(self, topic_id: str, partition: int, offset: int) -> bool:
         """Return whether the cache has the index. If the rows have changed since, the plan reads them and the index."""
-        extent = self._recent.known(topic_id, partition, offset)
+        extent = self._recent.peek(topic_id, partition, offset)
         return extent is not None and (extent.object_id, extent.index_byte) in self._indexes
 
-    async def _warm(self, topic_id: str, partition: int, offset: int) -> None:
+    async def _warm_index(self, topic_id: str, partition: int, offset: int) -> None:
         with contextlib.suppress(TidemillError):
-            extent = await self._recent.at(topic_id, partition, offset, fresh=False)
+            extent = await self._recent.extent_at(topic_id, partition, offset, fresh=False)
             if extent is not None:
                 await self.index(extent)
 
@@ -78,8 +78,8 @@ class L1Reader:
         start: int,
         end: int,
         *,
-        max_bytes: int = ALL,
-        max_count: int = ALL,
+        max_bytes: int = UNLIMITED,
+        max_count: int = UNLIMITED,
         at_least_one: bool = True,
     ) -> list[BatchRef]:
         """Return the batches that overlap [start, end), in order, as many as fit; with `at_least_one` always the first.
@@ -108,7 +108,7 @@ class L1Reader:
         found: list[BatchRef] = []
         at, passed = start, 0
         while at < end:
-            extent = await self._recent.at(topic_id, partition, at, fresh=fresh, passed=passed)
+            extent = await self._recent.extent_at(topic_id, partition, at, fresh=fresh, passed=passed)
             if extent is None or extent.base_offset > at:
                 break
             begin, at, fresh, passed = at, extent.last_offset + 1, False, passed + 1
@@ -116,13 +116,13 @@ class L1Reader:
             first, last = index.find(begin), int(np.searchsorted(index.bases, end, side="left"))
             sizes = index.sizes[first:last].tolist()
             one = at_least_one and not found
-            count, size = choose(sizes, 0, max_bytes, max_count, at_least_one=one)
+            count, size = select_batches(sizes, 0, max_bytes, max_count, at_least_one=one)
             found += [index.ref(i, extent.object_key, extent.first_byte) for i in range(first, first + count)]
             max_bytes, max_count = max_bytes - size, max_count - count
             if self.ahead is not None and count:
                 first_byte = found[-count].first_byte
                 limit = extent.first_byte + extent.size_bytes
-                self.ahead.expect(extent.object_key, first_byte, first_byte + size, limit)
+                self.ahead.announce_read(extent.object_key, first_byte, first_byte + size, limit)
             if count < len(sizes):
                 return found
         if at < end:
@@ -131,7 +131,7 @@ class L1Reader:
             )
         return found
 
-    async def first_at(self, topic_id: str, partition: int, timestamp_ms: int, start: int) -> BatchRef | None:
+    async def first_batch_at(self, topic_id: str, partition: int, timestamp_ms: int, start: int) -> BatchRef | None:
         """Return the first batch from offset `start` with a record at or after `timestamp_ms`; None if L1 has none."""
         found = await self.rows.extent_for_time(topic_id, partition, timestamp_ms)
         if found is None:
@@ -158,7 +158,7 @@ class L1Reader:
             return decode_index(await self._objects.get(extent.object_key, begin, end), region_of(extent))
 
         try:
-            index = await checked(self._objects, extent.object_key, read)
+            index = await read_verified(self._objects, extent.object_key, read)
         except MissingError:
             raise CorruptError(f"an object that an L1 extent names is missing: key={extent.object_key}.") from None
         if key not in self._indexes:
@@ -183,14 +183,14 @@ class L1Reader:
             raise CorruptError(f"an object that an L1 extent names is missing: key={extent.object_key}.") from None
 
 
-def l1_reader(
+def open_l1_reader(
     metastore: Metastore, objects: ObjectStore, clock: Clock, rand: Rand, ahead: ReadAhead | None = None
 ) -> L1Reader:
     return L1Reader(ExtentStore(metastore, clock, rand), objects, ahead=ahead)
 
 
-def region_of(extent: L1ExtentRow) -> Region:
-    return Region(
+def region_of(extent: L1ExtentRow) -> L1Region:
+    return L1Region(
         extent.partition,
         extent.first_byte,
         extent.size_bytes,

@@ -13,19 +13,19 @@ from heapq import heappop, heappush
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_await
 from tidemill.topics.config.settings import TopicSettings
-from tidemill.topics.l1.object_planner import next_interval_s, part_moved
+from tidemill.topics.l1.object_planner import moved_share, next_interval_s
 from tidemill.topics.l1.reconciler import PartitionKey, Reconciler
 from tidemill.topics.partition.leader import PartitionLeader
 
-AT_ONCE = 2
+CONCURRENT_ROUNDS = 2
 """Limit of objects that are built concurrently: their bytes are in memory."""
 
 _log = structlog.get_logger()
 
 
-class Rounds:
+class ReconcileScheduler:
     def __init__(
         self,
         reconciler: Reconciler,
@@ -45,11 +45,11 @@ class Rounds:
         self._interval_s: dict[str, float] = {}
         self._wake = asyncio.Event()
 
-    def moved(self, topic_id: str, partition: int) -> None:
+    def schedule(self, topic_id: str, partition: int) -> None:
         """Schedule the topic: its partition was written or opened here. A plain call."""
         self._moved.setdefault(topic_id, set()).add(partition)
         if topic_id not in self._listed:
-            self._list(topic_id)
+            self._enqueue(topic_id)
 
     async def run(self) -> None:
         """Run rounds forever."""
@@ -60,20 +60,20 @@ class Rounds:
                 failed.set_exception(error)
 
         async with Tasks(fail) as tasks:
-            for number in range(AT_ONCE):
-                tasks.spawn(self._work(), name=f"reconcile {number}")
+            for number in range(CONCURRENT_ROUNDS):
+                tasks.spawn(self._run_worker(), name=f"reconcile {number}")
             await failed
 
-    async def _work(self) -> None:
+    async def _run_worker(self) -> None:
         while True:
-            topic_id = await self._next()
+            topic_id = await self._next_topic()
             try:
-                await self._look(topic_id)
+                await self._run_round(topic_id)
             finally:
                 self._listed.discard(topic_id)
-                self._again(topic_id)
+                self._reschedule(topic_id)
 
-    async def _next(self) -> str:
+    async def _next_topic(self) -> str:
         while True:
             now_s = self._clock.monotonic_s()
             if self._due and self._due[0][0] <= now_s:
@@ -86,42 +86,42 @@ class Rounds:
             except TimeoutError:
                 continue
 
-    async def _look(self, topic_id: str) -> None:
+    async def _run_round(self, topic_id: str) -> None:
         settings, interval_s = self._settings, self._interval_of(topic_id)
         began_s = self._clock.monotonic_s()
         try:
-            done = await self._reconciler.round(topic_id, sorted(self._moved.get(topic_id, ())))
+            done = await self._reconciler.run_round(topic_id, sorted(self._moved.get(topic_id, ())))
         except BaseException as fault:
-            if not is_own_fault(fault):
+            if not is_own_fault_of_await(fault):
                 raise
-            _log.error("a topic's round failed", topic_id=topic_id, error=sentence(fault), exc_info=fault)
+            _log.error("a topic's round failed", topic_id=topic_id, error=error_sentence(fault), exc_info=fault)
             return
         if done.failed is not None:
             _log.warning("a topic is not completely in L1 yet", topic_id=topic_id, cause=str(done.failed))
         self._interval_s[topic_id] = next_interval_s(
             interval_s,
-            part_moved(done.size_bytes, settings.l1_object_bytes, done.batches),
+            moved_share(done.size_bytes, settings.l1_object_bytes, done.batches),
             settings.reconcile_min_s,
             settings.reconcile_max_s,
             full=done.full and done.failed is None,
             took_s=self._clock.monotonic_s() - began_s,
         )
 
-    def _again(self, topic_id: str) -> None:
+    def _reschedule(self, topic_id: str) -> None:
         """Schedule the topic again while anything is left to move."""
         left = {partition for partition in self._moved.pop(topic_id, ()) if self._has_more(topic_id, partition)}
         if left:
             self._moved[topic_id] = left
-            self._list(topic_id)
+            self._enqueue(topic_id)
         else:
             self._interval_s.pop(topic_id, None)
 
     def _has_more(self, topic_id: str, partition: int) -> bool:
         """Return whether the partition has more to move. A closed one is scheduled again when it is opened."""
         led = self._led.get((topic_id, partition))
-        return led is not None and led.is_open and led.stable_end > led.state.hot_start
+        return led is not None and led.is_open and led.last_stable > led.state.hot_start
 
-    def _list(self, topic_id: str) -> None:
+    def _enqueue(self, topic_id: str) -> None:
         self._listed.add(topic_id)
         heappush(self._due, (self._clock.monotonic_s() + self._interval_of(topic_id), topic_id))
         self._wake.set()

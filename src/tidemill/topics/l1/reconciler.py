@@ -31,26 +31,26 @@ from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.header import CONTROL, parse_header
-from tidemill.topics.batch_reads import INLINE_BATCHES, Ranges, read_batches
+from tidemill.topics.batch_reads import INLINE_BATCHES, RangeReader, read_batches
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l1.builder import ObjectBuilder
-from tidemill.topics.l1.extent_store import ExtentStore, Place
+from tidemill.topics.l1.extent_store import ExtentStore, PartitionRows
 from tidemill.topics.l1.format import Footer, object_id
-from tidemill.topics.l1.object_planner import PIECES, Piece, cut
-from tidemill.topics.l1.row_transitions import Add
-from tidemill.topics.lost_objects import is_let_go
+from tidemill.topics.l1.object_planner import OBJECT_PARTITIONS_MAX, PartitionPiece, cut_piece
+from tidemill.topics.l1.row_transitions import AddRequest
+from tidemill.topics.lost_objects import is_dropped
 from tidemill.topics.partition.leader import PartitionLeader
 
 PartitionKey = tuple[str, int]
-Taken = tuple[Piece, list[Buffer]]
+PieceBatches = tuple[PartitionPiece, list[Buffer]]
 """The piece of one partition in an object, and its batches."""
 T = TypeVar("T")
 
 _log = structlog.get_logger()
 
 
-class Figures(msgspec.Struct):
+class ReconcilerFigures(msgspec.Struct):
     """Counters since the start of this node.
 
     `left_out`: partitions left out of an object because of an error.
@@ -65,7 +65,7 @@ class Figures(msgspec.Struct):
     let_go: int = 0
 
 
-class Round(msgspec.Struct, frozen=True):
+class RoundResult(msgspec.Struct, frozen=True):
     """Result of a round.
 
     `full`: there was more than the object could take.
@@ -87,7 +87,7 @@ class Reconciler:
         rows: ExtentStore,
         objects: ObjectStore,
         cache: ObjectCache,
-        l0: Ranges,
+        l0: RangeReader,
         clock: Clock,
         rand: Rand,
         settings: TopicSettings,
@@ -104,42 +104,43 @@ class Reconciler:
         self._waiting: dict[PartitionKey, int] = {}
         """Partition with more to move, to the last round that took from it: those that waited longest go first."""
         self._round = 0
-        self.figures = Figures()
+        self.figures = ReconcilerFigures()
 
-    async def round(self, topic_id: str, partitions: Collection[int]) -> Round:
-        """Move at most one object of these partitions of a topic. Does not raise TidemillError: see `Round.failed`."""
+    async def run_round(self, topic_id: str, partitions: Collection[int]) -> RoundResult:
+        """Move at most one object of these partitions of a topic. Does not raise TidemillError: see
+        `RoundResult.failed`."""
         try:
-            return await self._move(topic_id, partitions)
+            return await self._move_object(topic_id, partitions)
         except TidemillError as error:
-            return Round(failed=error)
+            return RoundResult(failed=error)
 
-    async def _move(self, topic_id: str, partitions: Collection[int]) -> Round:
+    async def _move_object(self, topic_id: str, partitions: Collection[int]) -> RoundResult:
         self._round += 1
-        pieces, full = await self._choose(topic_id, partitions)
+        pieces, full = await self._choose_pieces(topic_id, partitions)
         if not pieces:
-            return Round()
+            return RoundResult()
         found = await read_batches(self._l0, [piece.refs for piece in pieces], self._cache)
         failed: TidemillError | None = None
-        taken: list[Taken] = []
+        taken: list[PieceBatches] = []
         for piece, batches in zip(pieces, found, strict=True):
             if isinstance(batches, CorruptError):
-                piece, batches = await self._without_what_was_let_go(topic_id, piece, batches)
+                piece, batches = await self._skip_dropped_objects(topic_id, piece, batches)
             if isinstance(batches, list):
                 taken.append((piece, batches))
             else:
                 failed = batches
-                self._left_out(topic_id, piece.partition, failed)
+                self._record_left_out(topic_id, piece.partition, failed)
         if not taken:
-            return Round(full=full, failed=failed)
+            return RoundResult(full=full, failed=failed)
         size = await self._upload(topic_id, taken)
-        return Round(size, full, failed, max(len(batches) for _, batches in taken))
+        return RoundResult(size, full, failed, max(len(batches) for _, batches in taken))
 
-    async def _without_what_was_let_go(
-        self, topic_id: str, piece: Piece, error: TidemillError
-    ) -> tuple[Piece, list[Buffer] | TidemillError]:
+    async def _skip_dropped_objects(
+        self, topic_id: str, piece: PartitionPiece, error: TidemillError
+    ) -> tuple[PartitionPiece, list[Buffer] | TidemillError]:
         """Remove the batches of dropped objects from the piece, and read the others. The piece retains its offsets."""
         keys = {ref.object_key for ref in piece.refs if self._cache.get(ref.object_key) is None}
-        gone = {key for key in sorted(keys) if await is_let_go(self._objects, key)}
+        gone = {key for key in sorted(keys) if await is_dropped(self._objects, key)}
         if not gone:
             return piece, error
         left = replace(piece, refs=[ref for ref in piece.refs if ref.object_key not in gone])
@@ -153,29 +154,33 @@ class Reconciler:
         (found,) = await read_batches(self._l0, [left.refs], self._cache)
         return left, found
 
-    async def _choose(self, topic_id: str, partitions: Collection[int]) -> tuple[list[Piece], bool]:
+    async def _choose_pieces(self, topic_id: str, partitions: Collection[int]) -> tuple[list[PartitionPiece], bool]:
         """Select the pieces of the next object; return them and whether there is more."""
         led = {
             partition: each
             for partition in partitions
             if (each := self._led.get((topic_id, partition))) is not None
             and each.is_open
-            and each.stable_end > each.state.hot_start
+            and each.last_stable > each.state.hot_start
         }
-        places = await self._rows.places(topic_id, sorted(led))
+        places = await self._rows.partition_rows(topic_id, sorted(led))
         room = self._settings.l1_object_bytes
-        pieces: list[Piece] = []
+        pieces: list[PartitionPiece] = []
         full = False
         for partition in sorted(led, key=lambda p: (self._waiting.get((topic_id, p), 0), p)):
             try:
-                start, end = await self._span(led[partition], places[partition])
+                start, end = await self._movable_range(led[partition], places[partition])
             except TidemillError as error:
-                self._left_out(topic_id, partition, error)
+                self._record_left_out(topic_id, partition, error)
                 continue
             state = led[partition].state
             if not led[partition].is_open or start < state.hot_start or end <= start:
                 continue
-            piece = cut(state, partition, start, end, room, at_least_one=not pieces) if len(pieces) < PIECES else None
+            piece = (
+                cut_piece(state, partition, start, end, room, at_least_one=not pieces)
+                if len(pieces) < OBJECT_PARTITIONS_MAX
+                else None
+            )
             if piece is not None:
                 pieces.append(piece)
                 room -= piece.size_bytes
@@ -187,16 +192,16 @@ class Reconciler:
                 self._waiting.pop((topic_id, partition), None)
         return pieces, full
 
-    def _left_out(self, topic_id: str, partition: int, error: TidemillError) -> None:
+    def _record_left_out(self, topic_id: str, partition: int, error: TidemillError) -> None:
         self.figures.left_out += 1
         _log.warning("a partition is left out of an L1 object", partition=f"{topic_id}/{partition}", cause=str(error))
 
-    async def _span(self, led: PartitionLeader, place: Place) -> tuple[int, int]:
+    async def _movable_range(self, led: PartitionLeader, place: PartitionRows) -> tuple[int, int]:
         """Return the offsets that may move now. Correct the log if the rows are ahead of it."""
         state, copy, row = led.state, place.checkpoint, place.l1
         if copy is None:
             return 0, 0
-        end = min(led.stable_end, copy.next_offset)
+        end = min(led.last_stable, copy.next_offset)
         if row is None:
             # L1 may not begin above the checkpoint's log start (RFC 0005, X1).
             return (state.log_start if state.log_start <= copy.log_start else end), end
@@ -208,7 +213,7 @@ class Reconciler:
             )
         if row.next > state.reconciled:
             self.figures.corrected += 1
-            led.reconciled_to(min(row.next, state.high_watermark))
+            led.advance_reconciled(min(row.next, state.high_watermark))
         start = state.log_start
         if row.next >= start:
             return row.next, end
@@ -218,46 +223,48 @@ class Reconciler:
         await self._rows.set_start(led.topic_id, led.partition, start)
         return start, end
 
-    async def _upload(self, topic_id: str, taken: Sequence[Taken]) -> int:
+    async def _upload(self, topic_id: str, taken: Sequence[PieceBatches]) -> int:
         """Upload and add an object; return its size.
 
         Raises Unavailable, Unknown, Invalid: L1 does not refer to the object, or the next round finds that it does.
         """
-        parts, footer = await _in_a_thread_if_many(partial(_build, topic_id, fault=self._settings.fault), taken)
+        parts, footer = await _run_in_thread_if_large(
+            partial(_build_object, topic_id, fault=self._settings.fault), taken
+        )
         name = object_id(self._clock.now_ms(), self._rand.nonce())
         await self._rows.register(topic_id, name)
         await self._objects.put(l1_key(topic_id, name), parts)
         if self._settings.fault == "forget-before-add":
             for piece, _ in taken:
-                self._led[topic_id, piece.partition].reconciled_to(piece.end)
+                self._led[topic_id, piece.partition].advance_reconciled(piece.end)
         terms = {piece.partition: piece.terms for piece, _ in taken}
         size = sum(len(part) for part in parts)
-        nexts = await self._rows.add(Add(topic_id, name, size, footer.regions, terms))
+        nexts = await self._rows.add(AddRequest(topic_id, name, size, footer.regions, terms))
         for piece, _ in taken:
             led, following = self._led.get((topic_id, piece.partition)), nexts[piece.partition]
             self.figures.corrected += following != piece.end
             if led is not None:
-                aborted_start = await self._unread_below(led)
-                led.reconciled_to(min(following, led.state.high_watermark), aborted_start)
+                aborted_start = await self._aborted_start(led)
+                led.advance_reconciled(min(following, led.state.high_watermark), aborted_start)
         self.figures.objects += 1
         self.figures.moved_bytes += size
         return size
 
-    async def _unread_below(self, led: PartitionLeader) -> int:
+    async def _aborted_start(self, led: PartitionLeader) -> int:
         """Return the offset below which no reader needs aborted transactions: compaction has removed their records."""
-        if not led.config.compacts or not len(led.state.aborted):
+        if not led.config.is_compacted or not len(led.state.aborted):
             return 0
-        row, _ = await self._rows.cleaned(led.topic_id, led.partition)
+        row, _ = await self._rows.compaction_progress(led.topic_id, led.partition)
         return row.settled
 
 
-async def _in_a_thread_if_many(work: Callable[[Sequence[Taken]], T], taken: Sequence[Taken]) -> T:
+async def _run_in_thread_if_large(work: Callable[[Sequence[PieceBatches]], T], taken: Sequence[PieceBatches]) -> T:
     if sum(len(batches) for _, batches in taken) > INLINE_BATCHES:
         return await asyncio.to_thread(work, taken)
     return work(taken)
 
 
-def _build(topic_id: str, taken: Sequence[Taken], fault: str = "") -> tuple[list[Buffer], Footer]:
+def _build_object(topic_id: str, taken: Sequence[PieceBatches], fault: str = "") -> tuple[list[Buffer], Footer]:
     build = ObjectBuilder(topic_id)
     for piece, batches in taken:
         begin = piece.start
@@ -268,7 +275,7 @@ def _build(topic_id: str, taken: Sequence[Taken], fault: str = "") -> tuple[list
                 if not parse_header(b).attributes & CONTROL
             )
             begin = max(begin, next(data, begin))
-        build.begin(piece.partition, begin)
+        build.begin_range(piece.partition, begin)
         for ref, batch in zip(piece.refs, batches, strict=True):
             build.add(batch, ref.base_offset, ref.base_offset + ref.record_count, ref.max_timestamp_ms)
         build.end(piece.end)

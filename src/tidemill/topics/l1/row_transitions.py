@@ -22,13 +22,13 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS
 from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow, L1PartitionRow, L1TermRow
-from tidemill.topics.l1.format import Region
+from tidemill.topics.l1.format import L1Region
 
-Written = list[tuple[bytes, bytes]]
+RowWrites = list[tuple[bytes, bytes]]
 """Rows to write, as keys and values; an empty value deletes."""
 
 
-class Add(msgspec.Struct, frozen=True):
+class AddRequest(msgspec.Struct, frozen=True):
     """Request to refer to an object, with offsets and sizes as in `format.Region`.
 
     `terms`: by partition, (term, its first offset) of all terms that placed the offsets of its extents, ascending.
@@ -37,7 +37,7 @@ class Add(msgspec.Struct, frozen=True):
     topic_id: str
     object_id: str
     object_bytes: int
-    regions: tuple[Region, ...]
+    regions: tuple[L1Region, ...]
     terms: Mapping[int, Sequence[tuple[int, int]]]
 
 
@@ -49,17 +49,17 @@ class ReadRows(msgspec.Struct, frozen=True):
     objects: Mapping[str, L1ObjectRow]
 
 
-class Added(msgspec.Struct, frozen=True):
-    """Result of `add`.
+class AddResult(msgspec.Struct, frozen=True):
+    """Result of `add_object`.
 
     `next` by partition: its next offset, which is not the end of its extents if they were left out.
     """
 
-    rows: Written
+    rows: RowWrites
     next: dict[int, int]
 
 
-class Replace(msgspec.Struct, frozen=True):
+class ReplaceRequest(msgspec.Struct, frozen=True):
     """Request to refer to an object in place of whole extents.
 
     `epochs`: by partition, the compaction epoch of its row when the extents were read from which the regions were
@@ -69,33 +69,33 @@ class Replace(msgspec.Struct, frozen=True):
     topic_id: str
     object_id: str
     object_bytes: int
-    regions: tuple[Region, ...]
+    regions: tuple[L1Region, ...]
     epochs: Mapping[int, int]
 
 
-class Replaced(msgspec.Struct, frozen=True):
+class ReplaceResult(msgspec.Struct, frozen=True):
     """Result of `replace_extents`.
 
     `stale`: partitions whose extents changed since they were read; theirs are not replaced.
     """
 
-    rows: Written
+    rows: RowWrites
     stale: tuple[int, ...]
 
 
-class Trimmed(msgspec.Struct, frozen=True):
+class TrimResult(msgspec.Struct, frozen=True):
     """Result of `set_start`. `more`: extents below the start are left for another commit."""
 
-    rows: Written
+    rows: RowWrites
     more: bool
 
 
-def register(topic_id: str, object_id: str, at_ms: int) -> L1ObjectRow:
+def new_object_row(topic_id: str, object_id: str, at_ms: int) -> L1ObjectRow:
     return L1ObjectRow(topic_id, object_id, updated_ms=at_ms)
 
 
 def was_added(row: L1ObjectRow | None) -> bool:
-    """Return whether the one `add` of this object took place. An extent always has some bytes."""
+    """Return whether the one `add_object` of this object took place. An extent always has some bytes."""
     return row is not None and row.registered and row.total_bytes > 0
 
 
@@ -107,19 +107,19 @@ def is_garbage(row: L1ObjectRow) -> bool:
     return row.registered and row.removed_bytes == row.total_bytes
 
 
-def expire(row: L1ObjectRow, at_ms: int) -> L1ObjectRow | None:
-    """Return the row that prevents any later `add` from registering it, or None if one has."""
+def expire_registration(row: L1ObjectRow, at_ms: int) -> L1ObjectRow | None:
+    """Return the row that prevents any later `add_object` from registering it, or None if one has."""
     return None if row.registered else replace(row, registered=True, updated_ms=at_ms)
 
 
-def add(held: ReadRows, request: Add, at_ms: int) -> Added:
+def add_object(held: ReadRows, request: AddRequest, at_ms: int) -> AddResult:
     """Refer to an uploaded object.
 
     Raises InvalidError if the request contradicts itself or the stored terms, or names an object that was not
     registered for it or has expired.
     """
-    known = _unregistered(held, request.object_id)
-    rows: Written = []
+    known = _check_unregistered(held, request.object_id)
+    rows: RowWrites = []
     nexts: dict[int, int] = {}
     total = removed = 0
     for partition, group in groupby(request.regions, key=lambda region: region.partition):
@@ -138,27 +138,27 @@ def add(held: ReadRows, request: Add, at_ms: int) -> Added:
             nexts[partition] = row.next
             continue
         rows += _new_terms(request, held.terms.get(partition), regions)
-        row, extents = _appended(row, request.object_id, regions)
+        row, extents = _append_extents(row, request.object_id, regions)
         rows += [L1_EXTENTS.encode(extent) for extent in extents]
         rows.append(L1_PARTITIONS.encode(row))
         nexts[partition] = row.next
     if not nexts:
         raise InvalidError(f"an L1 object has no region: object={request.object_id}.")
-    rows.append(_registered(known, total, removed, request.object_bytes, at_ms))
-    return Added(rows, nexts)
+    rows.append(_registered_row(known, total, removed, request.object_bytes, at_ms))
+    return AddResult(rows, nexts)
 
 
 def replace_extents(
-    held: ReadRows, standing: Mapping[int, Sequence[L1ExtentRow]], request: Replace, at_ms: int
-) -> Replaced:
+    held: ReadRows, standing: Mapping[int, Sequence[L1ExtentRow]], request: ReplaceRequest, at_ms: int
+) -> ReplaceResult:
     """Replace extents by those of a new object.
 
     `standing`: by partition, the extents with an offset in the range of its regions, ascending, read with its row.
     `held.objects`: their objects, and the new one.
-    Raises InvalidError like `add`, and if every partition is stale.
+    Raises InvalidError like `add_object`, and if every partition is stale.
     """
-    known = _unregistered(held, request.object_id)
-    rows: Written = []
+    known = _check_unregistered(held, request.object_id)
+    rows: RowWrites = []
     stale: list[int] = []
     gone: list[L1ExtentRow] = []
     total = removed = 0
@@ -168,14 +168,14 @@ def replace_extents(
         weight = sum(region.size_bytes + region.index_bytes for region in regions)
         total += weight
         row, old = held.partitions.get(partition), standing.get(partition, ())
-        if row is None or not _covers(row, old, regions, request.epochs[partition]):
+        if row is None or not _regions_match(row, old, regions, request.epochs[partition]):
             removed += weight
             stale.append(partition)
             continue
         # The old first extent's bound covers all extents before it, and is a valid start for the new ones and those
         # after.
         before = replace(row, highest_timestamp_ms=old[0].highest_timestamp_ms)
-        changed, extents = _appended(before, request.object_id, regions)
+        changed, extents = _append_extents(before, request.object_id, regions)
         bases = {extent.base_offset for extent in extents}
         rows += [(L1_EXTENTS.key_of(extent), b"") for extent in old if extent.base_offset not in bases]
         rows += [L1_EXTENTS.encode(extent) for extent in extents]
@@ -189,12 +189,12 @@ def replace_extents(
         gone += old
     if not gone:
         raise InvalidError(f"all extents that an L1 object replaces have changed: object={request.object_id}.")
-    rows += _charged(gone, held.objects, at_ms)
-    rows.append(_registered(known, total, removed, request.object_bytes, at_ms))
-    return Replaced(rows, tuple(stale))
+    rows += _charge_removed(gone, held.objects, at_ms)
+    rows.append(_registered_row(known, total, removed, request.object_bytes, at_ms))
+    return ReplaceResult(rows, tuple(stale))
 
 
-def _covers(row: L1PartitionRow, old: Sequence[L1ExtentRow], regions: Sequence[Region], epoch: int) -> bool:
+def _regions_match(row: L1PartitionRow, old: Sequence[L1ExtentRow], regions: Sequence[L1Region], epoch: int) -> bool:
     """Return whether the regions match exactly these extents, and the extents have not changed since they were read."""
     return (
         row.compaction_epoch == epoch
@@ -204,7 +204,7 @@ def _covers(row: L1PartitionRow, old: Sequence[L1ExtentRow], regions: Sequence[R
     )
 
 
-def _unregistered(held: ReadRows, object_id: str) -> L1ObjectRow:
+def _check_unregistered(held: ReadRows, object_id: str) -> L1ObjectRow:
     known = held.objects.get(object_id)
     if known is None or known.registered:
         raise InvalidError(
@@ -214,7 +214,7 @@ def _unregistered(held: ReadRows, object_id: str) -> L1ObjectRow:
     return known
 
 
-def _registered(known: L1ObjectRow, total: int, removed: int, object_bytes: int, at_ms: int) -> tuple[bytes, bytes]:
+def _registered_row(known: L1ObjectRow, total: int, removed: int, object_bytes: int, at_ms: int) -> tuple[bytes, bytes]:
     return L1_OBJECTS.encode(
         replace(
             known,
@@ -227,7 +227,7 @@ def _registered(known: L1ObjectRow, total: int, removed: int, object_bytes: int,
     )
 
 
-def _check_regions(regions: Sequence[Region]) -> None:
+def _check_regions(regions: Sequence[L1Region]) -> None:
     for region in regions:
         if region.last_offset < region.base_offset or region.index_bytes < 1 or region.size_bytes < 0:
             raise InvalidError(f"a region of an L1 object is inverted or empty: {region}.")
@@ -239,7 +239,7 @@ def _check_regions(regions: Sequence[Region]) -> None:
             )
 
 
-def _new_terms(request: Add, newest: L1TermRow | None, regions: Sequence[Region]) -> Written:
+def _new_terms(request: AddRequest, newest: L1TermRow | None, regions: Sequence[L1Region]) -> RowWrites:
     """Return the rows of the terms that are not stored yet."""
     partition, base, last = regions[0].partition, regions[0].base_offset, regions[-1].last_offset
     terms = list(request.terms.get(partition, ()))
@@ -259,8 +259,8 @@ def _new_terms(request: Add, newest: L1TermRow | None, regions: Sequence[Region]
     return [L1_TERMS.encode(L1TermRow(request.topic_id, partition, term, first)) for term, first in terms]
 
 
-def _appended(
-    row: L1PartitionRow, object_id: str, regions: Sequence[Region]
+def _append_extents(
+    row: L1PartitionRow, object_id: str, regions: Sequence[L1Region]
 ) -> tuple[L1PartitionRow, list[L1ExtentRow]]:
     highest = row.highest_timestamp_ms
     extents = []
@@ -298,7 +298,7 @@ def set_start(
     oldest: Sequence[L1ExtentRow],
     objects: Mapping[str, L1ObjectRow],
     at_ms: int,
-) -> Trimmed:
+) -> TrimResult:
     """Start the partition at `start`, unless it already starts later.
 
     `oldest`: its first extents, ascending; `objects`: their objects. A start beyond `next` empties the partition and
@@ -315,12 +315,12 @@ def set_start(
         extent_count=row.extent_count - len(gone),
     )
     if changed == row:
-        return Trimmed([], False)
-    rows: Written = [L1_PARTITIONS.encode(changed), *((L1_EXTENTS.key_of(extent), b"") for extent in gone)]
-    return Trimmed([*rows, *_charged(gone, objects, at_ms)], more)
+        return TrimResult([], False)
+    rows: RowWrites = [L1_PARTITIONS.encode(changed), *((L1_EXTENTS.key_of(extent), b"") for extent in gone)]
+    return TrimResult([*rows, *_charge_removed(gone, objects, at_ms)], more)
 
 
-def _charged(gone: Sequence[L1ExtentRow], objects: Mapping[str, L1ObjectRow], at_ms: int) -> Written:
+def _charge_removed(gone: Sequence[L1ExtentRow], objects: Mapping[str, L1ObjectRow], at_ms: int) -> RowWrites:
     removed: dict[str, int] = {}
     for extent in gone:
         removed[extent.object_id] = removed.get(extent.object_id, 0) + extent.weight_bytes

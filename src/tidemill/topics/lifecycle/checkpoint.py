@@ -18,32 +18,32 @@ from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.metastore.backup.checkpoint import Group, Unit, each_readable
+from tidemill.metastore.backup.checkpoint import Group, Unit, gather_readable
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.extents import ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.store import ObjectStore
-from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, partition_log, place_of
-from tidemill.topics.partition.row_codec import aborted_rows, extents, partition_row
+from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
+from tidemill.topics.partition.row_codec import build_aborted_rows, build_extents, build_partition_row
 from tidemill.topics.partition.state import PartitionState
 
-FOLLOWED_AT_ONCE = 16
+CONCURRENT_FOLLOWERS = 16
 """Limit of partition logs that are read concurrently."""
 
-FOLLOWED_ROUNDS = 60
+IDLE_ROUNDS_MAX = 60
 """Rounds without a change after which a partition's state is dropped; its next change reads the rollup again."""
 
 SLICE_ROWS = 200
 """Limit of rows in one group, which is written atomically."""
 
-STRETCH_S = 0.002
+LOOP_SLICE_S = 0.002
 """Time in one turn of the loop for all partitions together: a checkpoint can wait, other tasks of the loop cannot."""
 
-Place = tuple[str, int]
+PartitionKey = tuple[str, int]
 
 
-class Scan(Protocol):
+class RowScan(Protocol):
     def __call__(self, prefix: bytes, *, reverse: bool = False) -> AsyncIterator[tuple[list[bytes], list[bytes]]]:
         """Yield chunks of live rows (keys, values) with the key prefix, ascending, or descending if `reverse`."""
         ...
@@ -58,15 +58,15 @@ class PartitionsStage:
     name = "partitions"
 
     def __init__(self, consensus: Consensus, objects: ObjectStore, metastore: Metastore, clock: Clock) -> None:
-        self._pace = CoopBudget(clock, STRETCH_S)
+        self._pace = CoopBudget(clock, LOOP_SLICE_S)
         self._consensus = consensus
         self._objects = objects
         self._metastore = metastore
         self._logs = ChangedLogs(consensus, LOG_PREFIX)
-        self._followers: dict[Place, PartitionFollower] = {}
+        self._followers: dict[PartitionKey, PartitionFollower] = {}
         """Followers by partition, the longest idle first."""
-        self._gathered: list[Place] = []
-        self._rows: dict[Place, PartitionRow] = {}
+        self._gathered: list[PartitionKey] = []
+        self._rows: dict[PartitionKey, PartitionRow] = {}
         """Rows found by `load` for partitions that no round has written yet."""
         self._stored: set[str] = set()
         """Ids of topics that have rows."""
@@ -77,7 +77,7 @@ class PartitionsStage:
     async def load(self) -> None:
         """Start from the stored rows."""
         self._followers.clear()
-        self._logs.restart()
+        self._logs.reset()
         self._rows = {(row.topic_id, row.partition): row for row in await self._metastore.rows(PARTITIONS)}
         self._stored = {topic_id for topic_id, _ in self._rows}
 
@@ -88,8 +88,8 @@ class PartitionsStage:
         """
         self._round += 1
         counts = {row.topic_id: row.partitions for row in await self._metastore.rows(TOPICS)}
-        self._gathered = await self._changed(counts)
-        slots = asyncio.Semaphore(FOLLOWED_AT_ONCE)
+        self._gathered = await self._changed_partitions(counts)
+        slots = asyncio.Semaphore(CONCURRENT_FOLLOWERS)
 
         async def follow(follower: PartitionFollower) -> Unit:
             async with slots:
@@ -104,34 +104,34 @@ class PartitionsStage:
             follower.round = self._round
             self._followers[place] = follower
         live = {f"{at[0]}/{at[1]}": follow(self._followers[at]) for at in self._gathered}
-        units = await each_readable(live, self.unreadable)
+        units = await gather_readable(live, self.unreadable)
         self._gone = self._stored - counts.keys()
         for topic_id in sorted(self._gone):
             units[topic_id] = await self._deletions(topic_id)
         return units
 
-    async def _changed(self, counts: Mapping[str, int]) -> list[Place]:
+    async def _changed_partitions(self, counts: Mapping[str, int]) -> list[PartitionKey]:
         """Return the partitions to examine. `counts` must be read before the logs."""
         places = {place for place in self._rows if place[0] in counts}
 
-        def there(name: str) -> bool:
-            topic_id, partition = place_of(name)
+        def exists(name: str) -> bool:
+            topic_id, partition = parse_log_name(name)
             return partition < counts.get(topic_id, 0)
 
         silent: list[str] = []
-        for name, head in (await self._logs.look(there)).items():
-            if head.next == 0 and place_of(name) not in places:
+        for name, head in (await self._logs.next_changed(exists)).items():
+            if head.next == 0 and parse_log_name(name) not in places:
                 silent.append(name)  # Opened, but without any record.
             else:
-                places.add(place_of(name))
+                places.add(parse_log_name(name))
         self._logs.done(silent)
         return sorted(places)
 
-    def late(self, before: Set[str]) -> set[str]:
+    def late_things(self, before: Set[str]) -> set[str]:
         """Return the unreadable partitions and the ids of their topics."""
         return {name for thing in self.unreadable for name in (thing, thing.rpartition("/")[0])}
 
-    def written(self, late: Set[str]) -> None:
+    def mark_written(self, late: Set[str]) -> None:
         for place in self._gathered:
             name, follower = f"{place[0]}/{place[1]}", self._followers[place]
             if name in late:
@@ -148,11 +148,11 @@ class PartitionsStage:
             self._followers.pop(place, None)
             self._rows.pop(place, None)
         self._gone = set()
-        self._let_go()
+        self._drop_idle_followers()
 
-    def _let_go(self) -> None:
+    def _drop_idle_followers(self) -> None:
         for place, follower in list(self._followers.items()):
-            if follower.round > self._round - FOLLOWED_ROUNDS:
+            if follower.round > self._round - IDLE_ROUNDS_MAX:
                 break
             del self._followers[place]
 
@@ -171,7 +171,7 @@ class PartitionsStage:
 class PartitionFollower:
     """Follows one partition's log and computes the missing rows. Batches that are written are released from memory.
 
-    `row` is the partition row in the metastore, or None; `written` updates it.
+    `row` is the partition row in the metastore, or None; `mark_written` updates it.
     """
 
     def __init__(
@@ -191,8 +191,9 @@ class PartitionFollower:
         self._next_row: PartitionRow | None = row
         self._swept = self._next_swept = False
 
-    async def gather(self, scan: Scan) -> Unit:
-        """Return the groups of rows to write, in this order, each atomically; [] if nothing changed since `written`.
+    async def gather(self, scan: RowScan) -> Unit:
+        """Return the groups of rows to write, in this order, each atomically; [] if nothing changed since
+        `mark_written`.
 
         Reads only what was appended to the log. Raises CorruptError (also if the log holds less than the rows),
         Unavailable.
@@ -200,7 +201,7 @@ class PartitionFollower:
         pace = self._pace
         self._state, _ = await catch_up(self._consensus, self._objects, self._log, self._state, pace=pace)
         row = self.row or PartitionRow(self.topic_id, self.partition, 0, 0, log_position=-1)
-        new = partition_row(self._state, self.topic_id, self.partition)
+        new = build_partition_row(self._state, self.topic_id, self.partition)
         if new.next_offset < row.next_offset or new.log_start < row.log_start or new.reconciled < row.reconciled:
             # This is another incarnation of the topic id. Rows that may be all that is left of the earlier one are not
             # overwritten.
@@ -211,11 +212,11 @@ class PartitionFollower:
             )
         fresh: list[ExtentRow] = []
         written: list[Group] = []
-        for extent in extents(self._state, self.topic_id, self.partition, row.next_offset):
+        for extent in build_extents(self._state, self.topic_id, self.partition, row.next_offset):
             fresh.append(extent)
             written.append([EXTENTS.encode(extent)])
-            if pace.due:
-                await pace.rest()  # Safe: only this call changes the state.
+            if pace.is_used_up:
+                await pace.wait_for_turn()  # Safe: only this call changes the state.
         new = replace(
             new,
             size_bytes=row.size_bytes + sum(extent.size_bytes for extent in fresh),
@@ -226,20 +227,20 @@ class PartitionFollower:
         # The row lists transactions as open that a restore ended; they ended at the row's last offset, without a
         # marker.
         aborted_from = row.next_offset - 1 if row.transactions else row.next_offset
-        aborted = aborted_rows(self._state, self.topic_id, self.partition, aborted_from)
-        written += _sliced([ABORTED.encode(each) for each in aborted])
+        aborted = build_aborted_rows(self._state, self.topic_id, self.partition, aborted_from)
+        written += _slice_rows([ABORTED.encode(each) for each in aborted])
         standing = {key for group in written for key, _ in group}
-        groups = await self._sweep(scan, row.next_offset, standing) if fresh else []
+        groups = await self._stale_rows(scan, row.next_offset, standing) if fresh else []
         groups += written
         self._next_swept = self._swept or bool(fresh)
         remembered, before = (max(each.log_start, each.aborted_start) for each in (new, row))
         if new.hot_start > row.hot_start or remembered > before:
-            gone = await self._forgotten(scan, new.hot_start)
+            gone = await self._expired_extents(scan, new.hot_start)
             new = replace(new, size_bytes=new.size_bytes - sum(extent.size_bytes for extent in gone))
             # Before its extents are deleted: a partition row never counts an offset that no extent row holds.
             groups.append([PARTITIONS.encode(new)])
             groups += [[(EXTENTS.key_of(extent), b"")] for extent in gone]
-            groups += _sliced(await self._ended(scan, remembered))
+            groups += _slice_rows(await self._expired_transactions(scan, remembered))
         else:
             groups.append([PARTITIONS.encode(new)])
         self._next_row = new
@@ -249,9 +250,9 @@ class PartitionFollower:
         """Note that the result of the last `gather` is committed."""
         self.row = self._next_row
         self._swept = self._next_swept
-        _forget_batches(self._state)
+        _drop_batches(self._state)
 
-    async def _sweep(self, scan: Scan, next_offset: int, standing: Container[bytes]) -> list[Group]:
+    async def _stale_rows(self, scan: RowScan, next_offset: int, standing: Container[bytes]) -> list[Group]:
         """Return deletions of rows beyond the partition row, once, before the row reaches them.
 
         Within one incarnation of a log such rows are simply overwritten, because runs are always cut in the same way.
@@ -267,9 +268,9 @@ class PartitionFollower:
                 stale += [(key, b"") for key in past if key not in standing]
                 if len(past) < len(keys):
                     break
-        return _sliced(stale)
+        return _slice_rows(stale)
 
-    async def _forgotten(self, scan: Scan, start: int) -> list[ExtentRow]:
+    async def _expired_extents(self, scan: RowScan, start: int) -> list[ExtentRow]:
         """Return the stored extents that are wholly below `start`."""
         found: list[ExtentRow] = []
         async for keys, values in scan(EXTENTS.prefix(self.topic_id, self.partition)):
@@ -280,7 +281,7 @@ class PartitionFollower:
                 found.append(extent)
         return found
 
-    async def _ended(self, scan: Scan, start: int) -> Group:
+    async def _expired_transactions(self, scan: RowScan, start: int) -> Group:
         """Return deletions of the transactions that were aborted wholly below `start`."""
         found: Group = []
         async for keys, values in scan(ABORTED.prefix(self.topic_id, self.partition)):
@@ -291,11 +292,11 @@ class PartitionFollower:
         return found
 
 
-def _sliced(rows: Group) -> list[Group]:
+def _slice_rows(rows: Group) -> list[Group]:
     return [rows[at : at + SLICE_ROWS] for at in range(0, len(rows), SLICE_ROWS)]
 
 
-def _forget_batches(state: PartitionState) -> None:
+def _drop_batches(state: PartitionState) -> None:
     """Drop the batches: for later commands `apply` needs only the high watermark and the open transactions."""
     for column in (
         state.bases,

@@ -24,7 +24,7 @@ from tidemill.topics.partition.rollup import write_rollup
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.produce.producer_ids import REGISTER as PRODUCER_IDS_REGISTER
 
-TERMS_APART = 1000
+TERM_GAP = 1000
 """Distance of the new leader epochs from the old ones. The epochs of the old cluster's lost tail are never reused, so
 Kafka clients detect where it was truncated."""
 
@@ -55,7 +55,7 @@ async def restore_partition(
                 f"the bucket does not accept objects: log={log}.", fix="Check it with: tidemill doctor"
             )
         filler = encode_command(PlaceBatches(state.last_at_ms, (), ()))
-        term = max((term for term, _ in state.terms), default=0) + TERMS_APART
+        term = max((term for term, _ in state.terms), default=0) + TERM_GAP
         while head.next == 0:
             with contextlib.suppress(
                 UnknownOutcomeError, ConflictError

@@ -19,18 +19,18 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.api import RecordsStillNeededError
-from tidemill.topics.config.configs import TopicConfig, stored_config
+from tidemill.topics.config.configs import TopicConfig, parse_stored_config
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.membership import Assignment
 from tidemill.topics.partition.leader import PartitionLeader
-from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, partition_log, place_of
+from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
 from tidemill.topics.partition.state import PartitionState
 
 _log = structlog.get_logger()
@@ -49,11 +49,11 @@ class RetentionHolds(Protocol):
         ...
 
 
-async def no_holds(topic: TopicRow) -> Mapping[int, int]:
+async def no_retention_holds(topic: TopicRow) -> Mapping[int, int]:
     return {}
 
 
-def kept_start(state: PartitionState, config: TopicConfig, now_ms: int) -> int:
+def retained_start(state: PartitionState, config: TopicConfig, now_ms: int) -> int:
     """Return where the log may start: not before its current start, and not within an open transaction. Pure."""
     gone = 0
     if config.retention_ms >= 0:
@@ -66,26 +66,26 @@ def kept_start(state: PartitionState, config: TopicConfig, now_ms: int) -> int:
     return max(state.log_start, min(state.next_base(gone - 1), state.last_stable)) if gone else state.log_start
 
 
-def has_retention(row: TopicRow) -> TopicConfig | None:
+def retention_config(row: TopicRow) -> TopicConfig | None:
     """Return the config of a topic with retention, else None.
 
     A captured table's topic has none: a later pipeline begins with its snapshot.
     """
-    config = stored_config(row.config)
-    return config if row.kind == "stream" and config.forgets else None
+    config = parse_stored_config(row.config)
+    return config if row.kind == "stream" and config.has_retention else None
 
 
 def is_compacted(row: TopicRow) -> bool:
     """Return whether the topic is compacted by key."""
-    return "cleanup.policy" in row.config and stored_config(row.config).compacts
+    return "cleanup.policy" in row.config and parse_stored_config(row.config).is_compacted
 
 
-def config_of(row: TopicRow) -> TopicConfig:
+def effective_config(row: TopicRow) -> TopicConfig:
     """Return the typed config that the leader applies."""
-    return replace(stored_config(row.config), captured=row.kind == "capture")
+    return replace(parse_stored_config(row.config), captured=row.kind == "capture")
 
 
-class Retainer:
+class RetentionRunner:
     """Retention rounds of one node, over the partitions that it leads or would lead."""
 
     def __init__(
@@ -113,17 +113,17 @@ class Retainer:
         self._topics: Mapping[str, TopicRow] = {}
         self._configs: dict[str, TopicConfig] = {}
         """Configs of the topics with retention."""
-        self.holds: RetentionHolds = no_holds
+        self.holds: RetentionHolds = no_retention_holds
 
-    async def round(self, topics: Mapping[str, TopicRow]) -> None:
+    async def run_round(self, topics: Mapping[str, TopicRow]) -> None:
         """Run one round. `topics`: a recent catalogue; a new mapping if it changed.
 
         A topic that fails is retried in the next round and does not affect the others. Raises Unavailable.
         """
         for led in list(self._led.values()):
-            led.settle(self._settings.settle_after_s)
-        self._note(topics)
-        await self._look(topics)
+            led.settle_if_due(self._settings.settle_after_s)
+        self._apply_catalogue(topics)
+        await self._schedule_written(topics)
         now_ms = self._clock.now_ms()
         due: dict[str, list[int]] = {}
         for (topic_id, partition), due_ms in self._due_ms.items():
@@ -131,42 +131,44 @@ class Retainer:
                 due.setdefault(topic_id, []).append(partition)
         for topic_id, partitions in due.items():
             try:
-                await self._topic(topics[topic_id], self._configs[topic_id], partitions)
+                await self._apply_to_topic(topics[topic_id], self._configs[topic_id], partitions)
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                _log.warning("retention of a topic is delayed", topic=topics[topic_id].name, cause=sentence(error))
+                _log.warning(
+                    "retention of a topic is delayed", topic=topics[topic_id].name, cause=error_sentence(error)
+                )
 
-    def _note(self, topics: Mapping[str, TopicRow]) -> None:
+    def _apply_catalogue(self, topics: Mapping[str, TopicRow]) -> None:
         """Schedule the partitions of topics that were added, removed or reconfigured."""
         if topics is self._topics:
             return
         self._topics = topics
-        configs = {row.topic_id: config for row in topics.values() if (config := has_retention(row)) is not None}
+        configs = {row.topic_id: config for row in topics.values() if (config := retention_config(row)) is not None}
         changed = {id for id in configs.keys() | self._configs.keys() if configs.get(id) != self._configs.get(id)}
         self._configs = configs
         self._due_ms = {
-            key: self._at_once(key[0]) if key[0] in changed else due_ms
+            key: self._initial_due_ms(key[0]) if key[0] in changed else due_ms
             for key, due_ms in self._due_ms.items()
             if key[0] in topics
         }
 
-    def _at_once(self, topic_id: str) -> int:
+    def _initial_due_ms(self, topic_id: str) -> int:
         return 0 if topic_id in self._configs else NEVER_MS
 
-    async def _look(self, topics: Mapping[str, TopicRow]) -> None:
+    async def _schedule_written(self, topics: Mapping[str, TopicRow]) -> None:
         """Schedule the partitions that were written to since the last round."""
 
-        def there(name: str) -> bool:
-            topic_id, partition = place_of(name)
+        def exists(name: str) -> bool:
+            topic_id, partition = parse_log_name(name)
             row = topics.get(topic_id)
             return row is not None and partition < row.partitions
 
-        written = await self._logs.look(there)
+        written = await self._logs.next_changed(exists)
         for name, head in written.items():
-            key = place_of(name)
+            key = parse_log_name(name)
             if head.next:
-                self._due_ms[key] = self._at_once(key[0])
+                self._due_ms[key] = self._initial_due_ms(key[0])
         self._logs.done(written)
 
     async def check_unread(self, row: TopicRow, partition: int, offset: int) -> None:
@@ -187,20 +189,20 @@ class Retainer:
                 fix=f"Wait for it (tidemill topic describe {row.name}), or delete the pipeline.",
             )
 
-    async def _topic(self, row: TopicRow, config: TopicConfig, partitions: list[int]) -> None:
+    async def _apply_to_topic(self, row: TopicRow, config: TopicConfig, partitions: list[int]) -> None:
         holds: Mapping[int, int] | None = None
         asked = False
         for partition in partitions:
-            led = await self._due(row, partition, config)
+            led = await self._led_if_due(row, partition, config)
             if led is None:
                 continue
             if not asked:
                 holds, asked = await self.holds(row), True
-            start, _ = await self._kept((row.topic_id, partition), led.state, config)
+            start, _ = await self._retention_start((row.topic_id, partition), led.state, config)
             if holds is not None:
-                led.start_at(min(start, holds.get(partition, start)))
+                led.advance_log_start(min(start, holds.get(partition, start)))
 
-    async def _due(self, row: TopicRow, partition: int, config: TopicConfig) -> PartitionLeader | None:
+    async def _led_if_due(self, row: TopicRow, partition: int, config: TopicConfig) -> PartitionLeader | None:
         """Return the led partition if some of its records may be deleted, else None."""
         key = (row.topic_id, partition)
         led = self._led.get(key)
@@ -210,21 +212,23 @@ class Retainer:
             state = led.state
         else:
             state, _ = await catch_up(self._consensus, self._objects, partition_log(*key), PartitionState())
-        start, oldest_ms = await self._kept(key, state, config)
+        start, oldest_ms = await self._retention_start(key, state, config)
         if start <= state.log_start:
             # By size, nothing is due before the next batch arrives, which changes the log.
             timed = config.retention_ms >= 0 and oldest_ms is not None
             self._due_ms[key] = oldest_ms + config.retention_ms + 1 if timed and oldest_ms is not None else NEVER_MS
             return None
         led = self._leading(*key)
-        await led.opened()
+        await led.wait_open()
         return led
 
-    async def _kept(self, key: PartitionKey, state: PartitionState, config: TopicConfig) -> tuple[int, int | None]:
+    async def _retention_start(
+        self, key: PartitionKey, state: PartitionState, config: TopicConfig
+    ) -> tuple[int, int | None]:
         """Return (where the log may start, newest time of what is deleted next): extents, oldest first, then the hot
         state."""
         now_ms, start, hot_start, left = self._clock.now_ms(), state.log_start, state.hot_start, state.size_bytes
-        hot, hot_ms = kept_start(state, config, now_ms), state.highest_timestamps[0] if len(state) else None
+        hot, hot_ms = retained_start(state, config, now_ms), state.highest_timestamps[0] if len(state) else None
         if start == hot_start:
             return hot, hot_ms
         row = await self._l1.partition(*key, fresh=False) if self._l1 is not None else None

@@ -13,11 +13,11 @@ from tidemill.topics.partition.commands import Advance
 from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 
-NOBODY = ""
+NO_WRITER = ""
 """Name of a writer without objects."""
 
 
-async def settle(
+async def settle_partition(
     consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, topic_id: str, partition: int
 ) -> None:
     """Append an Advance in a new term: batches that another writer has made so far and not placed can never be placed.
@@ -28,14 +28,14 @@ async def settle(
     appender = Appender(consensus, log, clock, rand, TopicSettings())
     await appender.fence()
     state, _ = await catch_up(consensus, objects, log, PartitionState())
-    command = Advance(max(clock.now_ms(), state.last_at_ms), state.log_start, NOBODY, 0)
+    command = Advance(max(clock.now_ms(), state.last_at_ms), state.log_start, NO_WRITER, 0)
     try:
         await appender.append(state.applied, encode_command(command))
     except LeadershipLostError as stop:
         raise UnavailableError(f"a partition was not settled: log={log} cause={stop.reason}", fix="Retry.") from stop
 
 
-async def end_log(consensus: Consensus, topic_id: str, partition: int) -> None:
+async def truncate_deleted_log(consensus: Consensus, topic_id: str, partition: int) -> None:
     """Truncate the log of a deleted topic's partition. Its head (some 100 bytes) remains and fences late writers.
 
     Raises UnavailableError, Unknown, Fenced: call again.

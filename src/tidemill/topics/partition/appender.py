@@ -69,11 +69,11 @@ class Appender:
             await self._pause()
         raise UnavailableError(f"a partition could not be taken over: log={self._log} cause={last}", fix="Retry.")
 
-    def told(self, head: LogHead) -> Appender:
+    def observe_head(self, head: LogHead) -> Appender:
         self._told_term, self._told_next = max(self._told_term, head.term), max(self._told_next, head.next)
         return self
 
-    def overtaken(self, position: int) -> bool:
+    def is_overtaken(self, position: int) -> bool:
         """Return whether another leader is known, or the log has entries at or after `position`.
 
         Two leaders that fenced concurrently can share a term. The first of them to append is the leader; the other one
@@ -97,7 +97,7 @@ class Appender:
                 await self._consensus.append(self._log, self.term, position, [record], nonce)
                 return
             except (ConflictError, FencedError) as refused:
-                if not doubtful or await self._refused_for_good(position, nonce):
+                if not doubtful or await self._is_finally_refused(position, nonce):
                     raise LeadershipLostError(refused.message, certain=True) from refused
                 return
             except UnavailableError:
@@ -106,7 +106,7 @@ class Appender:
                 raise LeadershipLostError(closed.message, certain=False) from closed
             except UnknownOutcomeError:
                 doubtful = True
-            if doubtful and (landed := await self._landed(position, nonce)):
+            if doubtful and (landed := await self._has_landed(position, nonce)):
                 return
             late = self._clock.monotonic_s() >= give_up_s
             if late and (last or landed is None):
@@ -115,18 +115,18 @@ class Appender:
             last = late
             await self._pause()
 
-    async def confirm(self, position: int) -> None:
+    async def confirm_leadership(self, position: int) -> None:
         """Check linearizably that this node still leads and has applied the whole log. Raises LeadershipLostError."""
         try:
             head = await self._consensus.log_head(self._log)
         except TidemillError as error:
             raise LeadershipLostError(error.message, certain=True, fault=error) from error
-        if self.told(head).overtaken(position):
+        if self.observe_head(head).is_overtaken(position):
             raise LeadershipLostError(
                 f"another leader took over: log={self._log} term={self.term} newer={head.term}.", certain=True
             )
 
-    async def _landed(self, position: int, nonce: str) -> bool | None:
+    async def _has_landed(self, position: int, nonce: str) -> bool | None:
         """Return whether the attempt is in the log, or None if consensus does not answer."""
         try:
             return await resolve_append(self._consensus, self._log, position, nonce)
@@ -135,7 +135,7 @@ class Appender:
         except (UnavailableError, UnknownOutcomeError):
             return None
 
-    async def _refused_for_good(self, position: int, nonce: str) -> bool:
+    async def _is_finally_refused(self, position: int, nonce: str) -> bool:
         """Return True if no earlier attempt with an unknown outcome landed, False if one did.
 
         Raises LeadershipLostError if that cannot be determined.

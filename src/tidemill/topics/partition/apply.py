@@ -7,9 +7,9 @@ from typing import assert_never
 import msgspec
 
 from tidemill.topics.partition.commands import Advance, Command, PlaceBatches, Rollup
-from tidemill.topics.partition.producer_state import Producer, judge, marked, remember
-from tidemill.topics.partition.state import PartitionState, Settled
-from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, Ledger
+from tidemill.topics.partition.producer_state import ProducerState, judge_sequence, with_batch, with_marker
+from tidemill.topics.partition.state import PartitionState, SettledMark
+from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, TransactionLedger
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -27,22 +27,22 @@ def apply(state: PartitionState, command: Command, position: int, term: int) -> 
         raise ValueError(f"log positions must be applied in order: position={position} applied={state.applied}")
     match command:
         case PlaceBatches():
-            outcome = _place(state, command, term)
+            outcome = _apply_batches(state, command, term)
         case Rollup():
             state.rollup_key, state.rollup_position = command.object_key, position
             outcome = None
         case Advance():
-            outcome = _advance(state, command, position)
+            outcome = _apply_advance(state, command, position)
         case _:
             assert_never(command)
     state.applied = position + 1
     return outcome
 
 
-def _place(state: PartitionState, command: PlaceBatches, term: int) -> Rejected | None:
+def _apply_batches(state: PartitionState, command: PlaceBatches, term: int) -> Rejected | None:
     offset = state.high_watermark
-    changed: dict[int, Producer] = {}
-    ledger = Ledger(state.transactions)
+    changed: dict[int, ProducerState] = {}
+    ledger = TransactionLedger(state.transactions)
     for batch in command.placeholders:
         if batch.base_offset != offset or batch.record_count < 1:
             return Rejected(f"offsets are not contiguous: base_offset={batch.base_offset} expected={offset}")
@@ -50,34 +50,34 @@ def _place(state: PartitionState, command: PlaceBatches, term: int) -> Rejected 
             return Rejected(f"no such object in the command: object_index={batch.object_index}")
         producer_id = batch.producer_id
         if batch.kind in (COMMIT, ABORT):
-            if not ledger.ends(producer_id, batch.producer_epoch + 1):
+            if not ledger.has_transaction_below(producer_id, batch.producer_epoch + 1):
                 return Rejected(f"a marker has no open transaction to end: producer_id={producer_id}")
-            known = changed.get(producer_id) or state.producer(producer_id, command.at_ms)
+            known = changed.get(producer_id) or state.live_producer(producer_id, command.at_ms)
             ledger.end(producer_id, batch.kind, offset)
-            changed[producer_id] = marked(known, batch.producer_epoch, command.at_ms)
+            changed[producer_id] = with_marker(known, batch.producer_epoch, command.at_ms)
         elif producer_id >= 0:
-            known = changed.get(producer_id) or state.producer(producer_id, command.at_ms)
-            verdict = judge(known, batch.producer_epoch, batch.base_sequence, batch.record_count)
+            known = changed.get(producer_id) or state.live_producer(producer_id, command.at_ms)
+            verdict = judge_sequence(known, batch.producer_epoch, batch.base_sequence, batch.record_count)
             if verdict is not None:
                 return Rejected(f"the sequence rules refuse a batch: producer_id={producer_id} verdict={verdict}")
-            if not ledger.takes(producer_id, batch.producer_epoch, batch.kind, confirmed=True):
+            if not ledger.allows_batch(producer_id, batch.producer_epoch, batch.kind, confirmed=True):
                 return Rejected(f"the batch has the wrong transaction: producer_id={producer_id} kind={batch.kind}")
             if batch.kind != PLAIN:
-                ledger.place(producer_id, batch.producer_epoch, offset, command.at_ms)
-            changed[producer_id] = remember(
+                ledger.place_batch(producer_id, batch.producer_epoch, offset, command.at_ms)
+            changed[producer_id] = with_batch(
                 known, batch.producer_epoch, batch.base_sequence, batch.record_count, offset, command.at_ms
             )
         offset += batch.record_count
-    _write(state, command, term)
+    _store_batches(state, command, term)
     ledger.write(state.transactions, state.aborted)
     for producer_id, producer in changed.items():
         state.producers.pop(producer_id, None)
         state.producers[producer_id] = producer
-    state.forget_idle_producers()
+    state.drop_idle_producers()
     return None
 
 
-def _advance(state: PartitionState, command: Advance, position: int) -> Rejected | None:
+def _apply_advance(state: PartitionState, command: Advance, position: int) -> Rejected | None:
     if command.log_start > state.high_watermark:
         return Rejected(f"log start above the high watermark: log_start={command.log_start} end={state.high_watermark}")
     if command.reconciled > state.high_watermark:
@@ -85,14 +85,14 @@ def _advance(state: PartitionState, command: Advance, position: int) -> Rejected
     if command.aborted_start > max(command.reconciled, state.reconciled):
         return Rejected(f"compaction is ahead of L1: aborted_start={command.aborted_start}")
     state.last_at_ms = max(state.last_at_ms, command.at_ms)
-    state.settled = Settled(position, command.writer, command.below)
+    state.settled = SettledMark(position, command.writer, command.below)
     state.reconciled = max(state.reconciled, command.reconciled)
     state.aborted_start = max(state.aborted_start, command.aborted_start)
-    state.start_at(max(state.log_start, command.log_start))
+    state.set_log_start(max(state.log_start, command.log_start))
     return None
 
 
-def _write(state: PartitionState, command: PlaceBatches, term: int) -> None:
+def _store_batches(state: PartitionState, command: PlaceBatches, term: int) -> None:
     if command.placeholders and (not state.terms or state.terms[-1][0] != term):
         state.terms.append((term, state.high_watermark))
     state.last_at_ms = max(state.last_at_ms, command.at_ms)

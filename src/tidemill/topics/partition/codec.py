@@ -19,9 +19,9 @@ import msgspec
 
 from tidemill.base.errors import CorruptError
 from tidemill.topics.partition.commands import Command
-from tidemill.topics.partition.producer_state import Producer
-from tidemill.topics.partition.state import PartitionState, Settled, running_maximum
-from tidemill.topics.partition.transactions import AbortedIndex, Open
+from tidemill.topics.partition.producer_state import ProducerState
+from tidemill.topics.partition.state import PartitionState, SettledMark, running_maximum
+from tidemill.topics.partition.transactions import AbortedIndex, OpenTransaction
 
 MAGIC = b"TMPR\x01"
 
@@ -35,15 +35,15 @@ class _Snapshot(msgspec.Struct, frozen=True):
     high_watermark: int
     last_at_ms: int
     terms: list[tuple[int, int]]
-    producers: list[tuple[int, Producer]]
+    producers: list[tuple[int, ProducerState]]
     object_keys: list[str]
     bases: bytes
     objects: bytes
     first_bytes: bytes
     sizes: bytes
     max_timestamps: bytes
-    settled: Settled = Settled()
-    transactions: list[tuple[int, Open]] = []
+    settled: SettledMark = SettledMark()
+    transactions: list[tuple[int, OpenTransaction]] = []
     aborted: bytes = b""
     reconciled: int = 0
     aborted_start: int = 0
@@ -79,7 +79,7 @@ def encode_state(state: PartitionState) -> bytes:
         _column(state.max_timestamps),
         state.settled,
         list(state.transactions.items()),
-        state.aborted.encoded(),
+        state.aborted.encode(),
         state.reconciled,
         state.aborted_start,
     )

@@ -18,55 +18,52 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_await
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.api import (
-    Confirm,
+    ConfirmTransaction,
     CorruptBatchError,
-    Here,
     InvalidProducerEpochError,
     InvalidTransactionError,
     Marker,
     NotLeaderError,
     ProduceResult,
     ProduceTransaction,
+    TransactionSnapshot,
 )
 from tidemill.topics.batch.control_batch import encode_marker
-from tidemill.topics.batch.header import parse_header, patch
+from tidemill.topics.batch.header import parse_header, patch_base_offset
 from tidemill.topics.batch.validation import check_header
 from tidemill.topics.config.configs import TopicConfig
 from tidemill.topics.config.settings import TopicSettings
-from tidemill.topics.l0.format import writer_of
+from tidemill.topics.l0.format import parse_writer
 from tidemill.topics.l0.writer import L0Writer
-from tidemill.topics.partition.append_plan import Plan, plan_group
+from tidemill.topics.partition.append_plan import AppendPlan, plan_group
 from tidemill.topics.partition.appender import Appender, LeadershipLostError
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import encode_command
 from tidemill.topics.partition.commands import Advance, Command, Rollup
-from tidemill.topics.partition.pending_batch import Pending, fail_future
-from tidemill.topics.partition.produce_results import duplicate, poisoned, refused
+from tidemill.topics.partition.pending_batch import PendingBatch, fail_future
+from tidemill.topics.partition.produce_results import duplicate_result, poisoned_error, refusal_error
 from tidemill.topics.partition.producer_state import Refusal
-from tidemill.topics.partition.record_policy import conform
+from tidemill.topics.partition.record_policy import apply_record_policy
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.rollup_scheduler import RollUps
+from tidemill.topics.partition.rollup_scheduler import RollupScheduler
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition.transaction_verification import Permit, TransactionVerification, as_seen
+from tidemill.topics.partition.transaction_verification import (
+    Permit,
+    TransactionVerification,
+    reject_without_coordinator,
+    transaction_snapshot,
+)
 from tidemill.topics.partition.transactions import PLAIN
 from tidemill.topics.partition.watchers import Watchers
 from tidemill.topics.produce import ProducerLine, ProducerQueue, Ticket
 from tidemill.topics.produce.validator_pool import BatchValidator, ValidatedBatch
 
 _log = structlog.get_logger()
-
-
-async def no_coordinator(
-    within: ProduceTransaction, producer_id: int, epoch: int, topic_id: str, partition: int
-) -> None:
-    raise InvalidTransactionError(
-        f"this process has no transaction coordinator: transactional_id={within.transactional_id!r}."
-    )
 
 
 class LeaderDeps(msgspec.Struct, frozen=True):
@@ -84,7 +81,7 @@ class LeaderDeps(msgspec.Struct, frozen=True):
     """Limits concurrent appends, so that one reply of consensus does not resume all partitions in one loop turn."""
     moved: Callable[[str, int], None] = lambda *_: None
     """Called with (topic id, partition) when its last stable offset moved, or it was opened here. A plain call."""
-    confirm: Confirm = no_coordinator
+    confirm: ConfirmTransaction = reject_without_coordinator
     touched: Callable[[PartitionLeader], None] = lambda _: None
     """Called when the data behind the partition's stage status may have changed. A plain call."""
 
@@ -116,14 +113,14 @@ class PartitionLeader:
         self._log_name = partition_log(topic_id, partition)
         self._appender = Appender(around.consensus, self._log_name, around.clock, around.rand, around.settings)
         self._places = ProducerQueue()
-        self._live: dict[Pending, None] = {}
+        self._live: dict[PendingBatch, None] = {}
         """Batches without a result, in reservation order."""
-        self._by_identity: dict[tuple[int, int, int, int], Pending] = {}
-        self._turned: deque[Pending] = deque()
+        self._by_identity: dict[tuple[int, int, int, int], PendingBatch] = {}
+        self._turned: deque[PendingBatch] = deque()
         """Batches whose turn has come, in the order in which they will be appended."""
         self._permits = TransactionVerification(lasting=around.settings.fault == "marker-before-data")
         self._told_stable = 0
-        self._plan: Plan | None = None
+        self._plan: AppendPlan | None = None
         self._committing = False
         self._start_at = 0
         """Log start that retention allows."""
@@ -133,7 +130,7 @@ class PartitionLeader:
         self._advance_due = False
         self._placed_s: float | None = None
         """Time of the first batch placed since the last Advance."""
-        self._rollups = RollUps(
+        self._rollups = RollupScheduler(
             around.consensus, around.objects, around.rand, around.tasks, (self._log_name, topic_id, partition),
             around.settings.rollup_records, self._commit_soon,
         )  # fmt: skip
@@ -149,15 +146,15 @@ class PartitionLeader:
             state, head = await catch_up(
                 self._around.consensus, self._around.objects, self._log_name, PartitionState(), fenced
             )
-            if self._appender.told(head).overtaken(state.applied):
-                self.close(self._taken_over())
+            if self._appender.observe_head(head).is_overtaken(state.applied):
+                self.close(self._takeover_error())
         except BaseException as error:
-            if not is_own_fault(error):
+            if not is_own_fault_of_await(error):
                 self.close(NotLeaderError(f"a partition did not open: log={self._log_name} cause={error!r}"))
                 raise
-            _log.error("a partition did not open", log=self._log_name, error=sentence(error))
+            _log.error("a partition did not open", log=self._log_name, error=error_sentence(error))
             self.fault = error
-            cause = sentence(error)
+            cause = error_sentence(error)
             self.close(UnavailableError(f"a partition did not open: log={self._log_name} cause={cause}", fix="Retry."))
         if self.closed_error is not None:
             return
@@ -170,7 +167,7 @@ class PartitionLeader:
             if pending.checked:
                 self._stage(pending)
 
-    async def opened(self) -> None:
+    async def wait_open(self) -> None:
         """Wait until the partition is open. Raises the error that closed it."""
         if not self._opened.done():
             await asyncio.shield(self._opened)
@@ -190,7 +187,7 @@ class PartitionLeader:
         self._turned.clear()
         if not self._opened.done():
             self._opened.set_result(None)
-        self.watchers.wake()
+        self.watchers.wake_all()
         self._around.touched(self)
         self._on_closed(self, error)
 
@@ -209,7 +206,7 @@ class PartitionLeader:
             fail_future(future, self.closed_error)
             return future
         line = header.producer_id if header.producer_id >= 0 else self._line_of(sender)
-        pending = Pending(self, header, buffer, future, line, within=within)
+        pending = PendingBatch(self, header, buffer, future, line, within=within)
         if header.producer_id >= 0:
             twin = self._by_identity.setdefault(pending.identity, pending)
             if twin is not pending:
@@ -220,23 +217,25 @@ class PartitionLeader:
         self._around.touched(self)
         if self._around.settings.fault != "seed000":
             pending.ticket = self._places.reserve(line)
-        self._check(pending, sender)
+        self._validate(pending, sender)
         return future
 
-    def _check(self, pending: Pending, sender: Hashable) -> None:
-        pending.keyed, codec = self.config.asks_keys, self.config.codec
+    def _validate(self, pending: PendingBatch, sender: Hashable) -> None:
+        pending.keyed, codec = self.config.requires_keys, self.config.codec
         try:
-            self._around.checker.check(
+            self._around.checker.validate(
                 pending.header, pending.buffer, sender, lambda outcome: self._batch_checked(pending, outcome),
                 keyed=pending.keyed, codec=codec,
             )  # fmt: skip
         except TidemillError as error:
             self.batch_failed(pending, error)
 
-    def open_here(self, producer_id: int) -> Here:
-        return as_seen(self.state.transactions.get(producer_id), self._permits.granted(producer_id))
+    def transaction_snapshot(self, producer_id: int) -> TransactionSnapshot:
+        return transaction_snapshot(self.state.transactions.get(producer_id), self._permits.find_granted(producer_id))
 
-    def mark_nowait(self, marker: Marker, here: Here | None = None) -> asyncio.Future[ProduceResult]:
+    def write_marker_nowait(
+        self, marker: Marker, here: TransactionSnapshot | None = None
+    ) -> asyncio.Future[ProduceResult]:
         """Append a transaction marker; see `api.TopicLog`. It does not wait in its producer's queue: a batch of the
         transaction that it overtakes is refused."""
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
@@ -246,7 +245,7 @@ class PartitionLeader:
         at_ms = self._around.clock.now_ms()
         data = encode_marker(marker, at_ms)
         line = ("marker", marker.producer_id)
-        pending = Pending(self, parse_header(data), data, future, line, marker=marker)
+        pending = PendingBatch(self, parse_header(data), data, future, line, marker=marker)
         pending.here = here if self._around.settings.fault != "late-marker" else None
         pending.checked, pending.max_timestamp_ms = True, at_ms
         self._live[pending] = None
@@ -260,49 +259,49 @@ class PartitionLeader:
     def _line_of(self, sender: Hashable) -> ProducerLine:
         return object() if self._around.settings.fault == "unordered-connection" else ("sender", sender)
 
-    def _batch_checked(self, pending: Pending, outcome: ValidatedBatch | TidemillError) -> None:
+    def _batch_checked(self, pending: PendingBatch, outcome: ValidatedBatch | TidemillError) -> None:
         if pending.abandoned:
             return
         if isinstance(outcome, CorruptBatchError):
-            self._refuse(pending, outcome)
+            self._reject(pending, outcome)
         elif isinstance(outcome, TidemillError):
             self.batch_failed(pending, outcome)
         else:
-            pending.found_good(outcome.max_timestamp_ms, outcome.rewritten)
+            pending.accept_validation(outcome.max_timestamp_ms, outcome.rewritten)
             if self.is_open:
                 self._stage(pending)
 
-    def _refuse(self, pending: Pending, error: TidemillError) -> None:
+    def _reject(self, pending: PendingBatch, error: TidemillError) -> None:
         """Reject a batch permanently: it leaves the queue, and its successors are judged without it."""
-        self._end(pending)
+        self._remove_live(pending)
         pending.fail(error)
         self._release(pending)
 
-    def _stage(self, pending: Pending) -> None:
+    def _stage(self, pending: PendingBatch) -> None:
         if pending.abandoned:
             return
-        if not pending.suits(self.config):
-            self._check(pending, pending.line)  # It arrived before the config was known.
+        if not pending.matches_config(self.config):
+            self._validate(pending, pending.line)  # It arrived before the config was known.
             return
         try:
-            conform(pending, self.config, self._around.clock.now_ms())
+            apply_record_policy(pending, self.config, self._around.clock.now_ms())
         except CorruptBatchError as error:
-            self._refuse(pending, error)
+            self._reject(pending, error)
             return
         if pending.within is not None and pending.kind != PLAIN:
-            self._ask_permit(pending, pending.within)
+            self._request_permit(pending, pending.within)
         try:
             self._around.writer.stage(pending)
         except TidemillError as error:
             self.batch_failed(pending, error)
 
-    def _ask_permit(self, pending: Pending, within: ProduceTransaction) -> None:
+    def _request_permit(self, pending: PendingBatch, within: ProduceTransaction) -> None:
         """Ask the coordinator during the upload, once for all in-flight batches of the producer."""
         producer_id, epoch = pending.header.producer_id, pending.header.producer_epoch
         opened = self.state.transactions.get(producer_id)
         if opened is not None and opened.epoch == epoch:
             return
-        pending.permit = self._permits.of(producer_id, epoch)
+        pending.permit = self._permits.find(producer_id, epoch)
         if pending.permit is None:
             answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             pending.permit = self._permits.issue(producer_id, epoch, answer)
@@ -319,18 +318,20 @@ class PartitionLeader:
             error = refusal
         except BaseException as fault:
             error = UnavailableError(f"the coordinator was not asked: producer_id={producer_id} cause={fault!r}.")
-            if not is_own_fault(fault):
-                self._no_permit(permit, producer_id, error)
+            if not is_own_fault_of_await(fault):
+                self._deny_permit(permit, producer_id, error)
                 raise
-            _log.error("a transaction was not confirmed", log=self._log_name, error=sentence(fault), exc_info=fault)
-        self._no_permit(permit, producer_id, error)
+            _log.error(
+                "a transaction was not confirmed", log=self._log_name, error=error_sentence(fault), exc_info=fault
+            )
+        self._deny_permit(permit, producer_id, error)
 
-    def _no_permit(self, permit: Permit, producer_id: int, error: TidemillError) -> None:
-        self._permits.refused(producer_id, permit)
+    def _deny_permit(self, permit: Permit, producer_id: int, error: TidemillError) -> None:
+        self._permits.drop_refused(producer_id, permit)
         permit.answer.set_exception(error)
         permit.answer.exception()  # Mark the exception as retrieved: the waiters may be gone.
 
-    def batch_uploaded(self, pending: Pending) -> None:
+    def batch_uploaded(self, pending: PendingBatch) -> None:
         if pending.ticket is None:
             pending.ticket = self._places.reserve(pending.line)
         if pending.permit is not None and not pending.permit.answer.done():
@@ -338,31 +339,31 @@ class PartitionLeader:
         else:
             self._redeem(pending)
 
-    def _redeem(self, pending: Pending) -> None:
+    def _redeem(self, pending: PendingBatch) -> None:
         refusal = pending.permit.answer.exception() if pending.permit is not None else None
         if pending.abandoned or pending.ticket is None:
             return
         if isinstance(refusal, InvalidTransactionError | InvalidProducerEpochError):
-            self._refuse(pending, refusal)
+            self._reject(pending, refusal)
         elif isinstance(refusal, TidemillError):
             self.batch_failed(pending, refusal)
         elif self._around.settings.fault == "fence-before-redeem":
             self._around.tasks.spawn(self._fenced_first(pending, pending.ticket), name=f"fence {self._log_name}")
         else:
-            self._places.redeem(pending.ticket, lambda _: self._take_turn(pending))
+            self._places.redeem(pending.ticket, lambda _: self._enqueue_for_commit(pending))
 
-    async def _fenced_first(self, pending: Pending, ticket: Ticket) -> None:
+    async def _fenced_first(self, pending: PendingBatch, ticket: Ticket) -> None:
         async with self._around.appends:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._places.redeem(ticket, lambda _: turn.set_result(None))
             await turn
-        self._take_turn(pending)
+        self._enqueue_for_commit(pending)
 
-    def _take_turn(self, pending: Pending) -> None:
+    def _enqueue_for_commit(self, pending: PendingBatch) -> None:
         if pending.abandoned:
             return
-        if pending.ticket is not None and pending.ticket.poisoned:
-            self.batch_failed(pending, poisoned(pending))
+        if pending.ticket is not None and pending.ticket.is_poisoned:
+            self.batch_failed(pending, poisoned_error(pending))
             return
         self._turned.append(pending)
         if pending.ticket is not None:
@@ -375,7 +376,7 @@ class PartitionLeader:
             self._around.tasks.spawn(self._commit(), name=f"commit {self._log_name}")
 
     # retention: plain calls -------------------------------------------------------------------------
-    def start_at(self, log_start: int) -> None:
+    def advance_log_start(self, log_start: int) -> None:
         """Advance the log start to `log_start`, unless it is already later, with a separate log record."""
         if self.is_open and log_start > self.state.log_start:
             self._start_at = max(self._start_at, log_start)
@@ -383,11 +384,11 @@ class PartitionLeader:
             self._commit_soon()
 
     @property
-    def stable_end(self) -> int:
+    def last_stable(self) -> int:
         """Offset below which every transaction has ended."""
         return self.state.last_stable
 
-    def reconciled_to(self, offset: int, aborted_start: int = 0) -> None:
+    def advance_reconciled(self, offset: int, aborted_start: int = 0) -> None:
         """Drop the batches below `offset`, which L1 holds, and transactions aborted wholly below `aborted_start`."""
         if self.is_open and offset > self.state.reconciled:
             self._reconciled = max(self._reconciled, offset)
@@ -395,15 +396,15 @@ class PartitionLeader:
             self._advance_due = True
             self._commit_soon()
 
-    async def started_at(self, log_start: int) -> None:
+    async def advance_log_start_durably(self, log_start: int) -> None:
         """Advance the log start and wait until that is durable. Raises the error that closed the partition."""
-        self.start_at(log_start)
+        self.advance_log_start(log_start)
         while self.state.log_start < log_start:
             if self.closed_error is not None:
                 raise self.closed_error
-            await self.watchers.moved()
+            await self.watchers.wait_moved()
 
-    def settle(self, after_s: float) -> None:
+    def settle_if_due(self, after_s: float) -> None:
         """Record in the log what is decided, if the first batch since the last such record was placed `after_s` ago. A
         partition without new batches writes nothing."""
         now_s = self._around.clock.monotonic_s()
@@ -411,12 +412,12 @@ class PartitionLeader:
             self._advance_due = True
             self._commit_soon()
 
-    async def _advance(self) -> None:
+    async def _append_advance(self) -> None:
         """Append an Advance. Raises LeadershipLostError."""
         around, state = self._around, self.state
-        waiting = [writer_of(pending.object_key)[1] for pending in self._live if pending.object_key]
+        waiting = [parse_writer(pending.object_key)[1] for pending in self._live if pending.object_key]
         # Read before the append: an object that is closed during it gets a higher number.
-        below = min([*waiting, around.writer.first_open])
+        below = min([*waiting, around.writer.first_open_number])
         self._advance_due, self._placed_s = False, None
         at_ms = max(around.clock.now_ms(), state.last_at_ms)
         log_start = min(max(self._start_at, state.log_start), state.high_watermark)
@@ -425,25 +426,25 @@ class PartitionLeader:
         before = state.log_start
         await self._propose(Advance(at_ms, log_start, around.writer.name, below, reconciled, aborted_start))
         if state.log_start > before:
-            self.watchers.wake()
+            self.watchers.wake_all()
 
-    def batch_failed(self, pending: Pending, error: TidemillError) -> None:
+    def batch_failed(self, pending: PendingBatch, error: TidemillError) -> None:
         """Fail a batch that is not, or may not be, in the log. Its producer must send it again before later ones."""
         header, releases = pending.header, self._around.settings.fault == "release-failed"
-        if pending.idempotent and not releases:
+        if pending.is_idempotent and not releases:
             now_s = self._around.clock.monotonic_s()
             self._holes.failed(header.producer_id, header.producer_epoch, header.base_sequence, now_s)
-        self._end(pending)
+        self._remove_live(pending)
         pending.fail(error)
         if pending.ticket is not None:
             (self._places.release if releases else self._places.abandon)(pending.ticket)
 
-    def _end(self, pending: Pending) -> None:
+    def _remove_live(self, pending: PendingBatch) -> None:
         if pending in self._live:
             del self._live[pending]
             self.reserved_records -= pending.header.record_count
             self._around.touched(self)
-            self._around.writer.answered(pending)
+            self._around.writer.batch_answered(pending)
             if self._by_identity.get(pending.identity) is pending:
                 del self._by_identity[pending.identity]
 
@@ -452,21 +453,21 @@ class PartitionLeader:
         """Append until nothing is left. Any failure ends this leadership and fails every waiting request."""
         try:
             while self.closed_error is None:
-                rollup = self._rollups.take()
+                rollup = self._rollups.take_ready_rollup()
                 if rollup is None and not self._turned and not self._advance_due:
                     break
                 async with self._around.appends:
                     if self.closed_error is not None:
                         break
                     await self._append_due(rollup)
-                self._rollups.consider(self.state)
+                self._rollups.start_if_due(self.state)
         except LeadershipLostError as stop:
             self._step_down(stop)
         except BaseException as error:
-            if not is_own_fault(error):
+            if not is_own_fault_of_await(error):
                 self._step_down(LeadershipLostError("the node is shutting down.", certain=False))
                 raise
-            _log.error("a partition failed", log=self._log_name, error=sentence(error), exc_info=error)
+            _log.error("a partition failed", log=self._log_name, error=error_sentence(error), exc_info=error)
             self._step_down(LeadershipLostError(f"an unexpected error: {error!r}.", certain=False, fault=error))
         finally:
             self._committing = False
@@ -475,11 +476,11 @@ class PartitionLeader:
         if rollup is not None:
             previous, position = self.state.rollup_key, self.state.applied
             await self._propose(rollup)
-            self._rollups.named(position, previous)
+            self._rollups.rollup_appended(position, previous)
         if self._turned:
             await self._commit_group()
         if self._advance_due:
-            await self._advance()
+            await self._append_advance()
 
     async def _commit_group(self) -> None:
         around = self._around
@@ -499,9 +500,9 @@ class PartitionLeader:
                 self._placed_s = around.clock.monotonic_s()
         elif plan.needless or any(refusal is not Refusal.STALE_EPOCH for _, refusal in plan.refused):
             # A gap or a missing transaction is proof only if no other leader has written; an append would show that.
-            await self._appender.confirm(self.state.applied)
+            await self._appender.confirm_leadership(self.state.applied)
         self._plan = None
-        self._settle(plan)
+        self._publish_plan(plan)
 
     async def _propose(self, command: Command) -> None:
         """Append, then apply the appended command. Raises LeadershipLostError."""
@@ -509,7 +510,7 @@ class PartitionLeader:
         data = encode_command(command)
         if self._around.settings.fault == "told-early":
             apply(self.state, command, position, self._appender.term)
-            self.watchers.wake()
+            self.watchers.wake_all()
             await self._appender.append(position, data)
             return
         await self._appender.append(position, data)
@@ -518,16 +519,16 @@ class PartitionLeader:
             refused = CorruptError(f"the appended command was rejected: log={self._log_name} {rejected.reason}.")
             raise LeadershipLostError(refused.message, certain=True, fault=refused)
         if not isinstance(command, Rollup):
-            self._rollups.placed(command, len(data))
+            self._rollups.add_to_tail(command, len(data))
 
-    def _settle(self, plan: Plan) -> None:
+    def _publish_plan(self, plan: AppendPlan) -> None:
         """Publish the durable plan, then answer in log order, then release the queue slots."""
         state = self.state
         for pending, base_offset in plan.accepted:
             if pending.data is not None:
-                patch(pending.data, pending.first_byte, base_offset)
+                patch_base_offset(pending.data, pending.first_byte, base_offset)
         if plan.accepted:
-            self.watchers.wake()
+            self.watchers.wake_all()
         if state.last_stable != self._told_stable:
             self._told_stable = state.last_stable
             self._around.moved(self.topic_id, self.partition)
@@ -538,23 +539,25 @@ class PartitionLeader:
         for pending in plan.needless:
             self._succeed(pending, ProduceResult(-1, -1, state.log_start, duplicate=True))
         for pending, batch, _ in plan.duplicates:
-            self._succeed(pending, duplicate(batch, state))
+            self._succeed(pending, duplicate_result(batch, state))
         for pending, refusal in plan.refused:
-            self._end(pending)
-            pending.fail(refused(pending, refusal))
+            self._remove_live(pending)
+            pending.fail(refusal_error(pending, refusal))
             self._release(pending)
         for pending in plan.early + plan.poisoned:
-            self.batch_failed(pending, poisoned(pending))
+            self.batch_failed(pending, poisoned_error(pending))
 
-    def _succeed(self, pending: Pending, result: ProduceResult) -> None:
-        self._end(pending)
-        if pending.idempotent:
+    def _succeed(self, pending: PendingBatch, result: ProduceResult) -> None:
+        self._remove_live(pending)
+        if pending.is_idempotent:
             header = pending.header
-            self._holes.filled(header.producer_id, header.producer_epoch, header.base_sequence, header.record_count)
+            self._holes.record_appended(
+                header.producer_id, header.producer_epoch, header.base_sequence, header.record_count
+            )
         pending.succeed(result)
         self._release(pending)
 
-    def _release(self, pending: Pending) -> None:
+    def _release(self, pending: PendingBatch) -> None:
         if pending.ticket is not None:
             self._places.release(pending.ticket)
 
@@ -570,7 +573,7 @@ class PartitionLeader:
             doubtful |= {pending for pending, _, tentative in plan.duplicates if tentative and not stop.certain}
             for pending, batch, tentative in plan.duplicates:
                 if not tentative:
-                    self._succeed(pending, duplicate(batch, self.state))
+                    self._succeed(pending, duplicate_result(batch, self.state))
             for pending in plan.members:
                 if pending in self._live:
                     self.batch_failed(pending, unknown if pending in doubtful else error)
@@ -578,22 +581,20 @@ class PartitionLeader:
         self.fault = stop.fault
         self.close(error)
 
-    async def prove(self) -> None:
-        """Close unless the log confirms that this node still leads, for answers about which another leader may know
-        better. Raises UnavailableError."""
-        self.told_head(await self._around.consensus.log_head(self._log_name))
+    async def prove_leadership(self) -> None:
+        """Close unless the log confirms that this node still leads. Raises UnavailableError."""
+        self.observe_head(await self._around.consensus.log_head(self._log_name))
 
-    def told_head(self, head: LogHead) -> None:
+    def observe_head(self, head: LogHead) -> None:
         """Accept a head of the log, possibly an old one; close if it shows that another leader fenced or wrote."""
-        self._appender.told(head)
+        self._appender.observe_head(head)
         # The append in flight may have landed.
-        if self.is_open and self._appender.overtaken(self.state.applied + self._committing):
-            self.close(self._taken_over())
+        if self.is_open and self._appender.is_overtaken(self.state.applied + self._committing):
+            self.close(self._takeover_error())
 
-    def _taken_over(self) -> NotLeaderError:
+    def _takeover_error(self) -> NotLeaderError:
         return NotLeaderError(f"another node took over: log={self._log_name} term={self._appender.term}.")
 
-    # fetch ----------------------------------------------------------------------------------------
-    def at_end(self, offset: int) -> bool:
+    def is_at_end(self, offset: int) -> bool:
         """Return whether a reader at `offset` has read everything."""
         return self.closed_error is None and offset == self.state.high_watermark

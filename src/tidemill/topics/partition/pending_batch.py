@@ -7,27 +7,27 @@ from typing import Protocol
 
 from tidemill.base.errors import TidemillError
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import Here, Marker, ProduceResult, ProduceTransaction
+from tidemill.topics.api import Marker, ProduceResult, ProduceTransaction, TransactionSnapshot
 from tidemill.topics.batch.header import TRANSACTIONAL as IN_TRANSACTION
-from tidemill.topics.batch.header import BatchHeader, parse_header, stamp
+from tidemill.topics.batch.header import BatchHeader, parse_header, set_append_time
 from tidemill.topics.config.configs import AS_SENT, TopicConfig
 from tidemill.topics.partition.transaction_verification import Permit
 from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, TRANSACTIONAL
 from tidemill.topics.produce import ProducerLine, Ticket
 
 
-class Owner(Protocol):
+class BatchOwner(Protocol):
     """The partition leader that received the batch."""
 
     topic_id: str
     partition: int
 
-    def batch_uploaded(self, pending: Pending) -> None: ...
+    def batch_uploaded(self, pending: PendingBatch) -> None: ...
 
-    def batch_failed(self, pending: Pending, error: TidemillError) -> None: ...
+    def batch_failed(self, pending: PendingBatch, error: TidemillError) -> None: ...
 
 
-class Pending:
+class PendingBatch:
     """A batch that ends exactly once. Implements `l0.writer.Staged`.
 
     `futures`: one entry per caller that shares the result.
@@ -65,7 +65,7 @@ class Pending:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: BatchOwner,
         header: BatchHeader,
         buffer: Buffer,
         future: asyncio.Future[ProduceResult],
@@ -96,15 +96,15 @@ class Pending:
         self.permit: Permit | None = None
         self.ends_below = 0
         """First epoch whose transaction the marker does not end; 0 for data."""
-        self.here: Here | None = None
+        self.here: TransactionSnapshot | None = None
         """State that the marker expects to end, or None to end any open transaction."""
         if marker is not None:
-            self.kind, self.ends_below = COMMIT if marker.commit else ABORT, marker.below
+            self.kind, self.ends_below = COMMIT if marker.commit else ABORT, marker.ends_below
         else:
             self.kind = TRANSACTIONAL if header.attributes & IN_TRANSACTION else PLAIN
 
     @property
-    def idempotent(self) -> bool:
+    def is_idempotent(self) -> bool:
         """True if the batch has a place in its producer's sequence; a marker has none."""
         return self.header.producer_id >= 0 and self.kind < COMMIT
 
@@ -114,7 +114,7 @@ class Pending:
         h = self.header
         return (h.producer_id, h.producer_epoch, h.base_sequence, h.record_count)
 
-    def found_good(self, max_timestamp_ms: int, rewritten: bytearray | None) -> None:
+    def accept_validation(self, max_timestamp_ms: int, rewritten: bytearray | None) -> None:
         """Record a passed validation.
 
         `rewritten`: the bytes to store instead of those received, with the same records and numbers.
@@ -123,20 +123,20 @@ class Pending:
         if rewritten is not None:
             self.header, self.buffer, self.size_bytes = parse_header(rewritten), rewritten, len(rewritten)
 
-    def suits(self, config: TopicConfig) -> bool:
+    def matches_config(self, config: TopicConfig) -> bool:
         """Return whether the batch was validated for `config` and has its codec. A marker always suits."""
         return self.kind > TRANSACTIONAL or (
-            (self.keyed or not config.asks_keys) and config.codec in (AS_SENT, self.header.codec)
+            (self.keyed or not config.requires_keys) and config.codec in (AS_SENT, self.header.codec)
         )
 
-    def stamp(self, append_time_ms: int) -> None:
+    def set_append_time(self, append_time_ms: int) -> None:
         """Set the append time on all records (message.timestamp.type=LogAppendTime).
 
         The buffer is changed in place if it is writable; the producer gets the time in the answer.
         """
         if memoryview(self.buffer).readonly:
             self.buffer = bytearray(self.buffer)
-        stamp(self.buffer, append_time_ms)
+        set_append_time(self.buffer, append_time_ms)
         self.max_timestamp_ms = self.append_time_ms = append_time_ms
 
     def uploaded(self, object_key: str, first_byte: int, data: bytearray) -> None:

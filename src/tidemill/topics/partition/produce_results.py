@@ -10,13 +10,13 @@ from tidemill.topics.api import (
     ProduceResult,
     ProducerStatus,
 )
-from tidemill.topics.partition.pending_batch import Pending
-from tidemill.topics.partition.producer_state import Refusal, Remembered
+from tidemill.topics.partition.pending_batch import PendingBatch
+from tidemill.topics.partition.producer_state import Refusal, RememberedBatch
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import OPEN_LIMIT
 
 
-def duplicate(batch: Remembered, state: PartitionState) -> ProduceResult:
+def duplicate_result(batch: RememberedBatch, state: PartitionState) -> ProduceResult:
     return ProduceResult(batch.base_offset, batch.base_offset + batch.record_count - 1, state.log_start, duplicate=True)
 
 
@@ -27,7 +27,7 @@ def producer_status(state: PartitionState, producer_id: int) -> ProducerStatus:
     return ProducerStatus(producer_id, producer.epoch, last, producer.updated_ms, first)
 
 
-def poisoned(pending: Pending) -> UnavailableError:
+def poisoned_error(pending: PendingBatch) -> UnavailableError:
     return UnavailableError(
         f"an earlier batch of this producer did not reach the log: producer_id={pending.header.producer_id} "
         f"sequence={pending.header.base_sequence}.",
@@ -35,7 +35,7 @@ def poisoned(pending: Pending) -> UnavailableError:
     )
 
 
-def refused(pending: Pending, refusal: Refusal) -> TidemillError:
+def refusal_error(pending: PendingBatch, refusal: Refusal) -> TidemillError:
     header = pending.header
     facts = (
         f"partition={pending.topic_id}/{pending.partition} producer_id={header.producer_id} "

@@ -23,21 +23,21 @@ PRODUCER_EXPIRY_MS = 24 * 3600 * 1000
 """Default of producer.id.expiration.ms in Kafka."""
 
 
-class Remembered(msgspec.Struct, frozen=True, array_like=True):
+class RememberedBatch(msgspec.Struct, frozen=True, array_like=True):
     first_sequence: int
     last_sequence: int
     base_offset: int
     record_count: int
 
 
-class Producer(msgspec.Struct, frozen=True, array_like=True):
+class ProducerState(msgspec.Struct, frozen=True, array_like=True):
     """The newest batches of one producer id in one epoch, at most five, oldest first.
 
     Empty after a marker that began the epoch.
     """
 
     epoch: int
-    batches: tuple[Remembered, ...]
+    batches: tuple[RememberedBatch, ...]
     updated_ms: int
 
 
@@ -49,7 +49,9 @@ class Refusal(Enum):
     OTHER_TRANSACTION = "a marker, and what is open is not what was"
 
 
-def judge(producer: Producer | None, epoch: int, first_sequence: int, record_count: int) -> Remembered | Refusal | None:
+def judge_sequence(
+    producer: ProducerState | None, epoch: int, first_sequence: int, record_count: int
+) -> RememberedBatch | Refusal | None:
     """Return None to append the batch, Remembered if it is a duplicate of that batch, or a Refusal."""
     if producer is None:
         return None
@@ -68,21 +70,21 @@ def judge(producer: Producer | None, epoch: int, first_sequence: int, record_cou
     return Refusal.OUT_OF_ORDER
 
 
-def remember(
-    producer: Producer | None, epoch: int, first_sequence: int, record_count: int, base_offset: int, at_ms: int
-) -> Producer:
+def with_batch(
+    producer: ProducerState | None, epoch: int, first_sequence: int, record_count: int, base_offset: int, at_ms: int
+) -> ProducerState:
     """Return the producer's state after an accepted batch; a new epoch drops the batches of the old one."""
-    batch = Remembered(first_sequence, add_sequence(first_sequence, record_count - 1), base_offset, record_count)
+    batch = RememberedBatch(first_sequence, add_sequence(first_sequence, record_count - 1), base_offset, record_count)
     if producer is None or producer.epoch != epoch:
-        return Producer(epoch, (batch,), at_ms)
-    return Producer(epoch, (*producer.batches, batch)[-REMEMBERED_BATCHES:], at_ms)
+        return ProducerState(epoch, (batch,), at_ms)
+    return ProducerState(epoch, (*producer.batches, batch)[-REMEMBERED_BATCHES:], at_ms)
 
 
-def marked(producer: Producer | None, epoch: int, at_ms: int) -> Producer:
+def with_marker(producer: ProducerState | None, epoch: int, at_ms: int) -> ProducerState:
     """Return the producer's state after a marker of `epoch`, which must not be below its own.
 
     A newer epoch fences the producer: it has no batches, so the next sequence must be 0.
     """
     if producer is None or producer.epoch != epoch:
-        return Producer(epoch, (), at_ms)
-    return Producer(epoch, producer.batches, at_ms)
+        return ProducerState(epoch, (), at_ms)
+    return ProducerState(epoch, producer.batches, at_ms)

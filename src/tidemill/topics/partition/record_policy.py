@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tidemill.topics.api import BatchTooLargeError, InvalidTimestampError
 from tidemill.topics.config.configs import TopicConfig
-from tidemill.topics.partition.pending_batch import Pending
+from tidemill.topics.partition.pending_batch import PendingBatch
 from tidemill.topics.partition.transactions import TRANSACTIONAL
 
 
-def conform(pending: Pending, config: TopicConfig, now_ms: int) -> None:
+def apply_record_policy(pending: PendingBatch, config: TopicConfig, now_ms: int) -> None:
     """Check size and timestamps, and set the append time if the topic uses it.
 
     Raises BatchTooLargeError, InvalidTimestampError.
@@ -20,7 +20,7 @@ def conform(pending: Pending, config: TopicConfig, now_ms: int) -> None:
             f"the batch is larger than the topic allows: bytes={pending.size_bytes} limit={config.max_message_bytes}."
         )
     if config.append_time:
-        pending.stamp(now_ms)
+        pending.set_append_time(now_ms)
     elif pending.max_timestamp_ms - config.ahead_max_ms > now_ms and not config.captured:
         # A captured record has the time of its commit. A wrong clock of the database must not stop its capture.
         raise InvalidTimestampError(

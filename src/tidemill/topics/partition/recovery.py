@@ -6,7 +6,7 @@ from tidemill.base.errors import CorruptError, MissingError, UnavailableError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.objects.store import ObjectStore
-from tidemill.objects.verified_read import checked
+from tidemill.objects.verified_read import read_verified
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import decode_command, decode_state
 from tidemill.topics.partition.commands import Rollup
@@ -23,7 +23,7 @@ def partition_log(topic_id: str, partition: int) -> str:
     return f"{LOG_PREFIX}{topic_id}/{partition}"
 
 
-def place_of(name: str) -> tuple[str, int]:
+def parse_log_name(name: str) -> tuple[str, int]:
     """Parse the name of a partition's log, without its prefix, as (topic id, partition)."""
     topic_id, _, partition = name.rpartition("/")
     return topic_id, int(partition)
@@ -45,13 +45,13 @@ async def catch_up(
         return state, seen
     for _ in range(RESTARTS_LIMIT):
         try:
-            return await _follow(consensus, objects, log, state, seen, pace)
+            return await _replay(consensus, objects, log, state, seen, pace)
         except MissingError:
             state, seen = PartitionState(), None
     raise UnavailableError(f"a partition log is truncated faster than it is read: log={log}.", fix="Try again.")
 
 
-async def _follow(
+async def _replay(
     consensus: Consensus,
     objects: ObjectStore,
     log: str,
@@ -64,19 +64,19 @@ async def _follow(
         if state.applied == 0:
             head = seen if seen is not None else await consensus.log_head(log)
             if head.start > 0:
-                state = await _open_rollup(consensus, objects, log, head.start)
+                state = await _load_rollup(consensus, objects, log, head.start)
         found = await consensus.read(log, state.applied)
         if goal is None or pace is None:
             goal = found.head.next
         for record in found.records:
-            if pace is not None and pace.due:
-                await pace.rest()
+            if pace is not None and pace.is_used_up:
+                await pace.wait_for_turn()
             apply(state, decode_command(record.data), record.position, record.term)
         if state.applied >= goal:
             return state, found.head
 
 
-async def _open_rollup(consensus: Consensus, objects: ObjectStore, log: str, start: int) -> PartitionState:
+async def _load_rollup(consensus: Consensus, objects: ObjectStore, log: str, start: int) -> PartitionState:
     """Load the state at the first record of a truncated log, a rollup. Raises MissingError if it was replaced."""
     found = await consensus.read(log, start, limit_records=1)
     command = decode_command(found.records[0].data) if found.records else None
@@ -87,7 +87,7 @@ async def _open_rollup(consensus: Consensus, objects: ObjectStore, log: str, sta
     async def read() -> PartitionState:
         return decode_state(await objects.get(key), key)
 
-    state = await checked(objects, key, read)
+    state = await read_verified(objects, key, read)
     for placed in command.tail:
         apply(state, placed, state.applied, found.records[0].term)
     if state.applied != start:

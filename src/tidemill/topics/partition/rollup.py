@@ -25,7 +25,7 @@ INLINE_BATCHES = 20_000
 _log = structlog.get_logger()
 
 
-def copy_of(state: PartitionState) -> PartitionState:
+def copy_state(state: PartitionState) -> PartitionState:
     """Copy the parts of the state that `write_rollup` reads: a few ms for a million batches."""
     copy = PartitionState()
     copy.applied, copy.log_start = state.applied, state.log_start
@@ -44,7 +44,7 @@ async def write_rollup(
 ) -> Rollup | None:
     """Write the object and return the command that names it, without a tail, or None if the store failed.
 
-    `state` must not change during the call: see `copy_of`. A large state is encoded in a thread.
+    `state` must not change during the call: see `copy_state`. A large state is encoded in a thread.
     """
     key = f"rollup/topic/{topic_id}/{partition}/{state.applied:020d}-{nonce}"
     data = await asyncio.to_thread(encode_state, state) if len(state) > INLINE_BATCHES else encode_state(state)
@@ -56,7 +56,9 @@ async def write_rollup(
     return Rollup(key, len(data))
 
 
-async def forget_before(consensus: Consensus, objects: ObjectStore, log: str, position: int, previous_key: str) -> None:
+async def truncate_before_rollup(
+    consensus: Consensus, objects: ObjectStore, log: str, position: int, previous_key: str
+) -> None:
     """Truncate the log before the rollup at `position` and delete the previous object.
 
     A failure is only logged: the next rollup truncates further, and no live record names the remaining object.

@@ -17,15 +17,15 @@ from collections.abc import Callable
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.runtime.tasks import Tasks, is_fault, sentence
+from tidemill.base.runtime.tasks import Tasks, error_sentence, is_fault
 from tidemill.consensus.api import Consensus
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Rollup
-from tidemill.topics.partition.rollup import copy_of, forget_before, write_rollup
+from tidemill.topics.partition.rollup import copy_state, truncate_before_rollup, write_rollup
 from tidemill.topics.partition.state import PartitionState
 
 RETRY_RECORDS = 256
-AFTER_RETENTION = 1024
+RETENTION_ROLLUP_RECORDS = 1024
 """Records after which a log is rolled up if most of its batches have been deleted by retention."""
 
 TAIL_BYTES = 1 << 20
@@ -34,8 +34,8 @@ TAIL_BYTES = 1 << 20
 _log = structlog.get_logger()
 
 
-class RollUps:
-    """Rollups of one led partition. `ready` is called when `take` will return a command."""
+class RollupScheduler:
+    """Rollups of one led partition. `ready` is called when `take_ready_rollup` will return a command."""
 
     def __init__(
         self,
@@ -60,26 +60,26 @@ class RollUps:
         self._tail_bytes = 0
         self._written: Rollup | None = None
 
-    def placed(self, command: PlaceBatches | Advance, size_bytes: int) -> None:
+    def add_to_tail(self, command: PlaceBatches | Advance, size_bytes: int) -> None:
         """Add a command that is in the log now to the tail of a running rollup."""
         if self._tail is not None:
             self._tail.append(command)
             self._tail_bytes += size_bytes
 
-    def consider(self, state: PartitionState) -> None:
+    def start_if_due(self, state: PartitionState) -> None:
         """Begin a rollup if it is due. A plain call, between two commands."""
         least = self._rollup_records
         if state.settled.position > state.rollup_position and len(state) < state.applied - state.rollup_position:
             # Retention has removed most of what the log describes.
-            least = min(least, AFTER_RETENTION)
+            least = min(least, RETENTION_ROLLUP_RECORDS)
         due = state.rollup_position + max(least, len(state) // 4)
         if self._tail is not None or state.applied < max(due, self._from):
             return
         self._tail, self._tail_bytes = [], 0
         self._retry_from = state.applied + RETRY_RECORDS
-        self._tasks.spawn(self._write(copy_of(state)), name=f"rollup {self._log_name}")
+        self._tasks.spawn(self._write(copy_state(state)), name=f"rollup {self._log_name}")
 
-    def take(self) -> Rollup | None:
+    def take_ready_rollup(self) -> Rollup | None:
         """Return the command to propose next, or None if no rollup is ready."""
         written, tail = self._written, self._tail
         if written is None or tail is None:
@@ -91,9 +91,9 @@ class RollUps:
             return None
         return Rollup(written.object_key, written.size_bytes, tuple(tail))
 
-    def named(self, position: int, previous_key: str) -> None:
+    def rollup_appended(self, position: int, previous_key: str) -> None:
         """Start truncating what the rollup at `position` replaces, in the background."""
-        forgetting = forget_before(self._consensus, self._objects, self._log_name, position, previous_key)
+        forgetting = truncate_before_rollup(self._consensus, self._objects, self._log_name, position, previous_key)
         self._tasks.spawn(forgetting, name=f"forget {self._log_name}")
 
     async def _write(self, copy: PartitionState) -> None:
@@ -103,7 +103,7 @@ class RollUps:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            _log.error("rollup not written", log=self._log_name, error=sentence(error), exc_info=error)
+            _log.error("rollup not written", log=self._log_name, error=error_sentence(error), exc_info=error)
         if written is None:
             self._tail, self._from = None, self._retry_from
             return

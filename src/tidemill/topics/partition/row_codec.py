@@ -20,9 +20,9 @@ from tidemill.base.errors import CorruptError
 from tidemill.metastore.rows.aborted_transactions import AbortedRow
 from tidemill.metastore.rows.extents import ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow
-from tidemill.topics.partition.producer_state import Producer
+from tidemill.topics.partition.producer_state import ProducerState
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition.transactions import Aborted, Open, end_all
+from tidemill.topics.partition.transactions import AbortedTransaction, OpenTransaction, abort_all
 
 PRODUCERS_BYTES = 192 << 10
 """Size limit of the producers in a partition row, about 1,400 busy ones. Leaves room for the rest below
@@ -33,13 +33,13 @@ EXTENT_BATCHES = 256
 
 _encoder = msgspec.msgpack.Encoder()
 _batches = msgspec.msgpack.Decoder(list[tuple[int, int, int, int]])
-_producers = msgspec.msgpack.Decoder(list[tuple[int, Producer]])
+_producers = msgspec.msgpack.Decoder(list[tuple[int, ProducerState]])
 _transactions = msgspec.msgpack.Decoder(list[tuple[int, int]])
 
 T = TypeVar("T")
 
 
-def partition_row(state: PartitionState, topic_id: str, partition: int) -> PartitionRow:
+def build_partition_row(state: PartitionState, topic_id: str, partition: int) -> PartitionRow:
     """Build the partition row: the whole state except its batches and expired producers."""
     opened = [(producer_id, each.first_offset) for producer_id, each in state.transactions.items()]
     return PartitionRow(
@@ -51,14 +51,14 @@ def partition_row(state: PartitionState, topic_id: str, partition: int) -> Parti
         log_position=state.applied,
         last_at_ms=state.last_at_ms,
         terms=tuple(state.terms),
-        producers=_encoded(list(state.live_producers())),
+        producers=_encode_producers(list(state.live_producers())),
         transactions=_encoder.encode(opened) if opened else b"",
         reconciled=state.reconciled,
         aborted_start=state.aborted_start,
     )
 
 
-def _encoded(live: list[tuple[int, Producer]]) -> bytes:
+def _encode_producers(live: list[tuple[int, ProducerState]]) -> bytes:
     """Encode the most recent producers that fit in a row.
 
     A producer that is left out may start at any sequence, as if it had expired.
@@ -73,7 +73,7 @@ def _encoded(live: list[tuple[int, Producer]]) -> bytes:
     return data
 
 
-def extents(state: PartitionState, topic_id: str, partition: int, start: int) -> Iterator[ExtentRow]:
+def build_extents(state: PartitionState, topic_id: str, partition: int, start: int) -> Iterator[ExtentRow]:
     """Yield extents for the batches from base offset `start`: runs of batches that are adjacent in one object.
 
     Invariant: runs that begin at the same offset are cut in the same way, so writing them again replaces them.
@@ -81,18 +81,18 @@ def extents(state: PartitionState, topic_id: str, partition: int, start: int) ->
     first, count = bisect_left(state.bases, start), len(state)
     while first < count:
         end = first + 1
-        while end < count and end - first < EXTENT_BATCHES and _back_to_back(state, end):
+        while end < count and end - first < EXTENT_BATCHES and _is_adjacent(state, end):
             end += 1
-        yield _extent(state, topic_id, partition, first, end)
+        yield _build_extent(state, topic_id, partition, first, end)
         first = end
 
 
-def _back_to_back(state: PartitionState, index: int) -> bool:
+def _is_adjacent(state: PartitionState, index: int) -> bool:
     same_object = state.objects[index] == state.objects[index - 1]
     return same_object and state.first_bytes[index] == state.first_bytes[index - 1] + state.sizes[index - 1]
 
 
-def _extent(state: PartitionState, topic_id: str, partition: int, first: int, end: int) -> ExtentRow:
+def _build_extent(state: PartitionState, topic_id: str, partition: int, first: int, end: int) -> ExtentRow:
     last_offset = state.next_base(end - 1) - 1
     members = [
         (state.bases[i], state.first_bytes[i], state.sizes[i], state.max_timestamps[i]) for i in range(first, end)
@@ -111,10 +111,10 @@ def _extent(state: PartitionState, topic_id: str, partition: int, first: int, en
     )
 
 
-def aborted_rows(state: PartitionState, topic_id: str, partition: int, start: int) -> list[AbortedRow]:
+def build_aborted_rows(state: PartitionState, topic_id: str, partition: int, start: int) -> list[AbortedRow]:
     """Return the rows of transactions that were aborted at or after `start`."""
     index = state.aborted
-    found = (index[at] for at in range(index.from_offset(start), len(index)))
+    found = (index[at] for at in range(index.first_ending_at(start), len(index)))
     rows: list[AbortedRow] = []
     for last_offset, ended in groupby(found, key=attrgetter("last_offset")):
         first, *others = ((each.producer_id, each.first_offset, each.stable) for each in ended)
@@ -122,7 +122,7 @@ def aborted_rows(state: PartitionState, topic_id: str, partition: int, start: in
     return rows
 
 
-def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Iterable[AbortedRow] = ()) -> PartitionState:
+def rebuild_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Iterable[AbortedRow] = ()) -> PartitionState:
     """Rebuild the state from rows, with `applied` as of the partition row.
 
     Extents beyond the row's next offset are left out. A transaction that was open is aborted: its outcome was lost with
@@ -135,7 +135,7 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
     state.log_start, state.reconciled, state.aborted_start = row.log_start, row.reconciled, row.aborted_start
     state.last_at_ms = row.last_at_ms
     state.terms = [(term, offset) for term, offset in row.terms]
-    state.producers = producers_of(row)
+    state.producers = decode_producers(row)
     start = row.hot_start
     at: int | None = None
     highest = -(2**63)
@@ -154,7 +154,7 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
             )
         at = extent.last_offset + 1
         key = state.intern(extent.object_key)
-        batches = batches_of(extent)
+        batches = decode_batches(extent)
         ends = [batch[0] for batch in batches[1:]] + [at]
         for (base, first_byte, size, timestamp), end in zip(batches, ends, strict=True):
             if end <= start:
@@ -173,29 +173,32 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
             fix="Restore from an older manifest.",
         )
     state.high_watermark = row.next_offset
-    opened = {producer_id: Open(0, first_offset, 0) for producer_id, first_offset in transactions_of(row).items()}
+    opened = {
+        producer_id: OpenTransaction(0, first_offset, 0)
+        for producer_id, first_offset in decode_transactions(row).items()
+    }
     for each in aborted:
         if max(row.log_start, row.aborted_start) <= each.last_offset < row.next_offset:
             for producer_id, first_offset, stable in ((each.producer_id, each.first_offset, each.stable), *each.others):
-                state.aborted.add(Aborted(producer_id, first_offset, each.last_offset, stable))
+                state.aborted.add(AbortedTransaction(producer_id, first_offset, each.last_offset, stable))
                 # An earlier restore ended this one; the older partition row still lists it as open.
                 if producer_id in opened and opened[producer_id].first_offset == first_offset:
                     del opened[producer_id]
-    end_all(opened, state.aborted, row.next_offset)
+    abort_all(opened, state.aborted, row.next_offset)
     return state
 
 
-def producers_of(row: PartitionRow) -> dict[int, Producer]:
+def decode_producers(row: PartitionRow) -> dict[int, ProducerState]:
     """Decode the producers of a row, by id. Raises CorruptError."""
-    return dict(_decoded(_producers, row.producers, row, "producers"))
+    return dict(_decode_list(_producers, row.producers, row, "producers"))
 
 
-def transactions_of(row: PartitionRow) -> dict[int, int]:
+def decode_transactions(row: PartitionRow) -> dict[int, int]:
     """Decode the open transactions of a row: producer id to first offset. Raises CorruptError."""
-    return dict(_decoded(_transactions, row.transactions, row, "transactions"))
+    return dict(_decode_list(_transactions, row.transactions, row, "transactions"))
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[list[T]], data: bytes, row: PartitionRow, what: str) -> list[T]:
+def _decode_list(decoder: msgspec.msgpack.Decoder[list[T]], data: bytes, row: PartitionRow, what: str) -> list[T]:
     try:
         return decoder.decode(data) if data else []
     except msgspec.DecodeError as error:
@@ -204,7 +207,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[list[T]], data: bytes, row: Partit
         ) from error
 
 
-def batches_of(extent: ExtentRow) -> list[tuple[int, int, int, int]]:
+def decode_batches(extent: ExtentRow) -> list[tuple[int, int, int, int]]:
     """Return (base offset, first byte, size, max timestamp) of each batch. Raises CorruptError."""
     if not extent.batches:
         return [(extent.base_offset, extent.first_byte, extent.size_bytes, extent.max_timestamp_ms)]

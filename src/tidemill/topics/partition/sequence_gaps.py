@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from tidemill.topics.batch.header import MAX_SEQUENCE
 
-HOLE_EXPIRY_S = 60.0
-HOLES_LIMIT = 10_000
+GAP_EXPIRY_S = 60.0
+GAPS_LIMIT = 10_000
 
 
 class SequenceGaps:
@@ -35,18 +35,18 @@ class SequenceGaps:
         """
         first = last = first_sequence
         known = self._holes.get(producer_id)
-        if known is not None and now_s - known[3] < HOLE_EXPIRY_S:
+        if known is not None and now_s - known[3] < GAP_EXPIRY_S:
             if epoch < known[0]:
                 return
             if epoch == known[0]:
                 first = known[1] if _precedes(known[1], first) else first
                 last = known[2] if _precedes(last, known[2]) else last
                 now_s = known[3]  # A producer that retries repeatedly must not renew its gap forever.
-        if len(self._holes) >= HOLES_LIMIT and known is None:
+        if len(self._holes) >= GAPS_LIMIT and known is None:
             del self._holes[next(iter(self._holes))]
         self._holes[producer_id] = (epoch, first, last, now_s)
 
-    def blocks(self, producer_id: int, epoch: int, first_sequence: int, now_s: float) -> bool:
+    def is_blocked(self, producer_id: int, epoch: int, first_sequence: int, now_s: float) -> bool:
         """Return whether this batch must wait for the retry of an earlier one.
 
         A batch before the gap never waits for it.
@@ -54,12 +54,12 @@ class SequenceGaps:
         known = self._holes.get(producer_id)
         if known is None:
             return False
-        if now_s - known[3] >= HOLE_EXPIRY_S:
+        if now_s - known[3] >= GAP_EXPIRY_S:
             del self._holes[producer_id]
             return False
         return epoch == known[0] and _precedes(known[1], first_sequence)
 
-    def filled(self, producer_id: int, epoch: int, first_sequence: int, count: int) -> None:
+    def record_appended(self, producer_id: int, epoch: int, first_sequence: int, count: int) -> None:
         """Record that this batch of `count` records is in the log.
 
         Batches that failed after it are still missing: the gap then begins where this batch ends.

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from tidemill.topics.api import BatchRef, OffsetOutOfRangeError
-from tidemill.topics.partition.producer_state import PRODUCER_EXPIRY_MS, Producer
-from tidemill.topics.partition.transactions import AbortedIndex, Open, first_open
+from tidemill.topics.partition.producer_state import PRODUCER_EXPIRY_MS, ProducerState
+from tidemill.topics.partition.transactions import AbortedIndex, OpenTransaction, first_open
 
 PRODUCERS_LIMIT = 20_000
 """Limit of remembered producers per partition. The longest idle is dropped first; it may then start at any sequence,
@@ -23,7 +23,7 @@ which harms nothing but the detection of its retries."""
 
 _RECENT_KEYS = 16
 
-LED_BYTES = 4_096
+PARTITION_BYTES = 4_096
 BATCH_BYTES, KEY_BYTES, PRODUCER_BYTES = 36, 140, 900
 
 
@@ -31,14 +31,14 @@ def running_maximum(times: array[int]) -> array[int]:
     return array("q", np.maximum.accumulate(np.frombuffer(times, np.int64)).tobytes())
 
 
-class Settled(msgspec.Struct, frozen=True, array_like=True):
+class SettledMark(msgspec.Struct, frozen=True, array_like=True):
     """Position and content of the newest `commands.Advance`."""
 
     position: int = -1
     writer: str = ""
     below: int = 0
 
-    def covers(self, writer: str, number: int, seen_at: int) -> bool:
+    def is_settled(self, writer: str, number: int, seen_at: int) -> bool:
         """Return whether every batch for this partition in an object of `writer` is decided.
 
         `seen_at`: end of the log, read after the object was seen. The writer named in the record decides by number. Any
@@ -68,10 +68,10 @@ class PartitionState:
         self.reconciled = 0
         self.high_watermark = 0
         self.last_at_ms = 0
-        self.settled = Settled()
+        self.settled = SettledMark()
         self.terms: list[tuple[int, int]] = []
-        self.producers: dict[int, Producer] = {}
-        self.transactions: dict[int, Open] = {}
+        self.producers: dict[int, ProducerState] = {}
+        self.transactions: dict[int, OpenTransaction] = {}
         self.aborted = AbortedIndex()
         self.aborted_start = 0
         self.rollup_key = ""
@@ -93,7 +93,7 @@ class PartitionState:
         """First offset whose batch is in this state."""
         return max(self.log_start, self.reconciled)
 
-    def producer(self, producer_id: int, at_ms: int) -> Producer | None:
+    def live_producer(self, producer_id: int, at_ms: int) -> ProducerState | None:
         """Return the live state of a producer, or None if it was idle for PRODUCER_EXPIRY_MS and has no open
         transaction."""
         found = self.producers.get(producer_id)
@@ -101,13 +101,13 @@ class PartitionState:
             return found if producer_id in self.transactions else None
         return found
 
-    def live_producers(self) -> Iterator[tuple[int, Producer]]:
+    def live_producers(self) -> Iterator[tuple[int, ProducerState]]:
         """Yield the producers that have not expired, the longest idle first."""
         for producer_id, producer in self.producers.items():
             if self.last_at_ms - producer.updated_ms < PRODUCER_EXPIRY_MS or producer_id in self.transactions:
                 yield producer_id, producer
 
-    def forget_idle_producers(self) -> None:
+    def drop_idle_producers(self) -> None:
         """Drop the longest idle producers beyond the limit, but none with an open transaction."""
         while len(self.producers) > PRODUCERS_LIMIT:
             del self.producers[next(each for each in self.producers if each not in self.transactions)]
@@ -126,7 +126,7 @@ class PartitionState:
         keys.append(object_key)
         return len(keys) - 1
 
-    def start_at(self, log_start: int) -> None:
+    def set_log_start(self, log_start: int) -> None:
         """Set the log start and drop what is no longer needed.
 
         Drops the batches wholly below it or in L1, their objects, and leader epochs that wrote only below it.
@@ -145,7 +145,7 @@ class PartitionState:
             self.highest_timestamps = running_maximum(self.max_timestamps)
         while len(self.terms) > 1 and self.terms[1][1] <= log_start:
             del self.terms[0]
-        self.aborted.start_at(max(log_start, self.aborted_start))
+        self.aborted.set_log_start(max(log_start, self.aborted_start))
 
     def live_objects(self) -> set[str]:
         """Return the keys of the objects that hold a batch of this state."""
@@ -155,7 +155,7 @@ class PartitionState:
     def memory_bytes(self) -> int:
         """Estimated memory for leading this partition, with all its objects. Calibrated with 10,000 partitions."""
         batches = BATCH_BYTES * len(self.bases) + KEY_BYTES * len(self.object_keys)
-        return LED_BYTES + batches + PRODUCER_BYTES * len(self.producers)
+        return PARTITION_BYTES + batches + PRODUCER_BYTES * len(self.producers)
 
     @property
     def size_bytes(self) -> int:
@@ -163,7 +163,7 @@ class PartitionState:
         return sum(self.sizes)
 
     # reading --------------------------------------------------------------------------------------
-    def first_batch(self, offset: int) -> int:
+    def batch_index(self, offset: int) -> int:
         """Return the index of the batch that contains `offset`, or len(self) at the high watermark.
 
         Raises OffsetOutOfRangeError, or ValueError if the batch is in L1.
@@ -182,14 +182,14 @@ class PartitionState:
                 f"offset out of range: offset={offset} log_start={self.log_start} high_watermark={self.high_watermark}."
             )
 
-    def end_batch(self, offset: int) -> int:
+    def batch_end_index(self, offset: int) -> int:
         """Return the index after the last batch that starts below `offset`."""
         return bisect_left(self.bases, offset)
 
     def next_base(self, index: int) -> int:
         return self.bases[index + 1] if index + 1 < len(self.bases) else self.high_watermark
 
-    def ref(self, index: int) -> BatchRef:
+    def batch_ref(self, index: int) -> BatchRef:
         base = self.bases[index]
         return BatchRef(
             object_key=self.object_keys[self.objects[index]],
@@ -200,14 +200,14 @@ class PartitionState:
             max_timestamp_ms=self.max_timestamps[index],
         )
 
-    def committed_ref(self, index: int) -> BatchRef:
-        """Return `ref` of the batch, with the producers of aborted transactions that overlap it."""
-        return self.aborted.told(self.ref(index))
+    def committed_batch_ref(self, index: int) -> BatchRef:
+        """Return `batch_ref` of the batch, with the producers of aborted transactions that overlap it."""
+        return self.aborted.with_aborted(self.batch_ref(index))
 
     def batch_for_time(self, timestamp_ms: int, start: int = 0) -> int | None:
         """Return the index of the first batch at or after `start` whose max timestamp ≥ timestamp_ms, or None."""
         index = bisect_left(self.highest_timestamps, timestamp_ms)
-        first = self.first_batch(max(start, self.hot_start))
+        first = self.batch_index(max(start, self.hot_start))
         if index < first:
             late = np.flatnonzero(np.frombuffer(self.max_timestamps, np.int64)[first:] >= timestamp_ms)
             index = first + int(late[0]) if len(late) else len(self.bases)

@@ -16,8 +16,13 @@ from __future__ import annotations
 
 import asyncio
 
-from tidemill.topics.api import Here
-from tidemill.topics.partition.transactions import Open
+from tidemill.topics.api import InvalidTransactionError, ProduceTransaction, TransactionSnapshot
+from tidemill.topics.partition.transactions import OpenTransaction
+
+
+async def reject_without_coordinator(within: ProduceTransaction, *_: object) -> None:
+    name = within.transactional_id
+    raise InvalidTransactionError(f"this process has no transaction coordinator: transactional_id={name!r}.")
 
 
 class Permit:
@@ -34,7 +39,7 @@ class Permit:
         self.void = False
 
 
-def as_seen(opened: Open | None, granted: Permit | None) -> Here:
+def transaction_snapshot(opened: OpenTransaction | None, granted: Permit | None) -> TransactionSnapshot:
     return (opened.first_offset if opened is not None else -1, granted)
 
 
@@ -51,11 +56,11 @@ class TransactionVerification:
     def __len__(self) -> int:
         return len(self._permits)
 
-    def of(self, producer_id: int, epoch: int) -> Permit | None:
+    def find(self, producer_id: int, epoch: int) -> Permit | None:
         found = self._permits.get(producer_id)
         return found if found is not None and found.epoch == epoch else None
 
-    def granted(self, producer_id: int) -> Permit | None:
+    def find_granted(self, producer_id: int) -> Permit | None:
         found = self._permits.get(producer_id)
         return found if found is not None and found.answer.done() else None
 
@@ -64,12 +69,12 @@ class TransactionVerification:
         self._permits[producer_id] = permit
         return permit
 
-    def refused(self, producer_id: int, permit: Permit) -> None:
+    def drop_refused(self, producer_id: int, permit: Permit) -> None:
         """Drop the permit, so that the next batch asks again."""
         if self._permits.get(producer_id) is permit:
             del self._permits[producer_id]
 
-    def void(self, producer_id: int, below: int) -> None:
+    def revoke(self, producer_id: int, below: int) -> None:
         """Revoke the producer's permit if its epoch is below `below`, as a marker requires."""
         found = self._permits.get(producer_id)
         if found is not None and found.epoch < below:

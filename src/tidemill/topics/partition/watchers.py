@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Watcher(Protocol):
-    def woken(self) -> None:
+    def on_moved(self) -> None:
         """Handle the wake-up. A plain call."""
         ...
 
@@ -27,14 +27,14 @@ class Watchers:
     def discard(self, watcher: Watcher) -> None:
         self._watchers.pop(watcher, None)
 
-    def wake(self) -> None:
+    def wake_all(self) -> None:
         if self._watchers:
             watchers, self._watchers = self._watchers, {}
             for watcher in watchers:
-                watcher.woken()
+                watcher.on_moved()
 
-    async def moved(self) -> None:
-        waiting = _Waiting()
+    async def wait_moved(self) -> None:
+        waiting = _FutureWatcher()
         self.add(waiting)
         try:
             await waiting.future
@@ -42,10 +42,10 @@ class Watchers:
             self.discard(waiting)
 
 
-class _Waiting:
+class _FutureWatcher:
     def __init__(self) -> None:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def woken(self) -> None:
+    def on_moved(self) -> None:
         if not self.future.done():
             self.future.set_result(None)

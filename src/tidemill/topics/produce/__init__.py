@@ -8,7 +8,7 @@ Owns the queue slot of each batch and its validation. Does not upload or append.
 
 from __future__ import annotations
 
-from tidemill.topics.produce.order_queue import ProducerLine, QueueCore, Ticket, TicketState
+from tidemill.topics.produce.order_queue import ProducerLine, ProducerQueueCore, Ticket, TicketState
 from tidemill.topics.produce.order_queue_async import ProducerQueue
 
-__all__ = ["ProducerLine", "ProducerQueue", "QueueCore", "Ticket", "TicketState"]
+__all__ = ["ProducerLine", "ProducerQueue", "ProducerQueueCore", "Ticket", "TicketState"]

@@ -36,7 +36,7 @@ class TicketState(Enum):
 
 
 class Ticket:
-    """One slot in a line. Only QueueCore writes it; `then` belongs to the async shell."""
+    """One slot in a line. Only ProducerQueueCore writes it; `then` belongs to the async shell."""
 
     __slots__ = ("after", "before", "line", "state", "then")
 
@@ -48,15 +48,15 @@ class Ticket:
         self.then: object = None
 
     @property
-    def poisoned(self) -> bool:
+    def is_poisoned(self) -> bool:
         return self.state is TicketState.POISONED
 
     @property
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         return self.state is TicketState.ENDED
 
 
-class QueueCore:
+class ProducerQueueCore:
     def __init__(self) -> None:
         self._tails: dict[ProducerLine, Ticket] = {}
 
@@ -94,7 +94,7 @@ class QueueCore:
         """End a ticket whose outcome is decided in the log. Idempotent; also ends a waiting or poisoned ticket."""
         if ticket.state is TicketState.POISONED:
             return self.abandon(ticket)
-        return self._end(ticket)
+        return self._end_ticket(ticket)
 
     def abandon(self, ticket: Ticket) -> list[Ticket]:
         """End a ticket that will never reach the log, and poison its successors in a producer id's line.
@@ -104,7 +104,7 @@ class QueueCore:
         if ticket.state is TicketState.ENDED:
             return []
         if not isinstance(ticket.line, int):
-            return self._end(ticket)
+            return self._end_ticket(ticket)
         resolved = []
         follower = ticket.after
         while follower is not None:
@@ -112,9 +112,9 @@ class QueueCore:
                 resolved.append(follower)
             follower.state = TicketState.POISONED
             follower = follower.after
-        return resolved + self._end(ticket)
+        return resolved + self._end_ticket(ticket)
 
-    def _end(self, ticket: Ticket) -> list[Ticket]:
+    def _end_ticket(self, ticket: Ticket) -> list[Ticket]:
         if ticket.state is TicketState.ENDED:
             return []
         ticket.state = TicketState.ENDED

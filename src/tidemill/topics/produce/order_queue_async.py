@@ -11,16 +11,16 @@ from collections import deque
 from collections.abc import Callable
 
 from tidemill.base.errors import UnavailableError
-from tidemill.topics.produce.order_queue import ProducerLine, QueueCore, Ticket, TicketState
+from tidemill.topics.produce.order_queue import ProducerLine, ProducerQueueCore, Ticket, TicketState
 
-Turn = Callable[[Ticket], None]
+TurnCallback = Callable[[Ticket], None]
 
 
 class ProducerQueue:
     """Queue of one partition. Single-threaded: all calls come from the event loop's thread."""
 
     def __init__(self) -> None:
-        self._core = QueueCore()
+        self._core = ProducerQueueCore()
         self._due: deque[Ticket] = deque()
         self._draining = False
 
@@ -31,43 +31,43 @@ class ProducerQueue:
         """Reserve the next slot in this line. The caller must end the ticket."""
         return self._core.reserve(line)
 
-    def redeem(self, ticket: Ticket, then: Turn) -> None:
+    def redeem(self, ticket: Ticket, then: TurnCallback) -> None:
         """Call `then(ticket)` once the ticket is READY or POISONED; immediately if it already is."""
         ticket.then = then
         if ticket.state is not TicketState.WAITING:
-            self._run([ticket])
+            self._run_callbacks([ticket])
 
     def place(self, ticket: Ticket) -> None:
-        self._run(self._core.place(ticket))
+        self._run_callbacks(self._core.place(ticket))
 
     def release(self, ticket: Ticket) -> None:
-        self._run(self._core.release(ticket))
+        self._run_callbacks(self._core.release(ticket))
 
     def abandon(self, ticket: Ticket) -> None:
-        self._run(self._core.abandon(ticket))
+        self._run_callbacks(self._core.abandon(ticket))
 
-    async def turn(self, ticket: Ticket) -> None:
+    async def wait_turn(self, ticket: Ticket) -> None:
         """Wait for the turn. Raises UnavailableError if a predecessor was abandoned.
 
         A cancellation before or during the wait abandons the ticket; a later one has no effect on it.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def woken(_: Ticket) -> None:
+        def on_turn(_: Ticket) -> None:
             if not future.done():
                 future.set_result(None)
 
-        self.redeem(ticket, woken)
+        self.redeem(ticket, on_turn)
         try:
             await future
         except asyncio.CancelledError:
             self.abandon(ticket)
             raise
-        if ticket.poisoned:
+        if ticket.is_poisoned:
             self.abandon(ticket)
             raise UnavailableError(f"an earlier batch of this producer failed: line={ticket.line}.")
 
-    def _run(self, resolved: list[Ticket]) -> None:
+    def _run_callbacks(self, resolved: list[Ticket]) -> None:
         self._due.extend(resolved)
         if self._draining:
             return

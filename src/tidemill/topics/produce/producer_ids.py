@@ -12,7 +12,7 @@ from tidemill.base.errors import ConflictError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 
 REGISTER = "topics/producer-ids"
-BLOCK = 1000
+BLOCK_IDS = 1000
 """Ids per compare-and-set, as in Kafka's own allocation; ids that a process does not use are lost, by design."""
 
 
@@ -37,9 +37,9 @@ class ProducerIds:
         start = int(found.data) if found is not None else 1
         try:
             await self._consensus.cas(
-                REGISTER, found.seq if found else 0, str(start + BLOCK).encode(), self._rand.nonce()
+                REGISTER, found.seq if found else 0, str(start + BLOCK_IDS).encode(), self._rand.nonce()
             )
         except (ConflictError, UnknownOutcomeError):
             # After a lost answer the block may be ours; reserving the next one is cheaper than finding out.
             return
-        self._next, self._end = start, start + BLOCK
+        self._next, self._end = start, start + BLOCK_IDS

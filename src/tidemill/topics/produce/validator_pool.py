@@ -18,7 +18,7 @@ import structlog
 
 from tidemill.base.errors import ClosedError, TidemillError, UnavailableError
 from tidemill.objects.store import Buffer
-from tidemill.topics.batch.encode import recompressed
+from tidemill.topics.batch.encode import recompress_batch
 from tidemill.topics.batch.header import BatchHeader
 from tidemill.topics.batch.validation import check_records
 from tidemill.topics.config.configs import AS_SENT
@@ -44,7 +44,7 @@ class ValidatedBatch(NamedTuple):
     rewritten: bytearray | None = None
 
 
-Checked = Callable[[ValidatedBatch | TidemillError], None]
+ValidationCallback = Callable[[ValidatedBatch | TidemillError], None]
 """Called once, on the event loop, with a valid batch or the error that rejects it."""
 
 log = structlog.get_logger()
@@ -60,12 +60,12 @@ class BatchValidator:
         self._running = 0
         self._closed = False
 
-    def check(
+    def validate(
         self,
         header: BatchHeader,
         buffer: Buffer,
         sender: Hashable,
-        checked: Checked,
+        checked: ValidationCallback,
         *,
         keyed: bool = False,
         codec: int = AS_SENT,
@@ -78,18 +78,18 @@ class BatchValidator:
         Raises ClosedError.
         """
         if header.codec == 0 and codec <= 0 and header.record_count <= INLINE_RECORDS and len(buffer) <= INLINE_BYTES:
-            checked(_outcome(header, buffer, keyed, codec))
+            checked(_validate_batch(header, buffer, keyed, codec))
             return
 
         def ended(done: asyncio.Future[ValidatedBatch | TidemillError]) -> None:
             if not done.cancelled():
                 checked(done.result())
 
-        self._enter(sender, partial(_outcome, header, buffer, keyed, codec)).add_done_callback(ended)
+        self._enqueue(sender, partial(_validate_batch, header, buffer, keyed, codec)).add_done_callback(ended)
 
-    async def run(self, sender: Hashable, work: Callable[[], T]) -> T:
+    async def run_in_thread(self, sender: Hashable, work: Callable[[], T]) -> T:
         """Run `work()` in one of the threads, at the sender's turn."""
-        return await self._enter(sender, work)
+        return await self._enqueue(sender, work)
 
     def close(self) -> None:
         self._closed = True
@@ -99,15 +99,15 @@ class BatchValidator:
                 job.future.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _enter(self, sender: Hashable, work: Callable[[], T]) -> asyncio.Future[T]:
+    def _enqueue(self, sender: Hashable, work: Callable[[], T]) -> asyncio.Future[T]:
         if self._closed:
             raise ClosedError("the topics of this node were closed.")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(sender, deque()).append(_Job(work, future))
-        self._pump()
+        self._start_jobs()
         return future
 
-    def _pump(self) -> None:
+    def _start_jobs(self) -> None:
         loop = asyncio.get_running_loop()
         while self._running < THREADS and self._waiting:
             sender, jobs = next(iter(self._waiting.items()))
@@ -118,9 +118,9 @@ class BatchValidator:
             if job.future.done():
                 continue  # Its caller no longer waits.
             self._running += 1
-            loop.run_in_executor(self._threads, job.work).add_done_callback(partial(self._ended, job))
+            loop.run_in_executor(self._threads, job.work).add_done_callback(partial(self._on_job_ended, job))
 
-    def _ended(self, job: _Job, done: asyncio.Future[Any]) -> None:
+    def _on_job_ended(self, job: _Job, done: asyncio.Future[Any]) -> None:
         self._running -= 1
         error = None if done.cancelled() else done.exception()
         if job.future.done():
@@ -132,7 +132,7 @@ class BatchValidator:
         else:
             job.future.set_result(done.result())
         if not self._closed:
-            self._pump()
+            self._start_jobs()
 
 
 class _Job:
@@ -143,7 +143,7 @@ class _Job:
         self.future = future
 
 
-def _outcome(header: BatchHeader, buffer: Buffer, keyed: bool, codec: int) -> ValidatedBatch | TidemillError:
+def _validate_batch(header: BatchHeader, buffer: Buffer, keyed: bool, codec: int) -> ValidatedBatch | TidemillError:
     """Validate and, if necessary, recompress.
 
     Any exception rejects the batch: a batch that was not validated is not stored.
@@ -152,7 +152,7 @@ def _outcome(header: BatchHeader, buffer: Buffer, keyed: bool, codec: int) -> Va
         max_timestamp_ms, records = check_records(header, buffer, keyed=keyed)
         if codec in (AS_SENT, header.codec):
             return ValidatedBatch(max_timestamp_ms)
-        return ValidatedBatch(max_timestamp_ms, recompressed(header, records, codec))
+        return ValidatedBatch(max_timestamp_ms, recompress_batch(header, records, codec))
     except TidemillError as error:
         # Its frames hold the decompressed bytes, and the error outlives them until the request is answered.
         error.__cause__ = error.__context__ = None

@@ -43,28 +43,28 @@ CHUNK_BYTES = 512 << 10
 CHUNK_ROWS_MIN = 64
 
 
-class Read(msgspec.Struct, frozen=True):
+class ReadStep(msgspec.Struct, frozen=True):
     """Request for bytes of a file. `ahead` is the following read of this run, except that its own `ahead` is unset."""
 
     file: FileMeta
     start: int
     end: int
-    ahead: Read | None = None
+    ahead: ReadStep | None = None
 
 
-class Put(msgspec.Struct, frozen=True):
+class PutStep(msgspec.Struct, frozen=True):
     name: FileName
     buffers: list[bytes]
     size_bytes: int
 
 
-class Pause(msgspec.Struct, frozen=True):
+class PauseStep(msgspec.Struct, frozen=True):
     """Report that `rows_done` of the job's rows have been read and merged."""
 
     rows_done: int
 
 
-Step = Read | Put | Pause
+Step = ReadStep | PutStep | PauseStep
 Steps = Generator[Step, bytes, list[FileMeta]]
 """Generator of steps. It is sent the bytes of a Read, and b"" after other steps; returns the new files by key."""
 
@@ -87,8 +87,8 @@ def merge_steps(job: Job, options: Options) -> Steps:
         raise InvalidError(f"a compaction needs names for its outputs: level={job.level} target={job.target}.")
     window_bytes = min(WINDOW_BYTES_MAX, max(WINDOW_BYTES_MIN, WINDOWS_BYTES // len(job.runs)))
     chunk_rows = max(CHUNK_ROWS_MIN, options.slice_rows // len(job.runs))
-    runs = [_Run(files, job.prefix, window_bytes, chunk_rows) for files in job.runs]
-    older = _Ranges(job.older)
+    runs = [_CompactionRun(files, job.prefix, window_bytes, chunk_rows) for files in job.runs]
+    older = _OlderRanges(job.older)
     names = list(reversed(job.names))
     made: list[FileMeta] = []
     writer = SstWriter(options)
@@ -96,43 +96,43 @@ def merge_steps(job: Job, options: Options) -> Steps:
 
     while True:
         for run in runs:
-            yield from run.fill()
+            yield from run.decode_next_chunk()
         runs = [run for run in runs if run.keys]
         if not runs:
             break
         keys, values, seqnos, taken = _merge_chunk(runs)
         rows_done += taken
         if b"" in values:
-            keys, values, seqnos = older.without_dead(keys, values, seqnos)
+            keys, values, seqnos = older.drop_dead_tombstones(keys, values, seqnos)
         writer.add(keys, values, seqnos)
         if writer.size_bytes >= options.file_bytes and len(names) > 1:
-            yield from _finish(writer, names.pop(), made, rows_done)
+            yield from _finish_file(writer, names.pop(), made, rows_done)
             writer = SstWriter(options)
             paused_at = rows_done
         if rows_done - paused_at >= options.slice_rows:
             paused_at = rows_done
-            yield Pause(rows_done)
+            yield PauseStep(rows_done)
     if writer.rows:
-        yield from _finish(writer, names.pop(), made, rows_done)
+        yield from _finish_file(writer, names.pop(), made, rows_done)
     return made
 
 
-def _finish(writer: SstWriter, name: FileName, made: list[FileMeta], rows_done: int) -> _Reading:
+def _finish_file(writer: SstWriter, name: FileName, made: list[FileMeta], rows_done: int) -> _Reading:
     # Building filter and index is the longest single step, so other tasks may run before and after it.
-    yield Pause(rows_done)
+    yield PauseStep(rows_done)
     buffers, summary = writer.finish()
-    yield Pause(rows_done)
-    yield Put(name, buffers, summary.size_bytes)
+    yield PauseStep(rows_done)
+    yield PutStep(name, buffers, summary.size_bytes)
     made.append(summary.named(name.epoch, name.number, name.nonce))
 
 
-def _merge_chunk(runs: Sequence[_Run]) -> tuple[list[bytes], list[bytes], list[int], int]:
+def _merge_chunk(runs: Sequence[_CompactionRun]) -> tuple[list[bytes], list[bytes], list[int], int]:
     """Return the rows up to which all runs can advance: ascending keys, values, seqnos, and the number of input rows.
 
     `runs` are oldest first, each with rows in memory. At least one of them is exhausted, so every call makes progress.
     """
     reach = min(run.keys[-1] for run in runs)
-    parts = [part for run in runs if (part := run.take(reach))[0]]
+    parts = [part for run in runs if (part := run.take_rows_through(reach))[0]]
     if len(parts) == 1:
         keys, values, seqnos = parts[0]
         return keys, values, seqnos, len(keys)
@@ -150,7 +150,7 @@ def _merge_chunk(runs: Sequence[_Run]) -> tuple[list[bytes], list[bytes], list[i
     )
 
 
-class _Run:
+class _CompactionRun:
     """One sorted run of the job. `keys`, `values` and `seqnos` are the decoded rows that were not taken yet."""
 
     __slots__ = (
@@ -183,7 +183,7 @@ class _Run:
         self._data = b""
         self._data_start = 0
 
-    def take(self, reach: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
+    def take_rows_through(self, reach: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
         """Remove and return the decoded rows whose key is at most `reach`."""
         at, count = self._at, len(self.keys)
         end = bisect_right(self.keys, reach, at)
@@ -192,7 +192,7 @@ class _Run:
             return self.keys, self.values, self.seqnos
         return self.keys[at:end], self.values[at:end], self.seqnos[at:end]
 
-    def fill(self) -> _Reading:
+    def decode_next_chunk(self) -> _Reading:
         """Decode the next chunk if all decoded rows were taken; `keys` stays empty at the end of the run."""
         if self._at < len(self.keys):
             return
@@ -233,11 +233,11 @@ class _Run:
         self._window_end = self._window_from(meta, self._block)
         if self._window_end < len(meta.rows):
             following = self._window_from(meta, self._window_end)
-            ahead: Read | None = Read(file, meta.starts[self._window_end], meta.starts[following])
+            ahead: ReadStep | None = ReadStep(file, meta.starts[self._window_end], meta.starts[following])
         else:
             self._files.pop()
             ahead = _meta_of(self._files[-1]) if self._files else None
-        self._data = yield Read(file, self._data_start, meta.starts[self._window_end], ahead)
+        self._data = yield ReadStep(file, self._data_start, meta.starts[self._window_end], ahead)
 
     def _window_from(self, meta: TableMeta, block: int) -> int:
         """Return the end of the window that begins with `block`: as many blocks as fit, and at least one."""
@@ -245,26 +245,26 @@ class _Run:
         return min(max(end, block + 1), len(meta.rows))
 
 
-def _meta_of(file: FileMeta) -> Read:
-    return Read(file, file.meta_start, file.size_bytes)
+def _meta_of(file: FileMeta) -> ReadStep:
+    return ReadStep(file, file.meta_start, file.size_bytes)
 
 
-class _Ranges:
+class _OlderRanges:
     """Key ranges in which an older file may hold a key. Tombstones within them must be kept."""
 
     def __init__(self, ranges: Sequence[tuple[bytes, bytes]]) -> None:
         self._smallest = [low for low, _ in ranges]
         self._largest = [high for _, high in ranges]
 
-    def without_dead(
+    def drop_dead_tombstones(
         self, keys: list[bytes], values: list[bytes], seqnos: list[int]
     ) -> tuple[list[bytes], list[bytes], list[int]]:
         """Return the rows without the tombstones that no older file can need."""
         stays: Sequence[object] = values
         if self._smallest and bisect_left(self._largest, keys[0]) <= bisect_right(self._smallest, keys[-1]) - 1:
-            stays = [value or self._holds(key) for key, value in zip(keys, values, strict=True)]
+            stays = [value or self._contains(key) for key, value in zip(keys, values, strict=True)]
         return list(compress(keys, stays)), list(compress(values, stays)), list(compress(seqnos, stays))
 
-    def _holds(self, key: bytes) -> bool:
+    def _contains(self, key: bytes) -> bool:
         at = bisect_left(self._largest, key)
         return at < len(self._smallest) and self._smallest[at] <= key

@@ -29,8 +29,8 @@ from tidemill.base.errors import (
     UnknownOutcomeError,
 )
 from tidemill.metastore.lsm.compaction.compaction_job import names_needed
-from tidemill.metastore.lsm.compaction.executor import Merger
-from tidemill.metastore.lsm.compaction.picker import Job, pick, settle
+from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
+from tidemill.metastore.lsm.compaction.picker import Job, pick_full_compaction, pick_job
 from tidemill.metastore.lsm.file_store import FileName
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.notifier import Notifier
@@ -43,7 +43,7 @@ BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 30.0
 
 
-class VersionsLike(Protocol):
+class VersionSetProtocol(Protocol):
     """Interface of the version set that the loop uses."""
 
     @property
@@ -52,7 +52,7 @@ class VersionsLike(Protocol):
     def release_file_names(self, names: Iterable[FileName]) -> None: ...
 
 
-class Merging(msgspec.Struct):
+class CompactionProgress(msgspec.Struct):
     """Progress of the running job, for the stage status: position `rows_done`, target `rows`."""
 
     level: int
@@ -85,10 +85,10 @@ class Compactor:
 
     def __init__(
         self,
-        versions: VersionsLike,
+        versions: VersionSetProtocol,
         commit: Callable[[Edit], Awaitable[None]],
         wake: Notifier,
-        merger: Merger,
+        merger: CompactionExecutor,
         options: Options,
         clock: Clock,
         prefix: str,
@@ -102,7 +102,7 @@ class Compactor:
         self._prefix = prefix
         self._turn = asyncio.Lock()
         self._pointers: dict[int, bytes] = {}
-        self.merging: Merging | None = None
+        self.merging: CompactionProgress | None = None
         self.stats = CompactionStats()
 
     async def run(self) -> None:
@@ -111,7 +111,7 @@ class Compactor:
         while True:
             rings = self._wake.rings
             try:
-                busy = await self._step(lambda version: pick(version.levels, self._options, self._pointers))
+                busy = await self._run_one_job(lambda version: pick_job(version.levels, self._options, self._pointers))
             except _CommitFailedError as failed:
                 raise failed.error from failed
             except ClosedError:
@@ -124,47 +124,47 @@ class Compactor:
                 continue
             delay_s = 0.0
             if not busy:
-                await self._wake.after(rings)
+                await self._wake.wait_after(rings)
 
-    async def settle(self) -> None:
+    async def compact_fully(self) -> None:
         """Compact everything that is in the database now into one level, without tombstones; wait for a running job
         first.
 
         Raises what the job or its commit raised; nothing is lost then, and the call may be repeated.
         """
         try:
-            await self._step(lambda version: settle(version.levels, self._options))
+            await self._run_one_job(lambda version: pick_full_compaction(version.levels, self._options))
         except _CommitFailedError as failed:
             raise failed.error from failed
 
-    async def _step(self, choose: Callable[[Version], Job | None]) -> bool:
+    async def _run_one_job(self, choose: Callable[[Version], Job | None]) -> bool:
         """Choose one job and execute it; return False if no job is due."""
         async with self._turn:
             job = choose(self._versions.current)
             if job is None:
                 return False
             try:
-                await self._do(job)
+                await self._execute(job)
             except _CommitFailedError as failed:
-                self._note_failure(failed.error)
+                self._record_failure(failed.error)
                 raise
             except Exception as error:
-                self._note_failure(error)
+                self._record_failure(error)
                 raise
             finally:
                 self.merging = None
             self.stats.failure = ""
             return True
 
-    async def _do(self, job: Job) -> None:
+    async def _execute(self, job: Job) -> None:
         if job.move:
-            await self._commit_patiently(_edit(job, list(job.inputs)))
+            await self._commit_with_retries(_edit_of_job(job, list(job.inputs)))
             self.stats.moves += 1
         else:
             names = tuple(self._versions.next_file_name() for _ in range(names_needed(job, self._options)))
             try:
                 made = await self._merge(msgspec.structs.replace(job, names=names, prefix=self._prefix))
-                await self._commit_patiently(_edit(job, made))
+                await self._commit_with_retries(_edit_of_job(job, made))
             finally:
                 # The files are in a version now, or orphans forever: the names are not reused.
                 self._versions.release_file_names(names)
@@ -177,14 +177,16 @@ class Compactor:
             self._pointers[job.level] = job.runs[-1][-1].largest
 
     async def _merge(self, job: Job) -> list[FileMeta]:
-        merging = self.merging = Merging(job.level, job.target, job.rows, job.size_bytes, since_ms=self._clock.now_ms())
+        merging = self.merging = CompactionProgress(
+            job.level, job.target, job.rows, job.size_bytes, since_ms=self._clock.now_ms()
+        )
 
         def progress(rows_done: int) -> None:
             merging.rows_done = rows_done
 
         return await self._merger.merge(job, progress)
 
-    async def _commit_patiently(self, edit: Edit) -> None:
+    async def _commit_with_retries(self, edit: Edit) -> None:
         """Commit, and retry after Unavailable: the outputs are complete, only the manifest is missing."""
         delay_s = BACKOFF_FIRST_S
         while True:
@@ -192,13 +194,13 @@ class Compactor:
                 await self._commit(edit)
                 return
             except UnavailableError as error:
-                self._note_failure(error)
+                self._record_failure(error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(BACKOFF_MAX_S, 2 * delay_s)
             except (UnknownOutcomeError, FencedError, ConflictError, InvalidError) as error:
                 raise _CommitFailedError(error) from error
 
-    def _note_failure(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         text = str(error) if isinstance(error, TidemillError) else repr(error)
         if text != self.stats.failure:
             _log.warning("compaction failed", prefix=self._prefix, cause=text)
@@ -214,5 +216,5 @@ class _CommitFailedError(Exception):
         self.error = error
 
 
-def _edit(job: Job, made: list[FileMeta]) -> Edit:
+def _edit_of_job(job: Job, made: list[FileMeta]) -> Edit:
     return Edit(added=tuple((job.target, file) for file in made), removed=job.inputs)

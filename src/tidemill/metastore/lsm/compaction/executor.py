@@ -16,7 +16,7 @@ Progress = Callable[[int], None]
 """Callback that occasionally gets the number of the job's rows that are done."""
 
 
-class Merger(Protocol):
+class CompactionExecutor(Protocol):
     """Executor of compaction jobs, one at a time; further calls wait for their turn. Several domains may share one."""
 
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
@@ -30,7 +30,7 @@ class Merger(Protocol):
     async def aclose(self) -> None: ...
 
 
-class MortalMerger(Merger, Protocol):
+class ProcessExecutor(CompactionExecutor, Protocol):
     """Merger that runs in a separate process."""
 
     @property
@@ -39,7 +39,7 @@ class MortalMerger(Merger, Protocol):
         ...
 
 
-class ChoosingMerger:
+class SizeBasedExecutor:
     """Merger that passes jobs of more than `options.inline_merge_rows` rows to the worker, others to the loop. Owns
     both.
 
@@ -47,7 +47,7 @@ class ChoosingMerger:
     would grow until writers stop. The loop never blocks for more than a slice in either case.
     """
 
-    def __init__(self, inline: Merger, worker: MortalMerger, options: Options) -> None:
+    def __init__(self, inline: CompactionExecutor, worker: ProcessExecutor, options: Options) -> None:
         self._inline = inline
         self._worker = worker
         self._inline_rows = options.inline_merge_rows

@@ -9,10 +9,10 @@ import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.metastore.lsm.compaction.compaction_job import Put, Read, merge_steps
+from tidemill.metastore.lsm.compaction.compaction_job import PutStep, ReadStep, merge_steps
 from tidemill.metastore.lsm.compaction.executor import Progress
 from tidemill.metastore.lsm.compaction.picker import Job
-from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.store import ObjectStore
@@ -40,20 +40,20 @@ class Throttle:
         self._paid_until_s = max(self._paid_until_s, now_s - self.BURST_S) + size_bytes / self._bytes_per_s
         return max(0.0, self._paid_until_s - now_s)
 
-    async def take(self, size_bytes: int) -> None:
+    async def consume(self, size_bytes: int) -> None:
         delay_s = self.delay_s(size_bytes)
         if delay_s > 0:
             await asyncio.sleep(delay_s)
 
 
-async def drive(
+async def run_job(
     job: Job, objects: ObjectStore, options: Options, throttle: Throttle, progress: Progress | None
 ) -> list[FileMeta]:
     """Run the job's steps with their I/O, and yield to the event loop after every slice."""
-    files = Files(objects, job.prefix)
+    files = SstFiles(objects, job.prefix)
     steps = merge_steps(job, options)
     answer: bytes | None = None
-    async with _Reader(files) as reader:
+    async with _ReadAheadReader(files) as reader:
         while True:
             try:
                 # The first `send` of a generator must be None, which its type does not allow.
@@ -62,29 +62,29 @@ async def drive(
                 made: list[FileMeta] = ended.value
                 return made
             answer = b""
-            if isinstance(step, Read):
+            if isinstance(step, ReadStep):
                 answer = await reader.read(step)
-                await throttle.take(len(answer))
-            elif isinstance(step, Put):
+                await throttle.consume(len(answer))
+            elif isinstance(step, PutStep):
                 await files.put(step.name, step.buffers)
-                await throttle.take(step.size_bytes)
+                await throttle.consume(step.size_bytes)
             else:
                 if progress is not None:
                     progress(step.rows_done)
                 await asyncio.sleep(0)
 
 
-class _Reader:
+class _ReadAheadReader:
     """Reader that also starts the next read while the present rows are merged, to hide the latency of the bucket."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: SstFiles) -> None:
         self._files = files
         # A failed read-ahead raises when its bytes are requested. If the job ends before that, the failure is
         # irrelevant.
         self._tasks = Tasks(on_failure=lambda name, error: None)
-        self._ahead: dict[Read, asyncio.Task[bytes]] = {}
+        self._ahead: dict[ReadStep, asyncio.Task[bytes]] = {}
 
-    async def read(self, asked: Read) -> bytes:
+    async def read(self, asked: ReadStep) -> bytes:
         ahead = asked.ahead
         under_way = self._ahead.pop(msgspec.structs.replace(asked, ahead=None), None)
         if ahead is not None:
@@ -101,7 +101,7 @@ class _Reader:
         await self._tasks.aclose()
 
 
-class InlineMerger:
+class InlineExecutor:
     """Merger on the calling event loop, for any domain in this store."""
 
     def __init__(self, objects: ObjectStore, options: Options, clock: Clock) -> None:
@@ -112,7 +112,7 @@ class InlineMerger:
 
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
         async with self._turn:
-            return await drive(job, self._objects, self._options, self._throttle, progress)
+            return await run_job(job, self._objects, self._options, self._throttle, progress)
 
     async def aclose(self) -> None:
         """Do nothing: a running job belongs to its caller, who cancels it."""

@@ -80,7 +80,7 @@ def scores(levels: Levels, options: Options) -> list[tuple[float, int]]:
     return sorted(found, key=lambda scored: (-scored[0], scored[1]))
 
 
-def pick(levels: Levels, options: Options, pointers: Mapping[int, bytes]) -> Job | None:
+def pick_job(levels: Levels, options: Options, pointers: Mapping[int, bytes]) -> Job | None:
     """Return the most urgent job, or None if no level exceeds its limit.
 
     `pointers` gives, per level, the largest key that the last job of that level took. The next file after it is taken,
@@ -95,10 +95,10 @@ def pick(levels: Levels, options: Options, pointers: Mapping[int, bytes]) -> Job
     files = levels[level]
     after = bisect_right([file.smallest for file in files], pointers[level]) if level in pointers else 0
     source = files[after % len(files)]
-    return _job(levels, options, level, ((source,),))
+    return _build_job(levels, options, level, ((source,),))
 
 
-def settle(levels: Levels, options: Options) -> Job | None:
+def pick_full_compaction(levels: Levels, options: Options) -> Job | None:
     """Return the job that brings everything into one level, without tombstones; None if that is already the case.
 
     That level is the deepest in use, or a deeper one if its target size is below the size of the database. The job
@@ -132,7 +132,7 @@ def _span(files: Sequence[FileMeta], smallest: bytes, largest: bytes) -> tuple[i
 def _pick_level_0(levels: Levels, options: Options) -> Job:
     oldest = levels[0][-1]
     groups = _overlap_groups(levels[0])
-    jobs = [_job(levels, options, 0, tuple((file,) for file in reversed(group))) for group in groups]
+    jobs = [_build_job(levels, options, 0, tuple((file,) for file in reversed(group))) for group in groups]
     due = next(job for job, group in zip(jobs, groups, strict=True) if oldest in group)
     if not due.move:
         return due
@@ -159,25 +159,25 @@ def _overlap_groups(files: Sequence[FileMeta]) -> list[list[FileMeta]]:
     return groups
 
 
-def _job(levels: Levels, options: Options, level: int, sources: tuple[Files, ...]) -> Job:
+def _build_job(levels: Levels, options: Options, level: int, sources: tuple[Files, ...]) -> Job:
     """Return the job of `sources` (runs, oldest first) of `level`, with the overlapping files of the next level."""
     target = level + 1
     below = levels[target] if target < len(levels) else ()
     smallest = min(file.smallest for run in sources for file in run)
     largest = max(file.largest for run in sources for file in run)
     first, end = _span(below, smallest, largest)
-    first, end = _with_small_neighbours(below, first, end, sources, options)
+    first, end = _extend_by_small_files(below, first, end, sources, options)
     taken = tuple(below[first:end])
     if taken:
         smallest, largest = min(smallest, taken[0].smallest), max(largest, taken[-1].largest)
-    older = _older(levels, target, smallest, largest)
+    older = _older_ranges(levels, target, smallest, largest)
     # A file with tombstones that nothing below needs must not move to the bottom with them: it is rewritten.
     if not taken and len(sources) == 1 and (older or not any(file.tombstones for file in sources[0])):
         return Job(level, target, sources, older=(), move=True)
     return Job(level, target, ((taken,) if taken else ()) + sources, older)
 
 
-def _with_small_neighbours(
+def _extend_by_small_files(
     below: Sequence[FileMeta], first: int, end: int, sources: tuple[Files, ...], options: Options
 ) -> tuple[int, int]:
     """Extend the job by adjacent small files, so that frequent small flushes do not accumulate small files.
@@ -203,7 +203,7 @@ def _with_small_neighbours(
     return first, end
 
 
-def _older(levels: Levels, target: int, smallest: bytes, largest: bytes) -> tuple[tuple[bytes, bytes], ...]:
+def _older_ranges(levels: Levels, target: int, smallest: bytes, largest: bytes) -> tuple[tuple[bytes, bytes], ...]:
     """Return the key ranges of the job in which files below the target may hold a key, disjoint and in key order."""
     ranges = sorted(
         (file.smallest, file.largest)

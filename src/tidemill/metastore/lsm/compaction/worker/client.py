@@ -24,12 +24,12 @@ from tidemill.metastore.lsm.options import Options
 NICE = 5
 """Niceness. The worker yields to the server but must not starve: level 0 grows while it waits, which stalls writers."""
 IDLE_S = 60.0
-DYING_S = 2.0
+EXIT_GRACE_S = 2.0
 """Time that a process gets to exit after its pipe closed."""
 _MAIN = "tidemill.metastore.lsm.compaction.worker.main"
 
 
-class WorkerMerger:
+class WorkerExecutor:
     """Merger in one process, for any domain in the store at this URL. Raises InvalidError for `memory:`, which another
     process cannot access."""
 
@@ -60,9 +60,9 @@ class WorkerMerger:
             if self._closed:
                 raise ClosedError("the compaction worker is closed.")
             try:
-                return await self._exchange(job, progress)
+                return await self._run_in_worker(job, progress)
             except (asyncio.IncompleteReadError, ConnectionError) as error:
-                returncode = await self._end(grace_s=DYING_S)
+                returncode = await self._kill_process(grace_s=EXIT_GRACE_S)
                 if self._closed:
                     raise ClosedError("the compaction worker was closed during a job.") from error
                 self._deaths += 1
@@ -73,16 +73,16 @@ class WorkerMerger:
                 ) from error
             except asyncio.CancelledError:
                 # The caller no longer waits for this job, so everything it would still write would be an orphan.
-                await asyncio.shield(self._end())
+                await asyncio.shield(self._kill_process())
                 raise
 
     async def aclose(self) -> None:
         """Kill the process. A running job ends with Closed. Idempotent."""
         self._closed = True
-        await self._end()
+        await self._kill_process()
 
-    async def _exchange(self, job: Job, progress: Progress | None) -> list[FileMeta]:
-        process = await self._started()
+    async def _run_in_worker(self, job: Job, progress: Progress | None) -> list[FileMeta]:
+        process = await self._ensure_started()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(frame(Work(job)))
         await process.stdin.drain()
@@ -97,7 +97,7 @@ class WorkerMerger:
             if progress is not None:
                 progress(message.rows_done)
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _ensure_started(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
         try:
@@ -124,7 +124,7 @@ class WorkerMerger:
         process.stdin.write(frame(self._setup))
         return process
 
-    async def _end(self, grace_s: float = 0.0) -> int | None:
+    async def _kill_process(self, grace_s: float = 0.0) -> int | None:
         """Make sure that the process has ended; return its exit code. It gets `grace_s` to exit before it is killed."""
         process, self._process = self._process, None
         if process is None:

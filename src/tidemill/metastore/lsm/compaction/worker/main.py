@@ -13,7 +13,7 @@ import sys
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.metastore.lsm.compaction.inline_executor import Throttle, drive
+from tidemill.metastore.lsm.compaction.inline_executor import Throttle, run_job
 from tidemill.metastore.lsm.compaction.picker import Job
 from tidemill.metastore.lsm.compaction.worker.protocol import (
     Done,
@@ -44,24 +44,24 @@ async def main() -> None:
     clock = SystemClock()
     objects = await open_objects(setup.objects_url, clock, Rand(), verify=False)
     throttle = Throttle(setup.options.compaction_bytes_per_s, clock)
-    async with Tasks(_listening_failed) as tasks:
-        tasks.spawn(_listen(reader, jobs), name="merge-worker-stdin")
+    async with Tasks(_exit_after_failure) as tasks:
+        tasks.spawn(_read_jobs(reader, jobs), name="merge-worker-stdin")
         while True:
             try:
                 job = await asyncio.wait_for(jobs.get(), setup.idle_s)
             except TimeoutError:
                 break
-            _answer(answers, await _work(job, objects, setup.options, throttle, answers))
+            _write_frame(answers, await _run(job, objects, setup.options, throttle, answers))
     await objects.aclose()
 
 
-def _listening_failed(name: str, error: BaseException) -> None:
+def _exit_after_failure(name: str, error: BaseException) -> None:
     """Exit after a failure to read stdin: no job can arrive any more. The parent starts another worker."""
     sys.stderr.write(f"compaction worker: {name}: {error!r}\n")
     os._exit(1)
 
 
-async def _listen(reader: asyncio.StreamReader, jobs: asyncio.Queue[Job]) -> None:
+async def _read_jobs(reader: asyncio.StreamReader, jobs: asyncio.Queue[Job]) -> None:
     """Queue jobs as they arrive. A running job yields after every slice, so the end of stdin ends it immediately."""
     while True:
         try:
@@ -72,17 +72,17 @@ async def _listen(reader: asyncio.StreamReader, jobs: asyncio.Queue[Job]) -> Non
         jobs.put_nowait(message.job)
 
 
-async def _work(job: Job, objects: ObjectStore, options: Options, throttle: Throttle, answers: int) -> FromWorker:
+async def _run(job: Job, objects: ObjectStore, options: Options, throttle: Throttle, answers: int) -> FromWorker:
     def progress(rows_done: int) -> None:
-        _answer(answers, Progressed(rows_done))
+        _write_frame(answers, Progressed(rows_done))
 
     try:
-        return Done(await drive(job, objects, options, throttle, progress))
+        return Done(await run_job(job, objects, options, throttle, progress))
     except TidemillError as error:
         return Failed.of(error)
 
 
-def _answer(answers: int, message: FromWorker) -> None:
+def _write_frame(answers: int, message: FromWorker) -> None:
     data = memoryview(frame(message))
     while data:
         data = data[os.write(answers, data) :]

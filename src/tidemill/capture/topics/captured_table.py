@@ -1,0 +1,105 @@
+"""A captured table as its topic is written: the encoders of its rows, and one writer per partition."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from tidemill.base.limits import KAFKA_REQUEST_BYTES
+from tidemill.base.runtime.tasks import error_sentence
+from tidemill.capture.changes import LSN_NEVER, Fragment, Relation
+from tidemill.capture.decode.row_blocks import RowBlock
+from tidemill.capture.encode.columnar_encoder import (
+    ENCODE_PER_ROW,
+    EncodedBlock,
+    EventFormat,
+    JsonEventFormat,
+    encode_block,
+)
+from tidemill.capture.encode.debezium_avro import AvroEncoder
+from tidemill.capture.encode.debezium_avro_columnar import AvroEventFormat
+from tidemill.capture.encode.debezium_json import EventEncoder, EventSource
+from tidemill.capture.encode.row_encoder import RowEncoder
+from tidemill.capture.topics.commit_boundaries import is_in_snapshot
+from tidemill.capture.topics.partition_writer import PartitionWriter
+from tidemill.metastore.catalogue import TableSnapshot, TopicRow
+
+log = structlog.get_logger()
+
+MAX_ROW_BYTES = KAFKA_REQUEST_BYTES * 3 // 4
+"""Maximum size of key and value of one record. A larger record could not be fetched by a Kafka client, and encoding it
+needs several times its size, so it pauses its table.
+"""
+
+
+class CapturedTable:
+    """Topic of one table: its partition writers, which transactions it already contains, and which it must never
+    contain (`parked_lsn`). `source`: origin for records that are events; None = records are rows.
+    """
+
+    def __init__(
+        self, name: str, topic: TopicRow, producer_id: int, *, oid: int, parked_lsn: int = LSN_NEVER,
+        source: EventSource | None = None, epoch: int = 0,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.source = source
+        self.oid = oid
+        self.parked_lsn = parked_lsn
+        self.topic = topic
+        self.lanes = [
+            PartitionWriter(topic.name, topic.topic_id, p, producer_id, epoch) for p in range(topic.partitions)
+        ]
+        self.snapshot: TableSnapshot | None = None
+        self.bound_lsn = -1
+        self._encoder: RowEncoder | None = None
+        self._events: EventEncoder | AvroEncoder | None = None
+
+    def row_encoder(self, relation: Relation) -> RowEncoder:
+        if self._encoder is None or self._encoder.relation is not relation:
+            self._encoder = RowEncoder(relation)
+        return self._encoder
+
+    def event_encoder(self, relation: Relation) -> EventEncoder | AvroEncoder | None:
+        """Return the encoder of events; None if the records are rows."""
+        if self.source is not None and (self._events is None or self._events.relation is not relation):
+            make = AvroEncoder if self.source.schemas else EventEncoder
+            self._events = make(relation, self.source)
+        return self._events
+
+    def _columnar_format(self, relation: Relation) -> EventFormat | None:
+        events = self.event_encoder(relation)
+        return (
+            AvroEventFormat(events)
+            if isinstance(events, AvroEncoder)
+            else JsonEventFormat()
+            if events is not None
+            else None
+        )
+
+    def encode_block(self, block: RowBlock) -> EncodedBlock | None:
+        """Return the rows as records, encoded once for all transactions; None if they have to be written one by one."""
+        if block.encoded is None:
+            try:
+                events = self._columnar_format(block.relation)
+                block.encoded = encode_block(block, len(self.lanes), MAX_ROW_BYTES, events) or ENCODE_PER_ROW
+            except Exception as error:
+                # For any error the per-row functions decide which row cannot be written.
+                log.warning("rows are encoded one by one", table=self.name, cause=error_sentence(error), exc_info=error)
+                block.encoded = ENCODE_PER_ROW
+        return block.encoded if isinstance(block.encoded, EncodedBlock) else None
+
+    def partition_of(self, key: bytes) -> PartitionWriter:
+        return self.lanes[zlib.crc32(key) % len(self.lanes)] if len(self.lanes) > 1 else self.lanes[0]
+
+    def needs_no_writing(self, fragment: Fragment) -> bool:
+        """Return whether the transaction needs no writing: it is already bound, part of the table's snapshot, or at or
+        above the position where the table was paused.
+        """
+        lsn = fragment.commit_lsn
+        return lsn <= self.bound_lsn or lsn >= self.parked_lsn or is_in_snapshot(fragment.xid, lsn, self.snapshot)
+
+
+OnFault = Callable[[CapturedTable, int, BaseException], Awaitable[None]]
+"""on_fault(table, commit LSN, error of its row): pause the table durably and call `TopicWriter.pause_table`."""
