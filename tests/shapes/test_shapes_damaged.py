@@ -88,3 +88,52 @@ def test_every_flipped_bit_of_a_row_is_corrupt_when_it_is_read(tmp_path: Path) -
         assert len(file.items(BASE, (0, 0), (900, 0), 1000)) == 1
         file.release()
         flip(path, "items", "json", WHOLE, at)
+
+
+@pytest.mark.parametrize("other", [(WHOLE, 701, 1), (WHOLE, 699, 3), (ITEM, 700, 4), (ITEM, 702, 2)])
+def test_rows_that_change_places_are_corrupt_even_if_their_keys_have_the_same_sum(
+    tmp_path: Path, other: tuple[int, int, int]
+) -> None:
+    path = tmp_path / "main.db"
+    filled(path)
+    file = ShapeFile(path)
+    file.open()
+    moved = replace(written(other[0]), saved=None, items=[StoredItem(*other[1:], b'{"moved":true}')])
+    file.flush(Flush("owner", False, [moved], ()))
+    file.release()
+    exchange(path, "items", "id, tx, op", (WHOLE, 700, 2), other)
+    file = ShapeFile(path)
+    file.open()
+    for key, tx, op in ((WHOLE, 700, 2), other):
+        with pytest.raises(CorruptError, match=f"id={key} tx={tx} op={op}"):
+            file.items(key, (tx, op - 1), (tx, op), 1000)
+    file.release()
+
+
+def test_base_chunks_that_change_places_are_corrupt_even_if_their_keys_have_the_same_sum(tmp_path: Path) -> None:
+    path = tmp_path / "main.db"
+    filled(path)
+    file = ShapeFile(path)
+    file.open()
+    file.flush(Flush("owner", False, [replace(written(BASE), saved=None, base=[(1, b"{}")])], ()))
+    file.release()
+    exchange(path, "base", "id, chunk", (BASE, 1), (ITEM, 0))
+    file = ShapeFile(path)
+    file.open()
+    for key, chunk in ((BASE, 1), (ITEM, 0)):
+        with pytest.raises(CorruptError, match=f"id={key} chunk={chunk}"):
+            file.read_base(key, chunk)
+    file.release()
+
+
+def exchange(path: Path, table: str, names: str, one: tuple[int, ...], other: tuple[int, ...]) -> None:
+    """Give each of two rows the JSON and the checksum of the other."""
+    connection = apsw.Connection(str(path))
+    places = ", ".join("?" * len(one))
+    stored = [
+        connection.execute(f"SELECT json, crc FROM {table} WHERE ({names}) = ({places})", place).fetchall()[0]
+        for place in (one, other)
+    ]
+    for place, row in zip((one, other), reversed(stored), strict=True):
+        connection.execute(f"UPDATE {table} SET json = ?, crc = ? WHERE ({names}) = ({places})", (*row, *place))
+    connection.close()

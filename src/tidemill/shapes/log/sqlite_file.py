@@ -9,9 +9,8 @@
 
 - Invariant (atomic flush): a flush is one transaction, and durable when it returns: new shapes with their base, items,
   ended shapes, and the owner's name.
-- Invariant (row decides): a shape exists if its row exists. Rows of `read_base` and `items` without it are leftovers:
-they
-  are never read, their ids are not reused while they exist, and `clear_leftovers` deletes them a few at a time.
+- Invariant (row decides): a shape exists if its row exists. Rows of `base` and `items` without it are leftovers:
+  they are never read, their ids are not reused while they exist, and `clear_leftovers` deletes them a few at a time.
 - Invariant (disposable): a file that cannot be read, or has another layout, is deleted: its content can be fetched
   again.
 - Invariant (no silent damage): damaged data is never read as something else. A shape whose record is damaged ends when
@@ -24,6 +23,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,7 +37,8 @@ import msgspec
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.private_directories import make_private_directory
 
-LAYOUT = 3
+LAYOUT = 4
+"""4: the checksum of a row depends on each number of its key, not on their sum."""
 CREATE_TABLES_SQL = """
 CREATE TABLE owner (one INTEGER PRIMARY KEY CHECK (one = 1), layout INTEGER, name TEXT);
 CREATE TABLE shapes (id INTEGER PRIMARY KEY, handle TEXT, record BLOB, snapshot TEXT, chunks INTEGER,
@@ -88,7 +89,7 @@ class StoredShape(msgspec.Struct, frozen=True):
 
 
 class ShapeWrite(msgspec.Struct, frozen=True):
-    """The part of a flush that belongs to one shape. `read_shapes`: its row, if it is new; before that it has a base
+    """The part of a flush that belongs to one shape. `saved`: its row, if it is new; before that it has a base
     only."""
 
     id: int
@@ -247,7 +248,7 @@ class ShapeFile:
         writer.executemany("UPDATE shapes SET tx = ?, op = ?, log_bytes = ? WHERE id = ?", ends)
 
     def find_leftovers(self, before: int = MAX_ID) -> list[int]:
-        """Return the ids below `before` that have rows in `read_base` or `items` but none in `shapes`. Takes one index
+        """Return the ids below `before` that have rows in `base` or `items` but none in `shapes`. Takes one index
         step per id."""
         writer = self._writer_connection()
         found: set[int] = set()
@@ -385,7 +386,9 @@ class ShapeFile:
 
 
 def _crc(data: bytes, *place: int) -> int:
-    return int(crc32c.crc32c(data, sum(place) & 0xFFFFFFFF))
+    """Return the checksum of the row's key and then of its data. Each number of the key has its own bytes: a row that
+    is stored at another place is damaged, whichever numbers differ."""
+    return int(crc32c.crc32c(data, crc32c.crc32c(struct.pack(f"<{len(place)}q", *place))))
 
 
 def _query_number(db: apsw.Connection, sql: str) -> int:
