@@ -9,7 +9,7 @@ from tidemill.maintenance.context import Retention
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.shards.bindings import BindingsUpkeep
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.metastore.rows.pipelines import PipelineRow
+from tidemill.metastore.rows.catalogue import PipelineRow
 from tidemill.shards.api import Binding
 from tidemill.shards.bindings.remap import WHOLE_RECORD_INTERVAL, LogRemap
 from tidemill.shards.registry import open_remap

@@ -14,7 +14,7 @@ from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.backup.checkpoint import Unit
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS
-from tidemill.metastore.rows.aborted_transactions import AbortedRow
+from tidemill.metastore.rows.partitions import AbortedRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.lifecycle.checkpoint import PartitionFollower
 from tidemill.topics.lifecycle.restore import restore_partition

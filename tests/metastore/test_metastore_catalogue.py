@@ -35,7 +35,7 @@ from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.imports import MARK_KEY
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import NAMES, TOPIC_IDS, TOPICS
-from tidemill.metastore.rows.name_index import NameRow
+from tidemill.metastore.rows.catalogue import NameRow
 
 CAPTURE = CaptureRow(
     "shop",

@@ -30,7 +30,7 @@ from tidemill.metastore.rows import (
     TOPIC_IDS,
     TOPICS,
 )
-from tidemill.metastore.rows.topics import TopicIdRow
+from tidemill.metastore.rows.catalogue import TopicIdRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME
 

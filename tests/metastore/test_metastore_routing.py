@@ -19,11 +19,10 @@ from tidemill.metastore.cluster import domain_of, open_cluster
 from tidemill.metastore.merged_scan import merge_scans
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ALL, EXTENTS, GROUP_OFFSETS, PARTITIONS, PIPELINES, TOPICS
-from tidemill.metastore.rows.extents import ExtentRow
+from tidemill.metastore.rows.catalogue import PipelineRow, TopicRow
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.metastore.rows.key_encoding import Kind
-from tidemill.metastore.rows.pipelines import PipelineRow
-from tidemill.metastore.rows.topics import TopicRow
+from tidemill.metastore.rows.partitions import ExtentRow
 
 
 def run(body: Callable[[MemoryConsensus, ManualClock, Rand], Awaitable[None]]) -> None:

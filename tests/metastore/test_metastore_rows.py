@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.metastore import rows
+from tidemill.metastore.rows.catalogue import TOPICS, PipelineRow, TopicRow
 from tidemill.metastore.rows.key_encoding import Column, Kind, entity_of, names_entity
-from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.metastore.rows.row_family import Family
-from tidemill.metastore.rows.topics import TOPICS, TopicRow
 
 EVERY_FAMILY = pytest.mark.parametrize("family", rows.ALL, ids=repr)
 

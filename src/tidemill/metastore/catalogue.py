@@ -1,6 +1,6 @@
 """The catalogue: what exists. Check-and-write over rows of the metastore's domain 0 (layouts: rows/).
 
-Topics, captures and pipelines have a name row (rows/name_index), which every change rewrites and no deletion removes:
+Topics, captures and pipelines have a name row (rows/catalogue), which every change rewrites and no deletion removes:
 
 - Invariant (compare and commit): a write is a commit that expects an unchanged name row. Of two concurrent writes
   one succeeds; the other reads again.
@@ -56,11 +56,9 @@ from tidemill.metastore.rows.captures import (
     TableSnapshot,
     tables_of_legacy_row,
 )
-from tidemill.metastore.rows.group_configs import GroupConfigRow
-from tidemill.metastore.rows.name_index import NameRow
-from tidemill.metastore.rows.pipelines import PipelineRow
+from tidemill.metastore.rows.catalogue import NameRow, PipelineRow, TopicIdRow, TopicRow
+from tidemill.metastore.rows.groups import GroupConfigRow
 from tidemill.metastore.rows.row_family import Family
-from tidemill.metastore.rows.topics import TopicIdRow, TopicRow
 
 TOPIC_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 TOPIC_NAME_LENGTH = 249

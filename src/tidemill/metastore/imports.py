@@ -22,9 +22,9 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.api import DomainRows
 from tidemill.metastore.cluster import Cluster, read_cluster, write_cluster
 from tidemill.metastore.rows import CAPTURES, PIPELINES, TOPIC_IDS, TOPICS
+from tidemill.metastore.rows.catalogue import TopicIdRow, TopicRow
 from tidemill.metastore.rows.key_encoding import encode_text
 from tidemill.metastore.rows.row_family import Family
-from tidemill.metastore.rows.topics import TopicIdRow, TopicRow
 
 PREFIX = "catalogue/"
 MARK_KEY = b"\x00" + encode_text("") + b"imported"

@@ -1,4 +1,4 @@
-"""ACL rules of a cluster as one process caches them: rows of the metastore (rows/acls), re-read when one changes.
+"""ACL rules of a cluster as one process caches them: rows of the metastore (rows/security), re-read when one changes.
 
 A rule written by this process takes effect here immediately, and in other processes within REFRESH_S plus the
 metastore's STALE_S.
@@ -17,7 +17,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.metastore.cached_rows import refresh_forever
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ACLS
-from tidemill.metastore.rows.acls import AclRow
+from tidemill.metastore.rows.security import AclRow
 from tidemill.security.acls import AclRule, Authorizer, RuleFilter, check_rule
 from tidemill.security.retrying_write import write_rows
 

@@ -1,4 +1,4 @@
-"""Quotas of a cluster as one process caches them: rows of the metastore (rows/quotas), re-read when one changes.
+"""Quotas of a cluster as one process caches them: rows of the metastore (rows/security), re-read when one changes.
 
 Each node applies the full quota independently of the others, as Kafka's brokers do.
 """
@@ -13,7 +13,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.metastore.cached_rows import refresh_forever
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import QUOTAS
-from tidemill.metastore.rows.quotas import QuotaRow
+from tidemill.metastore.rows.security import QuotaRow
 from tidemill.security.quotas import Quota, QuotaLimits, check_quota
 from tidemill.security.retrying_write import write_rows
 

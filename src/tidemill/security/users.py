@@ -1,4 +1,4 @@
-"""Users and their SCRAM credentials, stored as rows of the metastore (rows/users).
+"""Users and their SCRAM credentials, stored as rows of the metastore (rows/security).
 
 A credential is read at every authentication and never cached, so a changed password takes effect immediately on every
 node.
@@ -13,7 +13,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import USERS
-from tidemill.metastore.rows.users import UserRow
+from tidemill.metastore.rows.security import UserRow
 from tidemill.security.principals import NAME_CHARS_MAX
 from tidemill.security.retrying_write import write_rows
 from tidemill.security.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, Credential

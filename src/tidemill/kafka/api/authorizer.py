@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.net.listener_security import ClientIdentity
-from tidemill.metastore.rows.topics import TopicRow
+from tidemill.metastore.rows.catalogue import TopicRow
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import OPERATIONS, Operation, Resource, operation_bits
 from tidemill.security.audit import Audit

@@ -13,7 +13,7 @@ from tidemill.kafka.groups import configs
 from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.metastore.cached_rows import refresh_forever
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.rows.group_configs import GroupConfigRow
+from tidemill.metastore.rows.groups import GroupConfigRow
 
 REFRESH_S: Final = 2.0
 GROUPS_MAX: Final = 10_000

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from tidemill.base.errors import CorruptError, MissingError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.check.findings import Findings
-from tidemill.metastore.rows.topics import TopicRow
+from tidemill.metastore.rows.catalogue import TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.state_machine import shard_replica

@@ -16,12 +16,10 @@ from tidemill.metastore.check.checker import Checker, Examine
 from tidemill.metastore.check.findings import Findings, RowSource
 from tidemill.metastore.check.objects import References
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, PIPELINES, SHARD_BATCHES, SHARDS
-from tidemill.metastore.rows.bindings import BindingRow
-from tidemill.metastore.rows.extents import ExtentRow
-from tidemill.metastore.rows.partitions import PartitionRow
-from tidemill.metastore.rows.pipelines import source_of
+from tidemill.metastore.rows.catalogue import source_of
+from tidemill.metastore.rows.partitions import ExtentRow, PartitionRow
 from tidemill.metastore.rows.row_family import Family
-from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
+from tidemill.metastore.rows.shards import BindingRow, ShardBatchRow, ShardRow
 from tidemill.shards.bindings.remap import decode_record
 from tidemill.shards.state.checkpoint import decode_header
 from tidemill.shards.state.codec import decode_batch

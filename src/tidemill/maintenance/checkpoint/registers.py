@@ -14,7 +14,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.backup.checkpoint import Unit
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import NODES
-from tidemill.metastore.rows.nodes import NodeRow
+from tidemill.metastore.rows.catalogue import NodeRow
 from tidemill.topics.membership import NODES_REGISTER
 
 Rows = dict[bytes, bytes]

@@ -19,9 +19,8 @@ from tidemill.metastore.backup.checkpoint import Checkpointer, Group, Unit, gath
 from tidemill.metastore.backup.restore import attempt_of
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, CAPTURES, PIPELINES, SHARD_BATCHES, SHARDS, TOPICS
-from tidemill.metastore.rows.bindings import BindingRow
-from tidemill.metastore.rows.pipelines import PipelineRow, source_of
-from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
+from tidemill.metastore.rows.catalogue import PipelineRow, source_of
+from tidemill.metastore.rows.shards import BindingRow, ShardBatchRow, ShardRow
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.bindings.remap import LOG_PREFIX, decode_record
 from tidemill.shards.registry import read_registrations

@@ -35,7 +35,7 @@ from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.failure_status import REPORTED_UNITS_MAX, UnitFailures
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import PIPELINES
-from tidemill.metastore.rows.pipelines import PipelineRow, source_of
+from tidemill.metastore.rows.catalogue import PipelineRow, source_of
 from tidemill.shards.bindings.remap import LOG_PREFIX, WHOLE_RECORD_INTERVAL, LogRemap
 from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.commands import Create

@@ -19,7 +19,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.consensus.api import Consensus
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
-from tidemill.metastore.rows.pipelines import source_of
+from tidemill.metastore.rows.catalogue import source_of
 from tidemill.shards.api import Binding
 from tidemill.shards.registry import open_remap, read_registration
 from tidemill.shards.state.commands import Create

@@ -38,11 +38,10 @@ from tidemill.metastore.rows import (
     TOPICS,
 )
 from tidemill.metastore.rows.captures import CaptureRow, CaptureTableRow, tables_of_legacy_row
+from tidemill.metastore.rows.catalogue import PipelineRow, TopicRow
 from tidemill.metastore.rows.partitions import PartitionRow
-from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.shards import ShardRow
-from tidemill.metastore.rows.topics import TopicRow
 
 R = TypeVar("R", bound=msgspec.Struct)
 

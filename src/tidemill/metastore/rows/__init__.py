@@ -1,4 +1,4 @@
-"""rows: one module per row family; each draws the layout of its keys and values.
+"""rows: the row families; each module draws the layouts of its keys and values.
 
     01 topic      02 topic id   03 capture    04 pipeline                    entity "": the catalogue itself
     05 node       06 name       07 captured table                            entity ""
@@ -20,20 +20,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.metastore.rows.aborted_transactions import ABORTED
-from tidemill.metastore.rows.acls import ACLS
-from tidemill.metastore.rows.bindings import BINDINGS
 from tidemill.metastore.rows.captures import CAPTURE_TABLES, CAPTURES
+from tidemill.metastore.rows.catalogue import NAMES, NODES, PIPELINES, TOPIC_IDS, TOPICS
 from tidemill.metastore.rows.checkpoints import CHECKPOINTS
-from tidemill.metastore.rows.extents import EXTENTS
-from tidemill.metastore.rows.group_configs import GROUP_CONFIGS
-from tidemill.metastore.rows.groups import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
+from tidemill.metastore.rows.groups import GROUP_CONFIGS, GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.l1 import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS
-from tidemill.metastore.rows.name_index import NAMES
-from tidemill.metastore.rows.nodes import NODES
-from tidemill.metastore.rows.partitions import PARTITIONS
-from tidemill.metastore.rows.pipelines import PIPELINES
-from tidemill.metastore.rows.quotas import QUOTAS
+from tidemill.metastore.rows.partitions import ABORTED, EXTENTS, PARTITIONS
 from tidemill.metastore.rows.registry import (
     DIGESTS,
     REFERRERS,
@@ -44,10 +36,9 @@ from tidemill.metastore.rows.registry import (
     VERSIONS,
 )
 from tidemill.metastore.rows.row_family import Family
+from tidemill.metastore.rows.security import ACLS, QUOTAS, USERS
 from tidemill.metastore.rows.shapes import SHAPES
-from tidemill.metastore.rows.shards import SHARD_BATCHES, SHARDS
-from tidemill.metastore.rows.topics import TOPIC_IDS, TOPICS
-from tidemill.metastore.rows.users import USERS
+from tidemill.metastore.rows.shards import BINDINGS, SHARD_BATCHES, SHARDS
 
 ALL: tuple[Family[Any], ...] = (
     TOPICS,

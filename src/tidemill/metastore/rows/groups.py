@@ -1,4 +1,4 @@
-"""Consumer groups: their members and committed offsets. All rows of a group are in one domain.
+"""Consumer groups: their members, committed offsets and configs. Rows of a group are in one domain, except its configs.
 
 offset     30 | group text | topic_id text | partition u32        (layouts: rows.key_encoding, rows.row_family)
            offset, leader_epoch, metadata, commit_ms, expire_ms
@@ -6,11 +6,14 @@ group      31 | group text
            kind, owner, protocol_type, protocol, generation, leader, members, since_ms, target_epoch, topics_digest
 member     32 | group text | member_id text
            instance_id, client_id, client_host, session_ms, rebalance_ms, protocols, assignment, consumer
+group config    0D | "" | group text
+                config
 
 Invariant (fenced coordinator): rows of a group are written only with the expected seqno of its head row (`group`). A
 coordinator that takes over the group changes that row first, which fences every earlier coordinator.
 
-Offsets are keyed by topic id, so a re-created topic does not inherit the offsets of the old one.
+Offsets are keyed by topic id, so a re-created topic does not inherit the offsets of the old one. Configs belong to the
+administrator, so a group without members may have some. A group without configs has no config row.
 """
 
 from __future__ import annotations
@@ -102,3 +105,13 @@ GROUP_OFFSETS = Family(
 )
 GROUPS = Family(0x31, "group", GroupRow, Column("group", Kind.TEXT))
 GROUP_MEMBERS = Family(0x32, "group member", GroupMemberRow, Column("group", Kind.TEXT), Column("member_id", Kind.TEXT))
+
+
+class GroupConfigRow(msgspec.Struct, frozen=True):
+    """Configs of one group. config: name → value, in Kafka's names and notation."""
+
+    group: str
+    config: dict[str, str] = {}
+
+
+GROUP_CONFIGS = Family(0x0D, "group config", GroupConfigRow, Column("group", Kind.TEXT), own_entity=False)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tidemill.base.errors import ConflictError
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
-from tidemill.metastore.rows.pipelines import source_of
+from tidemill.metastore.rows.catalogue import source_of
 from tidemill.shards.api import Remap
 from tidemill.shards.handle import LogShard
 from tidemill.spark.write import WRITES

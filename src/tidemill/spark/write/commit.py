@@ -23,7 +23,7 @@ import structlog
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.metastore.rows.pipelines import source_of
+from tidemill.metastore.rows.catalogue import source_of
 from tidemill.shards.api import HASH, Batch, HistoryLostError, Part, SchemaEvolvedError
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import contents_schema

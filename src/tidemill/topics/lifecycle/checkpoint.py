@@ -21,8 +21,7 @@ from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.metastore.backup.checkpoint import Group, Unit, gather_readable
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS, TOPICS
-from tidemill.metastore.rows.extents import ExtentRow
-from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.metastore.rows.partitions import ExtentRow, PartitionRow
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
 from tidemill.topics.partition.row_codec import build_aborted_rows, build_extents, build_partition_row

@@ -17,9 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from tidemill.base.errors import CorruptError
-from tidemill.metastore.rows.aborted_transactions import AbortedRow
-from tidemill.metastore.rows.extents import ExtentRow
-from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.metastore.rows.partitions import AbortedRow, ExtentRow, PartitionRow
 from tidemill.topics.partition.producer_state import ProducerState
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import AbortedTransaction, OpenTransaction, abort_all
