@@ -31,7 +31,7 @@ from harbour import machine, percentile
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.factory import NODE, create_metastore
-from tidemill.metastore.lsm.compaction.factory import open_executor
+from tidemill.metastore.lsm.compaction.executor import open_executor
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import encode_manifest
 from tidemill.metastore.metastore import Metastore

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.metastore.lsm.compaction.factory import open_executor
+from tidemill.metastore.lsm.compaction.executor import open_executor
 from tidemill.metastore.lsm.compaction.picker import pick_job
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.file_store import SstFiles

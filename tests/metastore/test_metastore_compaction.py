@@ -14,9 +14,9 @@ from lsm_world import PREFIX, SMALL, Gate, World, collect, eventually, expected,
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError, FencedError, UnavailableError, UnknownOutcomeError
-from tidemill.metastore.lsm.compaction.executor import Progress, SizeBasedExecutor
+from tidemill.metastore.lsm.compaction.executor import SizeBasedExecutor
 from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
-from tidemill.metastore.lsm.compaction.picker import Job, pick_job, target_bytes
+from tidemill.metastore.lsm.compaction.picker import Job, Progress, pick_job, target_bytes
 from tidemill.metastore.lsm.compaction.worker.client import WorkerExecutor
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest

@@ -18,9 +18,8 @@ from sst_world import Rows, numbered_rows, read_sst, row_sets, write_sst
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.metastore.lsm import bloom
 from tidemill.metastore.lsm.block import decode_block
-from tidemill.metastore.lsm.footer import FORMAT
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.lsm.sst import SstSummary, SstWriter, decode_meta, separator
+from tidemill.metastore.lsm.sst import FORMAT, SstSummary, SstWriter, decode_meta, separator
 
 TINY = Options(block_bytes=64)
 

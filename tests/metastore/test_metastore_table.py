@@ -13,8 +13,8 @@ from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.file_store import FileName, SstFiles
-from tidemill.metastore.lsm.footer import FORMAT
 from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.sst import FORMAT
 from tidemill.metastore.lsm.table_cache import TableCache
 from tidemill.objects.memory import MemoryObjects
 

@@ -17,8 +17,8 @@ from lsm_files import Shelf, in_loop
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
-from tidemill.metastore.lsm.compaction.executor import DEATHS_TOLERATED, Progress, SizeBasedExecutor
-from tidemill.metastore.lsm.compaction.picker import Job, pick_full_compaction
+from tidemill.metastore.lsm.compaction.executor import DEATHS_TOLERATED, SizeBasedExecutor
+from tidemill.metastore.lsm.compaction.picker import Job, Progress, pick_full_compaction
 from tidemill.metastore.lsm.compaction.worker.client import WorkerExecutor
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options

@@ -51,7 +51,7 @@ from tidemill.metastore.bucket_claim import BucketOwnership
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.factory import NODE, create_metastore
-from tidemill.metastore.lsm.compaction.factory import open_executor
+from tidemill.metastore.lsm.compaction.executor import open_executor
 from tidemill.node.captures.balancer import CaptureBalancer, node_of
 from tidemill.node.descriptor_reserve import DescriptorReserve
 from tidemill.node.http.app import build_application

@@ -26,7 +26,7 @@ from tidemill.metastore.domain.codec import encode_command
 from tidemill.metastore.domain.commands import WriteBatch
 from tidemill.metastore.domain.key_claims import ClaimQueue, KeyClaim
 from tidemill.metastore.domain.state import ROW_OVERHEAD_BYTES, DomainState
-from tidemill.metastore.lsm.batch_validation import batch_bytes
+from tidemill.metastore.lsm.memtable import batch_bytes
 
 GROUP_BYTES = 1 * MIB
 """Size limit of a group. A single larger commit gets its own group."""

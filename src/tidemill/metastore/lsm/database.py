@@ -22,24 +22,21 @@ from collections.abc import Callable, Iterable, Sequence
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, InvalidError, TidemillError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.metastore.lsm.batch_validation import batch_bytes
 from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.compaction.compactor import Compactor
 from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
+from tidemill.metastore.lsm.database_protocol import LevelStats, Notifier, Stats
 from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.flush import Flusher
 from tidemill.metastore.lsm.gc import CollectionResult, GarbageCollector, Roots
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests, Manifests
-from tidemill.metastore.lsm.memtable import Memtable
-from tidemill.metastore.lsm.notifier import Notifier
+from tidemill.metastore.lsm.memtable import Memtable, batch_bytes
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.lsm.pin import Pin
-from tidemill.metastore.lsm.read_view import PENDING, ClosedView, Pending, Row, View
+from tidemill.metastore.lsm.read_view import PENDING, ClosedView, Pending, Pin, Row, View
 from tidemill.metastore.lsm.scan import Scan
 from tidemill.metastore.lsm.snapshot import Snapshot
-from tidemill.metastore.lsm.stats import LevelStats, Stats
 from tidemill.metastore.lsm.table_cache import TableCache
 from tidemill.metastore.lsm.version import Edit, Version, prefix_end
 from tidemill.metastore.lsm.version_set import VersionSet

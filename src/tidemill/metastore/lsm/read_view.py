@@ -4,6 +4,9 @@ A view is replaced whenever the stack of layers or the version changes. Only the
 within it, and not while that layer is pinned. A look-up goes by age: layers from the newest, files of level 0 from the
 newest, then one file of each level. The first row found is the answer, even a tombstone; no file is skipped because of
 its seqnos.
+
+A pinned view does not change until it is released: the newest layer gets no more rows, and the version's files are not
+deleted.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, cast
 from tidemill.metastore.lsm.block import Block
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
+from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import TableMeta
 from tidemill.metastore.lsm.table_cache import TableCache
 from tidemill.metastore.lsm.version_set import VersionSet
@@ -237,3 +241,35 @@ def _consecutive_runs(indexes: list[int]) -> Iterator[tuple[int, int]]:
         first, count = index, 1
     if count:
         yield first, count
+
+
+class Pin:
+    """Pinned view. Created and released synchronously. `check` raises if the database may not be read any more."""
+
+    __slots__ = ("_released", "_versions", "check", "options", "view")
+
+    def __init__(self, view: View, versions: VersionSet, options: Options, check: Callable[[], None]) -> None:
+        self.view = view
+        self.options = options
+        self.check = check
+        self._versions = versions
+        self._released = False
+        if view.layers:
+            view.layers[0].pins += 1
+        versions.pin(view.version)
+
+    def duplicate(self) -> Pin:
+        """Return another pin of the same view."""
+        return Pin(self.view, self._versions, self.options, self.check)
+
+    def release(self) -> None:
+        """Release the pin. Idempotent."""
+        if not self._released:
+            self._released = True
+            if self.view.layers:
+                self.view.layers[0].pins -= 1
+            self._versions.unpin(self.view.version)
+
+    @property
+    def released(self) -> bool:
+        return self._released

@@ -10,7 +10,7 @@ import asyncio
 from typing import Self
 
 from tidemill.metastore.lsm.merge_iterator import FilesRun, LayerRun, Rows, SortedRun, merge_next_rows
-from tidemill.metastore.lsm.pin import Pin
+from tidemill.metastore.lsm.read_view import Pin
 
 FILL_SHARE = 8
 """Each run of a scan fills at most 1/FILL_SHARE of the cache, so that long scans do not flush it."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from tidemill.base.errors import ClosedError
-from tidemill.metastore.lsm.pin import Pin
-from tidemill.metastore.lsm.read_view import PENDING, Pending, Row
+from tidemill.metastore.lsm.read_view import PENDING, Pending, Pin, Row
 from tidemill.metastore.lsm.scan import Scan
 from tidemill.metastore.lsm.version import prefix_end
 

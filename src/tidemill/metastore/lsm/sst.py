@@ -5,26 +5,30 @@ filter  a raw section: the words of bloom.py, or nothing
 index   a section whose payload is the msgpack array [[last ...], [start ...], [rows ...]], one entry per block
         and one more start: the end of the last block. `last` is at least the block's last key and less
         than the next block's first; for the last block it is the file's largest key itself.
-footer  as in footer.py; contains the format's number
+footer  filter_start, index_start, footer_start, blocks, rows  uint64 | min_seqno, max_seqno  int64
+        | footer_bytes uint16 | format uint16 = 1 | 'TIDEMSST' | crc32c uint32 of the footer before it
 
-The whole format is drawn in docs/metastore-format.md.
+Integers are little end first. The last 16 bytes of the footer keep their position and meaning in every later format, so
+that an old program can distinguish a newer format from damage. The whole format is drawn in docs/metastore-format.md.
 """
 
 from __future__ import annotations
 
+import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import lt
+from typing import NamedTuple
 from zlib import crc32
 
+import crc32c
 import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import MIB
 from tidemill.metastore.lsm.block import corrupt_error, encode_block, seal, shared_bytes, unseal
 from tidemill.metastore.lsm.bloom import MASKS, build_filter, decode_filter, hashes_of
-from tidemill.metastore.lsm.footer import FOOTER_BYTES, Footer, decode_footer, encode_footer
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 
@@ -35,6 +39,51 @@ _FIRST_GUESS_ROWS = 16
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_index = msgspec.msgpack.Decoder(tuple[list[bytes], list[int], list[int]]).decode
+
+
+MAGIC = b"TIDEMSST"
+FORMAT = 1
+_FIELDS = struct.Struct("<QQQQQqq")
+_TAIL = struct.Struct("<HH8sI")
+FOOTER_BYTES = _FIELDS.size + _TAIL.size
+_CRC_BYTES = 4
+
+
+class Footer(NamedTuple):
+    filter_start: int
+    index_start: int
+    footer_start: int
+    blocks: int
+    rows: int
+    min_seqno: int
+    max_seqno: int
+
+
+def encode_footer(footer: Footer) -> bytes:
+    body = _FIELDS.pack(*footer) + _TAIL.pack(FOOTER_BYTES, FORMAT, MAGIC, 0)[:-_CRC_BYTES]
+    return body + int(crc32c.crc32c(body)).to_bytes(_CRC_BYTES, "little")
+
+
+def decode_footer(data: bytes, end: int, name: str) -> Footer:
+    """Decode the footer from the last bytes of a file of size `end`. Raises Corrupt; Invalid for a newer format."""
+    if len(data) < _TAIL.size:
+        raise corrupt_error(name, "footer", end - len(data), f"it ends after {len(data)} bytes")
+    size, found, magic, stored = _TAIL.unpack_from(data, len(data) - _TAIL.size)
+    offset = end - min(size, len(data))
+    if magic != MAGIC or not _TAIL.size <= size <= len(data):
+        raise corrupt_error(name, "footer", offset, "the file does not end with an SST footer")
+    # The checksum is checked before the format: a flipped bit must not look like a newer format.
+    computed = int(crc32c.crc32c(memoryview(data)[-size:-_CRC_BYTES]))
+    if stored != computed:
+        raise corrupt_error(name, "footer", offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
+    if found > FORMAT:
+        raise InvalidError(
+            f"the file was written by a newer version of tidemill: file={name} format={found} supported={FORMAT}.",
+            fix="Use the version of tidemill that wrote it, or a newer one.",
+        )
+    if size != FOOTER_BYTES:
+        raise corrupt_error(name, "footer", offset, f"its length is {size} bytes, not {FOOTER_BYTES}")
+    return Footer._make(_FIELDS.unpack_from(data, len(data) - size))
 
 
 class SstSummary(msgspec.Struct, frozen=True):

@@ -31,9 +31,9 @@ from tidemill.base.errors import (
 from tidemill.metastore.lsm.compaction.compaction_job import names_needed
 from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.lsm.compaction.picker import Job, pick_full_compaction, pick_job
+from tidemill.metastore.lsm.database_protocol import Notifier
 from tidemill.metastore.lsm.file_store import FileName
 from tidemill.metastore.lsm.manifest import FileMeta
-from tidemill.metastore.lsm.notifier import Notifier
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.version import Edit, Version
 

@@ -1,19 +1,22 @@
-"""Execution of compaction jobs: the protocol, and the choice between the event loop and the worker process."""
+"""Execution of compaction jobs: the protocol, and the choice between the event loop and the worker process.
+
+A worker is used if another process can access the objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
-from tidemill.metastore.lsm.compaction.picker import Job
+from tidemill.base.clock import Clock
+from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
+from tidemill.metastore.lsm.compaction.picker import Job, Progress
+from tidemill.metastore.lsm.compaction.worker.client import WorkerExecutor
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
+from tidemill.objects.store import ObjectStore
 
 DEATHS_TOLERATED = 3
 """Number of consecutive deaths of the worker after which jobs run on the event loop instead."""
-
-Progress = Callable[[int], None]
-"""Callback that occasionally gets the number of the job's rows that are done."""
 
 
 class CompactionExecutor(Protocol):
@@ -60,3 +63,11 @@ class SizeBasedExecutor:
     async def aclose(self) -> None:
         await self._inline.aclose()
         await self._worker.aclose()
+
+
+def open_executor(objects: ObjectStore, objects_url: str, options: Options, clock: Clock) -> CompactionExecutor:
+    """Return one merger for all domains of a node, on `objects` at this URL. No process starts before a large job."""
+    inline = InlineExecutor(objects, options, clock)
+    if objects_url.startswith("memory:"):
+        return inline
+    return SizeBasedExecutor(inline, WorkerExecutor(objects_url, options), options)

@@ -10,8 +10,7 @@ import msgspec
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.metastore.lsm.compaction.compaction_job import PutStep, ReadStep, merge_steps
-from tidemill.metastore.lsm.compaction.executor import Progress
-from tidemill.metastore.lsm.compaction.picker import Job
+from tidemill.metastore.lsm.compaction.picker import Job, Progress
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options

@@ -18,7 +18,7 @@ bytes against their target, `level_base_bytes × level_factor^(n-1)`. The deepes
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -28,6 +28,8 @@ from tidemill.metastore.lsm.options import Options
 
 Levels = Sequence[Sequence[FileMeta]]
 Files = tuple[FileMeta, ...]
+Progress = Callable[[int], None]
+"""Callback that occasionally gets the number of the job's rows that are done."""
 
 SMALL_SHARE = 4
 """A file below `file_bytes / SMALL_SHARE` is small: it is merged with a new neighbour instead of staying next to it."""

@@ -15,8 +15,7 @@ import contextlib
 import sys
 
 from tidemill.base.errors import ClosedError, InvalidError, UnavailableError
-from tidemill.metastore.lsm.compaction.executor import Progress
-from tidemill.metastore.lsm.compaction.picker import Job
+from tidemill.metastore.lsm.compaction.picker import Job, Progress
 from tidemill.metastore.lsm.compaction.worker.protocol import Done, Failed, Setup, Work, frame, from_worker, read_frame
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
