@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tidemill.base.config.config import HttpSection, ShapesSection, load, parse
+from tidemill.base.config.config import load, parse
+from tidemill.base.config.listeners import HttpSection
+from tidemill.base.config.shapes import ShapesSection
 from tidemill.base.errors import InvalidError
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.settings_from_config import http_limits, shape_settings

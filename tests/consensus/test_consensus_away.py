@@ -23,7 +23,7 @@ from contracts.consensus import run
 from patience import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.retry_open import open_with_retry
+from tidemill.base.runtime.tasks import open_with_retry
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.sqlite import engine, socket_address

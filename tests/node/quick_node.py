@@ -9,7 +9,7 @@ import sys
 
 from msgspec.structs import replace
 
-from tidemill.base.config.config import StorageSection
+from tidemill.base.config.sections import StorageSection
 from tidemill.cli import serve
 from tidemill.maintenance import job_list
 from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector

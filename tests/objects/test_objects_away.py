@@ -20,7 +20,7 @@ from moto_access import CREDENTIALS
 from patience import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.retry_open import open_with_retry
+from tidemill.base.runtime.tasks import open_with_retry
 from tidemill.cli.demo.ports import free_port
 from tidemill.objects import health, local, retrying
 from tidemill.objects.factory import open_objects

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 import typer
 
 from tidemill.base.config.config import Config, load
-from tidemill.base.config.shapes import SigningSection
+from tidemill.base.config.listeners import SigningSection
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 

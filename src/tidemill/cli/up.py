@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.config.config import CaptureSection, Config, exposed_servers, load
+from tidemill.base.config.config import Config, exposed_servers, load
+from tidemill.base.config.sections import CaptureSection
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence

@@ -26,13 +26,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.base.address import Address, strip_brackets
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.config.config import CaptureSection, Config, is_authorization_on
+from tidemill.base.config.config import Config, is_authorization_on
+from tidemill.base.config.sections import CaptureSection
 from tidemill.base.errors import ClusterReplacedError, ConflictError, InvalidError, UnavailableError
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.loop_lag import LoopLagMonitor
 from tidemill.base.runtime.memory_budget import MemoryBudget
-from tidemill.base.runtime.retry_open import open_with_retry
-from tidemill.base.runtime.tasks import Tasks, error_sentence, run_unit
+from tidemill.base.runtime.tasks import Tasks, error_sentence, open_with_retry, run_unit
 from tidemill.base.status.status import StatusReport, StatusTracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease

@@ -8,7 +8,9 @@ from urllib.parse import quote
 
 from tidemill.base.address import Address, strip_brackets
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.config.config import Config, HttpSection, RegistrySection, StorageSection, listener_protocols
+from tidemill.base.config.config import Config, listener_protocols
+from tidemill.base.config.listeners import HttpSection
+from tidemill.base.config.sections import RegistrySection, StorageSection
 from tidemill.base.config.shapes import BoundParam, ShapeSection, ShapesSection
 from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.kafka.net.listeners import DEFAULT, Listener

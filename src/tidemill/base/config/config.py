@@ -11,310 +11,35 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import ValidationError, field_validator
 
 from tidemill.base.address import Address
-from tidemill.base.config.section import NAME, NOT_A_NAME, Section
-from tidemill.base.config.shapes import ShapeSection, ShapesSection, SigningSection
+from tidemill.base.config.listeners import HttpSection, KafkaSection, SecuritySection
+from tidemill.base.config.sections import (
+    NAME,
+    NOT_A_NAME,
+    CaptureSection,
+    ConsensusSection,
+    FreshnessSection,
+    MetastoreSection,
+    NodeSection,
+    ObjectsSection,
+    PipelineSection,
+    RegistrySection,
+    RetentionSection,
+    Section,
+    SparkSection,
+    StorageSection,
+    TopicSection,
+)
+from tidemill.base.config.shapes import ShapeSection, ShapesSection
 from tidemill.base.errors import InvalidError, nearest_name
 from tidemill.base.pgtypes.avro import AVRO
 
 DEFAULT_FILE = "tidemill.toml"
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-
-
-def _check_address(value: str) -> str:
-    Address.parse(value)
-    return value
-
-
-def _check_advertised(value: str) -> str:
-    """Check an address that clients can open, or ""."""
-    if value and (Address.parse(value).port == 0 or Address.parse(value).is_wildcard):
-        raise ValueError("write the host:port by which clients reach this node, e.g. kafka.example.com:9094")
-    return value
-
-
-class NodeSection(Section):
-    name: str = "node-1"
-    data: str = ".tidemill"
-    http: str = "127.0.0.1:8600"
-    kafka: str = "127.0.0.1:9092"
-    advertised_host: str = ""
-
-    @field_validator("http", "kafka")
-    @classmethod
-    def _address(cls, value: str) -> str:
-        return _check_address(value)
-
-
-class ObjectsSection(Section):
-    url: str = ""
-
-
-class ConsensusSection(Section):
-    url: str = ""
-
-
-class MetastoreSection(Section):
-    domains: int = Field(0, ge=0, le=64)
-    persist_interval_s: float = Field(30.0, ge=0.1, le=3600.0)
-    checkpoint_interval_s: float = Field(10.0, ge=0.1, le=3600.0)
-    alive_interval_s: float = Field(30.0, ge=0.1, le=3600.0)
-
-
-class RetentionSection(Section):
-    """Retention of unused data, in seconds: see `maintenance.context.Retention`."""
-
-    history_s: float = Field(60.0, ge=1.0, le=30 * 86_400.0)
-    collect_after_s: float = Field(120.0, ge=1.0, le=30 * 86_400.0)
-    orphans_after_s: float = Field(6 * 3600.0, ge=60.0, le=365 * 86_400.0)
-    group_offsets_s: float = Field(7 * 86_400.0, ge=60.0, le=10 * 365 * 86_400.0)
-
-
-class StorageSection(Section):
-    """Layout of topics in the bucket: see `topics.config.settings.TopicSettings`, created by
-    `node.settings_from_config`.
-    """
-
-    l1: bool = True
-    l1_object_mb: int = Field(32, ge=1, le=1_024)
-    l1_min_s: float = Field(10.0, ge=0.1, le=86_400.0)
-    l1_max_s: float = Field(600.0, ge=0.1, le=86_400.0)
-
-
-class FreshnessSection(Section):
-    budget_s: float = Field(5.0, ge=0.5, le=3600.0)
-
-
-class HttpSection(Section):
-    """See `node.http.limits.HttpLimits`, created by `node.settings_from_config`."""
-
-    authenticate: bool = False
-    tls: bool = False
-    connections: int = Field(4_096, ge=16, le=1_000_000)
-    per_address: int = Field(1_000, ge=1, le=1_000_000)
-    address_connections: int = Field(2_048, ge=1, le=1_000_000)
-    header_timeout_s: float = Field(20.0, ge=0.1, le=3600.0)
-    header_kb: int = Field(64, ge=8, le=64)
-    body_kb: int = Field(1_024, ge=1, le=1_048_576)
-
-
-KafkaSecurity = Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"]
-Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
-
-
-class TlsSection(Section):
-    """See `security.tls.TlsSettings`; paths are relative to the configuration's file."""
-
-    certificate: str = ""
-    key: str = ""
-    client_ca: str = ""
-    client_auth: Literal["none", "requested", "required"] = "none"
-    min_version: Literal["1.2", "1.3"] = "1.2"
-    principal_rules: list[str] = ["DEFAULT"]
-
-
-class SaslSection(Section):
-    mechanisms: list[Mechanism] = Field(["SCRAM-SHA-256", "SCRAM-SHA-512"], min_length=1)
-    session_lifetime_s: float = Field(0.0, ge=0.0, le=365 * 86_400.0)
-
-
-class OauthSection(Section):
-    """See `security.oauth_tokens.TokenSettings`."""
-
-    jwks_file: str = ""
-    jwks_url: str = ""
-    secret: str = ""
-    issuer: str = ""
-    audience: str = ""
-    principal_claim: str = "sub"
-    leeway_s: int = Field(30, ge=0, le=3_600)
-
-
-class SecuritySection(Section):
-    authorize: bool | None = None
-    super_users: list[str] = []
-    tls: TlsSection = TlsSection()
-    sasl: SaslSection = SaslSection()
-    oauth: OauthSection = OauthSection()
-    signing: SigningSection = SigningSection()
-
-    @field_validator("super_users")
-    @classmethod
-    def _principals(cls, value: list[str]) -> list[str]:
-        for name in value:
-            if not name.startswith("User:") or name == "User:":
-                raise ValueError(f"{name!r}: write it as User:NAME")
-        return value
-
-
-class KafkaListenerSection(Section):
-    """One listener in addition to node.kafka.
-
-    advertised  address reported to its clients; "" = `address`, with node.advertised_host if that is set
-    security    "" = kafka.security
-    """
-
-    address: str
-    advertised: str = ""
-    security: KafkaSecurity | Literal[""] = ""
-
-    @field_validator("address")
-    @classmethod
-    def _check_address_field(cls, value: str) -> str:
-        return _check_address(value)
-
-    @field_validator("advertised")
-    @classmethod
-    def _check_advertised_field(cls, value: str) -> str:
-        return _check_advertised(value)
-
-
-class KafkaSection(Section):
-    security: KafkaSecurity = "plaintext"
-    advertised: str = ""
-    listeners: dict[str, KafkaListenerSection] = {}
-    auto_create_topics: bool = True
-    default_partitions: int = Field(4, ge=1, le=10_000)
-    partitions_max: int = Field(20_000, ge=1)
-    connections_max: int = Field(1_000, ge=1)
-    connections_per_address_max: int = Field(500, ge=1)
-    fetch_sessions_max: int = Field(1_000, ge=0)
-    groups_max: int = Field(10_000, ge=1)
-    group_members_max: int = Field(1_000, ge=1)
-    group_initial_rebalance_delay_ms: int = Field(3_000, ge=0)
-    group_min_session_timeout_ms: int = Field(6_000, ge=1)
-    group_max_session_timeout_ms: int = Field(1_800_000, ge=1)
-    group_consumer_session_timeout_ms: int = Field(45_000, ge=1)
-    group_consumer_heartbeat_interval_ms: int = Field(5_000, ge=1, validate_default=True)
-    group_consumer_min_session_timeout_ms: int = Field(45_000, ge=1)
-    group_consumer_max_session_timeout_ms: int = Field(60_000, ge=1)
-    group_consumer_min_heartbeat_interval_ms: int = Field(5_000, ge=1)
-    group_consumer_max_heartbeat_interval_ms: int = Field(15_000, ge=1)
-    group_consumer_migration_policy: Literal["bidirectional", "upgrade", "downgrade", "disabled"] = "bidirectional"
-    retention_ms: int = Field(-1, ge=-1)
-    retention_bytes: int = Field(-1, ge=-1)
-    transaction_timeout_max_ms: int = Field(900_000, ge=1_000)
-    transactional_id_expires_ms: int = Field(604_800_000, ge=60_000)
-
-    @field_validator("group_consumer_heartbeat_interval_ms")
-    @classmethod
-    def _check_heartbeat_interval(cls, value: int, info: ValidationInfo) -> int:
-        session_ms = info.data.get("group_consumer_session_timeout_ms", value + 1)
-        if value >= session_ms:
-            raise ValueError(f"must be below group_consumer_session_timeout_ms, which is {session_ms}")
-        return value
-
-    @field_validator("advertised")
-    @classmethod
-    def _check_advertised_field(cls, value: str) -> str:
-        return _check_advertised(value)
-
-    @field_validator("listeners")
-    @classmethod
-    def _check_listener_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value:
-            if not NAME.match(name) or name == "default":
-                raise ValueError(f"{NOT_A_NAME.format(name)}; default is the listener of node.kafka")
-        return value
-
-
-class RegistrySection(Section):
-    """See `registry.settings.RegistrySettings`, created by `node.settings_from_config`."""
-
-    enabled: bool = True
-    schema_kb: int = Field(192, ge=1, le=240)
-    subjects: int = Field(20_000, ge=1, le=1_000_000)
-    versions_per_subject: int = Field(1_000, ge=1, le=2_000)
-    versions: int = Field(200_000, ge=1, le=10_000_000)
-    schemas: int = Field(100_000, ge=1, le=10_000_000)
-    waiting: int = Field(64, ge=1, le=10_000)
-
-
-class CaptureSection(Section):
-    dsn: str
-    tables: list[str] = ["public.*"]
-    binding_interval_ms: int = Field(50, ge=1, le=60_000)
-    identity: Literal["full", "as-is"] = "full"
-    manual: bool = False
-    failover: bool = False
-    copy_again: bool = True
-    copy_again_pause_s: float = Field(300.0, ge=1)
-    copy_again_max_mb: int = Field(10_240, ge=0)
-    copy_connections: int = Field(1, ge=1, le=16)
-    copy_rows_per_s: int = Field(0, ge=0)
-    copy_aside_after_s: float = Field(30.0, ge=1)
-    copy_aside_max_mb: int = Field(20_480, ge=0)
-    envelope: Literal["row", "debezium", "debezium-avro"] = "row"
-    cleanup: Literal["delete", "compact"] = "delete"
-
-
-class TopicSection(Section):
-    """One topic. For retention, None omits the setting and -1 retains everything."""
-
-    partitions: int = Field(4, ge=1, le=10_000)
-    retention_ms: int | None = Field(None, ge=-1)
-    retention_bytes: int | None = Field(None, ge=-1)
-
-    @property
-    def configs(self) -> dict[str, str]:
-        """The settings under Kafka's names."""
-        values = {"retention.ms": self.retention_ms, "retention.bytes": self.retention_bytes}
-        return {name: str(value) for name, value in values.items() if value is not None}
-
-
-LEAST_HEAP_KB = 470 << 10
-"""Least heap: Spark refuses to run with less than 450 MiB, from which its JVM excludes one survivor space."""
-
-
-class PipelineSparkSection(Section):
-    """Settings for the drivers of one pipeline. "" = as in [spark]."""
-
-    master: str = ""
-    driver_memory: str = "1g"
-    instances: int = Field(1, ge=0, le=64)
-    conf: dict[str, str] = {}
-
-    @field_validator("driver_memory")
-    @classmethod
-    def _memory(cls, value: str) -> str:
-        if not re.fullmatch(r"[1-9]\d*[kmgt]", value.lower()):
-            raise ValueError(f"{value!r}: write it as 512m or 2g")
-        if int(value[:-1]) << 10 * "kmgt".index(value[-1].lower()) < LEAST_HEAP_KB:
-            raise ValueError(f"{value!r}: Spark needs at least {LEAST_HEAP_KB >> 10}m")
-        return value
-
-    @field_validator("conf", mode="before")
-    @classmethod
-    def _settings(cls, value: Any) -> Any:
-        """Flatten settings: `spark.executor.memory = "1g"` without quotes around the key is three tables in TOML."""
-        found = _flatten(value) if isinstance(value, dict) else value
-        for key in found if isinstance(found, dict) else ():
-            if not key.startswith("spark."):
-                raise ValueError(f"{key!r} is not a Spark setting: those begin with spark.")
-        return found
-
-
-class PipelineSection(Section):
-    """One pipeline. Pipelines with the same `driver` share one process and one Spark session; "" = a separate one."""
-
-    file: str
-    driver: str = ""
-    spark: PipelineSparkSection = PipelineSparkSection()
-
-    @field_validator("driver")
-    @classmethod
-    def _driver(cls, value: str) -> str:
-        if value and not NAME.match(value):
-            raise ValueError(NOT_A_NAME.format(value))
-        return value
-
-
-class SparkSection(Section):
-    master: str = "local[*]"
 
 
 class Config(Section):
@@ -513,18 +238,6 @@ def _check_driver_settings(config: Config, driver: str, names: list[str], origin
                 f" pipelines={names[0]},{name} spark.{different[0]}.",
                 fix=f"Give pipeline.{name} the same spark.{different[0]}, or another driver.",
             )
-
-
-def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, found in value.items():
-        if isinstance(found, dict):
-            out |= _flatten(found, f"{prefix}{key}.")
-        elif isinstance(found, bool):
-            out[prefix + key] = str(found).lower()
-        else:
-            out[prefix + key] = str(found) if isinstance(found, int | float) else found
-    return out
 
 
 def _nearest_key(place: tuple[int | str, ...]) -> str:

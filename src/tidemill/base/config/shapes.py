@@ -1,4 +1,4 @@
-"""Sections of the configuration about shapes: limits, server-defined shapes, and keys of signed URLs."""
+"""Sections of the configuration about shapes: limits, and server-defined shapes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tidemill.base.config.section import NAME, NOT_A_NAME, Section
+from tidemill.base.config.sections import Section
 from tidemill.base.limits import LOOPBACK_ORIGINS
-
-KEY_BYTES_MIN = 32
 
 
 class ShapesSection(Section):
@@ -114,31 +112,3 @@ def _parse_param(value: Any) -> Any:
     if isinstance(value, str) and "\0" in value:
         raise ValueError("a value contains a zero byte, which PostgreSQL text cannot")
     return value
-
-
-class SigningSection(Section):
-    """Keys of signed URLs, by id; see `shapes.definition.signed_urls.Signing`, created by
-    `node.settings_from_config`.
-    """
-
-    keys: dict[str, str] = {}
-    use: str = ""
-    max_s: int = Field(7 * 86_400, ge=1, le=366 * 86_400)
-    leeway_s: int = Field(30, ge=0, le=3_600)
-
-    @field_validator("keys")
-    @classmethod
-    def _check_keys(cls, value: dict[str, str]) -> dict[str, str]:
-        for name, key in value.items():
-            if not NAME.match(name):
-                raise ValueError(NOT_A_NAME.format(name))
-            if len(key.encode()) < KEY_BYTES_MIN:
-                raise ValueError(f"the key {name} is too short: use at least {KEY_BYTES_MIN} bytes")
-        return value
-
-    @field_validator("use")
-    @classmethod
-    def _check_use(cls, value: str, info: ValidationInfo) -> str:
-        if value and value not in info.data.get("keys", {}):
-            raise ValueError(f"{value!r} is not one of security.signing.keys")
-        return value

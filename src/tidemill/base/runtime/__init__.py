@@ -1,6 +1,6 @@
 """The runtime of a process: tasks, threads, memory and file descriptors.
 
-    tasks.py              task groups, supervision, back-off
+    tasks.py              task groups, supervision, back-off, retried opening of stores
     coop.py, loop_lag.py  bounded turns of the event loop, and its lag
     blocking_portal.py    the event loop for synchronous code; sync_context.py for contexts
     memory_budget.py, file_descriptors.py, gc_tuning.py   shares of a process's resources

@@ -13,6 +13,10 @@ that only logs.
 
 Order is decided before a task exists: `create_task` defers a coroutine's body, so a reservation in its first line is
 already too late. Reserve in a plain `def`, then `spawn`.
+
+`open_with_retry` opens stores that may be away when a process starts, and reports which store it is waiting for. A node
+that ended because its bucket or consensus does not answer would be restarted forever without any message: nothing is
+published before consensus is open, and nothing is served before the bucket is.
 """
 
 from __future__ import annotations
@@ -20,20 +24,24 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import CorruptError, InvalidError, ends_process
+from tidemill.base.errors import CorruptError, InvalidError, UnavailableError, UnknownOutcomeError, ends_process
 from tidemill.base.status.status import StatusTracker
 
+T = TypeVar("T")
 FailureHandler = Callable[[str, BaseException], None]
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 STEADY_RUN_S = 20.0
 """Duration of a run after which the pauses of a unit start again from the shortest."""
+
+REPORT_PENDING_AFTER_S = 2.0
+"""Duration after which a pending attempt is reported, too: a black-holed connection fails only much later."""
 
 log = structlog.get_logger()
 
@@ -266,3 +274,30 @@ def run_unit_thread(
             if not ending.is_set():
                 tracker.clear_failure(mark)
             return
+
+
+async def open_with_retry(
+    opening: Callable[[], Awaitable[T]], clock: Clock, *, waiting: Callable[[str], None], longest_s: float = 5.0
+) -> T:
+    """Return the result of `opening`, retried on UnavailableError and UnknownOutcomeError.
+
+    Each failure is reported with `waiting(sentence)`, and success with `waiting("")`. Raises errors that a retry cannot
+    fix (InvalidError, CorruptError).
+    """
+    restarts = Backoff(0.25, longest_s)
+    loop = asyncio.get_running_loop()
+    while True:
+        began_s = clock.monotonic_s()
+        slow = loop.call_later(REPORT_PENDING_AFTER_S, waiting, f"no answer for {REPORT_PENDING_AFTER_S:g} s")
+        try:
+            opened = await opening()
+        except (UnavailableError, UnknownOutcomeError) as error:
+            cause = error_sentence(error)
+        else:
+            waiting("")
+            return opened
+        finally:
+            slow.cancel()
+        waiting(cause)
+        log.warning("waiting for a store", cause=cause)
+        await asyncio.sleep(restarts.pause_s(clock.monotonic_s() - began_s))

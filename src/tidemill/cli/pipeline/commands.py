@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tidemill.base.config.config import Config, PipelineSection, load
+from tidemill.base.config.config import Config, load
+from tidemill.base.config.sections import PipelineSection
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
 from tidemill.cli.pipeline.view import (

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from tidemill.base.config.config import Config, PipelineSparkSection
+from tidemill.base.config.config import Config
+from tidemill.base.config.sections import PipelineSparkSection
 from tidemill.base.errors import InvalidError
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tidemill.base.address import Address
 from tidemill.base.clock import Clock
-from tidemill.base.config.config import Config, ConsensusSection, ObjectsSection, pipelines_by_driver
+from tidemill.base.config.config import Config, pipelines_by_driver
+from tidemill.base.config.sections import ConsensusSection, ObjectsSection
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.node.supervise.driver_instances import DRIVER_MODULE, instance_name, process_name

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from tidemill.base.config.section import NAME
+from tidemill.base.config.sections import NAME
 from tidemill.shapes.definition.planner import ShapeRequest, parse_shard_name, parse_table_name
 
 HMAC_LABEL: Final = b"tidemill shape url 1\n"
