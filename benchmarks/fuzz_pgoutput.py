@@ -34,7 +34,7 @@ from tidemill.capture.decode.receive_batch import RowRun, split_into_steps
 from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder, merge_relation
 from tidemill.capture.decode.undecodable import UndecodableMessageError, feed_frame
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.naming import has_invalid_bytes
 from tidemill.capture.postgres.replication_stream import FramedMessage

@@ -16,7 +16,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.delivery.sinks import Sink
+from tidemill.capture.delivery.consumers import Sink
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.capture.session.capture import Capture
 from tidemill.capture.topics.topic_writer import read_position

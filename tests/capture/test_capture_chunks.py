@@ -19,9 +19,8 @@ from test_capture_resume import in_world
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.capture.changes import Column, Relation
-from tidemill.capture.snapshot import copier, throttle
-from tidemill.capture.snapshot.chunks import CompletedPrefix, plan_chunks
-from tidemill.capture.snapshot.throttle import CopyThrottle
+from tidemill.capture.snapshot import chunks, copier
+from tidemill.capture.snapshot.chunks import CompletedPrefix, CopyThrottle, plan_chunks
 from tidemill.capture.tables.table_setup import copy_producer_id
 from tidemill.capture.topics.binder import Binder
 from tidemill.capture.topics.captured_table import CapturedTable
@@ -98,7 +97,7 @@ def test_a_throttled_copy_is_as_fast_as_its_rate_however_many_connections_read(m
     async def sleep(pause_s: float) -> None:
         sleeping.append(clock.now_s + pause_s)
 
-    monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
+    monkeypatch.setattr(chunks.asyncio, "sleep", sleep)
 
     async def run() -> None:
         slow = CopyThrottle(1000, 2048, clock)

@@ -12,7 +12,7 @@ from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 
 

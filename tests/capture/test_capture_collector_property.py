@@ -2,7 +2,7 @@
 and keepalives wait in its queue, and the process dies and begins again at the position that the server was told.
 
 A consumer that goes says, in the order of the collector's queue, that it holds all it was sent: within a transaction
-that it has a part of, only once that commits (sinks.Sink: whoever is returned will send `flushed` for it).
+that it has a part of, only once that commits (consumers.Sink: whoever is returned will send `flushed` for it).
 Oracle: what the consumers' storages really hold.
 """
 
@@ -22,9 +22,9 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment
 from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.delivery.flush_tracker import FlushTracker
-from tidemill.capture.delivery.sinks import FlushNotices
 from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from capture_world import World, until
 
 from tidemill.base.status.status import StageState, derive_status
 from tidemill.capture.changes import Fragment
-from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.delivery.consumers import FlushNotices
 
 pytestmark = pytest.mark.postgres
 

@@ -13,8 +13,8 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode.transaction_builder import TransactionBuilder, merge_relation
 from tidemill.capture.delivery.collector import QUEUE_FRAGMENTS, Collector
+from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_tracker import FlushTracker
-from tidemill.capture.delivery.sinks import FlushNotices
 from tidemill.capture.postgres.pgoutput import Begin, Commit, Insert, RelationMessage, WireColumn
 from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.capture.topics.binder import Binder

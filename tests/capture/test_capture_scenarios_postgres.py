@@ -13,7 +13,7 @@ from capture_world import World, positions, until
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.catalog import table_discovery
 from tidemill.capture.changes import Fragment
-from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.metastore.catalogue import PipelineRow
 

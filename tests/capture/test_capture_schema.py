@@ -19,7 +19,7 @@ from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.changes import Fragment
-from tidemill.capture.delivery.taps import TapSession
+from tidemill.capture.delivery.consumers import TapSession
 from tidemill.capture.encode import row_encoder as values
 from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.topics.topic_writer import TopicWriter

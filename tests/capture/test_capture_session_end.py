@@ -12,7 +12,7 @@ from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.delivery.taps import TapRegistry
+from tidemill.capture.delivery.consumers import TapRegistry
 from tidemill.capture.session.session import Session
 
 

@@ -10,8 +10,8 @@ from test_capture_tables import in_world
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLostError
 from tidemill.capture.session import server_watch
+from tidemill.capture.session.server_watch import WalRetention
 from tidemill.capture.setup.server_checks import SlotState, check_slot
-from tidemill.capture.snapshot.slot_retention import WalRetention
 
 
 def test_a_slot_that_grows_says_when_it_is_full() -> None:

@@ -11,8 +11,7 @@ from fragments import change, fragment
 from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.sinks import FlushNotices
-from tidemill.capture.delivery.taps import Tap, TapRegistry, TapSession
+from tidemill.capture.delivery.consumers import FlushNotices, Tap, TapRegistry, TapSession
 from tidemill.capture.postgres.standby_status import ReplicationStatus
 
 

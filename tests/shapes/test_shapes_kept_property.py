@@ -34,8 +34,8 @@ from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Change, Column, Fragment, Relation
+from tidemill.capture.delivery.consumers import TapRegistry
 from tidemill.capture.delivery.flush_tracker import FlushTracker
-from tidemill.capture.delivery.taps import TapRegistry
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.shapes.definition.definition import ShapeDefinition, Source

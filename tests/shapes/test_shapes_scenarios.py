@@ -13,8 +13,7 @@ from test_shapes_consumer import COLUMNS, ENDLESS, OTHER, Bench, row
 from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.sinks import FlushNotices
-from tidemill.capture.delivery.taps import TapRegistry
+from tidemill.capture.delivery.consumers import FlushNotices, TapRegistry
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.shapes.definition.definition import ShapeDefinition, Source

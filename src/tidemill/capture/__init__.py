@@ -11,7 +11,7 @@ Invariants, and the modules that keep them:
 
     no early confirm: the LSN confirmed to PostgreSQL never
         passes what every sink has flushed                       collector, flush_tracker
-    tap isolation: an error that a tap raises ends only that tap taps
+    tap isolation: an error that a tap raises ends only that tap consumers
     ordinals grow within a transaction; a key change takes two   transaction_builder
     distinct ends: a fragment never shares its last position
         with its successor                                       transaction_builder

@@ -1,4 +1,4 @@
-"""Registration of a process's own schemas, for capture (capture/encode/schema_registration.py)."""
+"""Registration of a process's own schemas, for capture (capture/encode/avro_schemas.py)."""
 
 from __future__ import annotations
 

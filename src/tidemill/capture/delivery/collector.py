@@ -17,7 +17,7 @@ Invariant (replays): a fragment at or below the last processed position is a rep
 still registered. A fragment that straddles that position is an error: the stream was cut differently than before.
 
 Invariant (taps first): taps come before sinks, so they never wait for room in a sink, and their errors affect only
-themselves (taps.py).
+themselves (consumers.py).
 
 Invariant (one open transaction): a fragment that begins no transaction belongs to the open one; any other is an error.
 """
@@ -36,9 +36,8 @@ from tidemill.base.lsn import BEFORE_ALL, ChangePosition, Lsn
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode.row_blocks import first_position
+from tidemill.capture.delivery.consumers import Sink, TapRegistry
 from tidemill.capture.delivery.flush_tracker import FlushTracker
-from tidemill.capture.delivery.sinks import Sink
-from tidemill.capture.delivery.taps import TapRegistry
 from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 
 QUEUE_FRAGMENTS = 64
@@ -58,8 +57,8 @@ class _KeepaliveItem(msgspec.Struct, frozen=True):
 
 
 class Collector:
-    """Queue and task between stream and consumers; implements sinks.FlushNotices. `on_keepalive(lsn)`: nothing up to
-    the inclusive LSN is still to be delivered. `on_status()`: received or flushed may have moved, or the server
+    """Queue and task between stream and consumers; implements consumers.FlushNotices. `on_keepalive(lsn)`: nothing up
+    to the inclusive LSN is still to be delivered. `on_status()`: received or flushed may have moved, or the server
     requested an answer.
     """
 

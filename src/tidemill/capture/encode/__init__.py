@@ -2,7 +2,7 @@
 
     rows ─► row_encoder | debezium_json | debezium_avro      row by row: the reference
     blocks ─► columnar_encoder | debezium_avro_columnar      by columns: the same bytes
-    avro_schemas ─► schema_registration ─► schema registry
+    avro_schemas ─► schema registry
 
 Owns the three envelopes. Does not batch or send.
 """

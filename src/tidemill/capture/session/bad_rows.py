@@ -12,7 +12,7 @@ from tidemill.base.runtime.tasks import error_sentence
 from tidemill.capture.changes import Fragment, Relation
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.decode.undecodable import UndecodableMessageError
-from tidemill.capture.delivery.taps import TapRegistry
+from tidemill.capture.delivery.consumers import TapRegistry
 from tidemill.capture.postgres.replication_stream import FramedMessage
 from tidemill.capture.snapshot.side_topic import first_snapshot_of
 from tidemill.capture.tables.table_states import TableStates, recopy_instruction

@@ -23,9 +23,8 @@ from tidemill.capture.catalog.table_discovery import NoTablesError
 from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.sinks import Sink
-from tidemill.capture.delivery.taps import Tap, TapRegistry
-from tidemill.capture.encode.schema_registration import SchemaRegistrar
+from tidemill.capture.delivery.consumers import Sink, Tap, TapRegistry
+from tidemill.capture.encode.avro_schemas import SchemaRegistrar
 from tidemill.capture.naming import table_name
 from tidemill.capture.postgres.connection import describe_dsn, server_address
 from tidemill.capture.postgres.timeline import TimelineHistory

@@ -12,7 +12,7 @@ from tidemill.capture.catalog.columns import read_attributes
 from tidemill.capture.changes import LSN_NEVER
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
-from tidemill.capture.delivery.taps import TapRegistry
+from tidemill.capture.delivery.consumers import TapRegistry
 from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.session.bootstrap import PreparedSession
 from tidemill.capture.setup.publication import read_published_tables

@@ -7,11 +7,24 @@ reader waits for the stream, because under back-pressure of the collector the re
 
 A walsender that decodes a transaction without published changes is silent, too. It is reported as busy until the
 session's patience ends, not as a server that does not answer.
+
+Of the slot: how much WAL it retains, how fast that grows, and when PostgreSQL would remove it.
+
+    retained     WAL since the slot's restart position
+    headroom     until max_slot_wal_keep_size invalidates it; None = unlimited, and the disk is the limit
+    grows        over the last WINDOW_S at least: a checkpoint moves the restart position in steps
+    full in      headroom / growth, while it grows
+
+The restart position is not the confirmed one. Decoding restarts with the oldest transaction that was open, so a
+transaction that stays open retains all WAL since it began, however fast the capture confirms. The session that has it
+open is queried only once PIN_BYTES are between the two positions.
+https://www.postgresql.org/docs/current/view-pg-replication-slots.html
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -23,7 +36,6 @@ from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.control_connection import ControlConnection, OpenQueries, no_answer_error, run_tracked
 from tidemill.capture.setup.blockers import Blocker, find_blockers, find_oldest_transaction
 from tidemill.capture.setup.server_checks import SlotState, check_slot, emit_heartbeat, read_slot_state
-from tidemill.capture.snapshot.slot_retention import PIN_BYTES
 
 log = structlog.get_logger()
 
@@ -42,6 +54,9 @@ BLOCKER_POLL_S = 0.3
 BLOCKER_REMEMBERED_S = 3.0
 """The set-up waits for the lock of a table for one second, then lets writers proceed for another. So its blocker is
 visible half of the time."""
+WINDOW_S = 60.0
+PIN_BYTES = 64 << 20
+"""Four segments: a smaller distance can be that of two checkpoints."""
 
 
 async def watch_blockers(
@@ -99,6 +114,36 @@ async def watch_slot(
         pinned = state.pinned_bytes > PIN_BYTES
         on_state(state, await control.run(find_oldest_transaction) if pinned else None)
         await asyncio.sleep(SLOT_POLL_IDLE_S if idle() else SLOT_POLL_S)
+
+
+class WalRetention:
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._seen: deque[tuple[float, int]] = deque()
+        self._headroom: int | None = None
+
+    def record(self, now_s: float, retained_bytes: int, headroom_bytes: int | None) -> None:
+        """Note what the server reported at `now_s`, of a monotonic clock."""
+        self._seen.append((now_s, retained_bytes))
+        self._headroom = headroom_bytes
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - self._window_s:
+            self._seen.popleft()
+
+    @property
+    def grows_bytes_per_s(self) -> float:
+        """Growth in bytes per second; 0 while it does not grow, or is not known yet."""
+        if not self._seen:
+            return 0.0
+        (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
+        if last_s - first_s < self._window_s / 2:
+            return 0.0
+        return max(0.0, (last - first) / (last_s - first_s))
+
+    @property
+    def full_in_s(self) -> int | None:
+        """Seconds until the headroom is used up at the present growth; None = no limit, or no growth."""
+        growth = self.grows_bytes_per_s
+        return int(max(0, self._headroom) / growth) if self._headroom is not None and growth > 0 else None
 
 
 class StreamWatch:

@@ -26,9 +26,8 @@ from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
 from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.consumers import Sink, TapRegistry
 from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
-from tidemill.capture.delivery.sinks import Sink
-from tidemill.capture.delivery.taps import TapRegistry
 from tidemill.capture.postgres.connection import PgConnection, describe_dsn, server_address
 from tidemill.capture.postgres.control_connection import (
     ControlConnection,
@@ -48,6 +47,7 @@ from tidemill.capture.session.relation_tracker import RelationTracker
 from tidemill.capture.session.server_watch import (
     BLOCKER_REMEMBERED_S,
     StreamWatch,
+    WalRetention,
     send_heartbeats,
     watch_blockers,
     watch_slot,
@@ -58,7 +58,6 @@ from tidemill.capture.setup.blockers import Blocker, find_busy_walsender
 from tidemill.capture.setup.server_checks import ServerFacts, SlotState, check_server, read_slot_state
 from tidemill.capture.setup.session_lock import acquire_lock, read_own_session, start_stream_when_free
 from tidemill.capture.snapshot.copier import copy_tables
-from tidemill.capture.snapshot.slot_retention import WalRetention
 from tidemill.capture.snapshot.wal_hold import tables_needing_wal
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
@@ -308,7 +307,7 @@ class Session:
         set_carried_relations(
             self._taps, self._converter, self.desk, prepared, goes_on, self._descriptions.requires_whole_rows
         )
-        # Before anything is confirmed that taps recorded earlier have not seen (taps.py).
+        # Before anything is confirmed that taps recorded earlier have not seen (consumers.py).
         await self.store_tap_names()
         return prepared, facts
 
@@ -505,7 +504,7 @@ class Session:
     def _on_bound(self, position: ChangePosition) -> None:
         self.report_flushed(self.topic_consumer, position)
 
-    # taps.Stream ----------------------------------------------------------------------------------
+    # consumers.TapSession --------------------------------------------------------------------------
     def report_flushed(self, consumer: str, position: ChangePosition) -> None:
         if self.collector is not None and self.running:
             self.collector.report_flushed(consumer, position)

@@ -47,9 +47,8 @@ from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection, server_address
 from tidemill.capture.postgres.errors import is_transient
-from tidemill.capture.snapshot.chunks import ChunkPlan, CompletedPrefix, plan_chunks
+from tidemill.capture.snapshot.chunks import ChunkPlan, CompletedPrefix, CopyThrottle, plan_chunks
 from tidemill.capture.snapshot.exported_snapshot import ExportedSnapshot
-from tidemill.capture.snapshot.throttle import CopyThrottle
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.table_setup import captured_columns_of, has_whole_rows, refusal_for
 from tidemill.capture.tables.table_states import TableStates

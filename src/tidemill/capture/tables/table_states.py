@@ -39,7 +39,7 @@ from tidemill.capture.catalog.schema_versions import SchemaStep
 from tidemill.capture.catalog.table_discovery import Refusal, TableInfo
 from tidemill.capture.changes import LSN_NEVER
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.encode.schema_registration import NoSchemaRegistrar, SchemaRegistrar, register_schemas
+from tidemill.capture.encode.avro_schemas import NoSchemaRegistrar, SchemaRegistrar, register_schemas
 from tidemill.capture.naming import to_readable
 from tidemill.capture.setup.publication import Identities
 from tidemill.capture.tables.copy_progress import SnapshotProgress

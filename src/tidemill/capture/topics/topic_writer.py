@@ -63,8 +63,8 @@ from tidemill.capture.changes import LSN_NEVER, Change, Fragment, Relation
 from tidemill.capture.decode.copy_text import decode_block, decode_rows
 from tidemill.capture.decode.row_blocks import RowBlock, SegmentRows, parts_of
 from tidemill.capture.decode.transaction_builder import is_key_changed
+from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
-from tidemill.capture.delivery.sinks import FlushNotices
 from tidemill.capture.encode.columnar_encoder import (
     EncodedBlock,
 )
@@ -192,7 +192,7 @@ class TopicWriter:
 
     # Sink -----------------------------------------------------------------------------------------
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
-        """Write a fragment; see sinks.Sink. Waits for room, never for durability. Raises the error that made the writer
+        """Write a fragment; see consumers.Sink. Waits for room, never for durability. Raises the error that made the writer
         fail.
         """
         self._rounds.raise_failure()

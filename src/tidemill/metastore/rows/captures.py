@@ -167,7 +167,7 @@ class CaptureRow(msgspec.Struct, frozen=True):
     """Set by a restore: the slot may be ahead of the restored state. The next session compares and clears it."""
     taps: tuple[str, ...] = ()
     """Names of state stored apart from the topics, by taps that saw every confirmed change
-    (capture/delivery/taps.py)"""
+    (capture/delivery/consumers.py)"""
     given_publication: bool = False
     """The publication existed when the capture began and is not altered (manual): `capture drop` does not drop it."""
     session: str = ""

@@ -41,7 +41,7 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import error_sentence, is_fault, is_own_fault_of_await
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode.row_blocks import changes_of_relations, count_by_relation
-from tidemill.capture.delivery.taps import TapSession
+from tidemill.capture.delivery.consumers import TapSession
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.tables.filter_index import FilterIndex

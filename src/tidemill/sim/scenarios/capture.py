@@ -17,9 +17,9 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Change, Fragment, Relation
 from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.delivery.flush_tracker import FlushTracker
-from tidemill.capture.delivery.sinks import FlushNotices
 from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 from tidemill.sim.scenarios.capture_plants import EagerCollector
 from tidemill.sim.world import Actor, Violated, World
@@ -82,7 +82,7 @@ class Consumer:
 
 
 class Consumers:
-    """Implements sinks.Sink for all consumers of one process."""
+    """Implements consumers.Sink for all consumers of one process."""
 
     def __init__(self, world: World, consumers: dict[str, Consumer], tasks: Tasks) -> None:
         self._world = world

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session import bootstrap, session, table_adder
-from tidemill.capture.snapshot import copier, side_topic, side_topic_append, throttle, wal_hold
+from tidemill.capture.snapshot import chunks, copier, side_topic, side_topic_append, wal_hold
 from tidemill.capture.tables import context
 from tidemill.metastore.catalogue import CaptureTableRow, TableSnapshot
 from tidemill.sim.world import swapped
@@ -26,7 +26,7 @@ def slowly_copied(
     for module, name, value in (
         (copier, "RECORD_S", 0.05),
         (copier, "LEAST_LEFT_SHARE", 0.0),
-        (throttle, "PART_S", 0.01),
+        (chunks, "PART_S", 0.01),
         (wal_hold, "KEEPING_POLL_S", source.choice((0.05, 0.5))),
         (wal_hold, "RECORD_S", source.choice((0.1, 5.0))),
         (wal_hold, "MIB", 300 if fault == "late-stop" else source.choice((400, 1500, 1 << 20, 1 << 20))),

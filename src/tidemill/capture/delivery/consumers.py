@@ -1,7 +1,13 @@
-"""Taps: observers that see every committed change as it passes by, in a synchronous call (shapes).
+"""Consumers of the fragments of the collector: sinks, which make changes durable and may block the capture (the topic
+writer), and taps, which see every committed change as it passes by, in a synchronous call (shapes).
 
     sink    awaited; sends flush notices; its error ends the session                     the topic writer
     tap     synchronous; may owe a flush notice for a commit; its error ends only itself shapes
+
+Invariant (no early confirm): the LSN confirmed to PostgreSQL never passes what every sink has flushed.
+
+The sinks of a session are fixed when it starts. Flush notices go through the collector's own queue, never inline. So a
+notice sent while a commit is being handled is processed after that commit's registration.
 
 Invariant (isolation): no error that a tap raises, of any type, reaches the collector. The tap is informed that it
 ended, gets nothing more of that transaction, and starts afresh with the next one; it missed the changes in between.
@@ -52,6 +58,27 @@ from tidemill.base.runtime.tasks import error_sentence
 from tidemill.capture.changes import Fragment
 
 log = structlog.get_logger()
+
+
+class FlushNotices(Protocol):
+    def report_flushed(self, consumer: str, position: ChangePosition) -> None:
+        """Report that `consumer` has stored everything up to and including `position` durably. May be called from any
+        task of the loop.
+        """
+        ...
+
+
+class Sink(Protocol):
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        """Process the fragment; return the names of consumers that will send `report_flushed` for it (touched ones).
+
+        Called in commit order, one call at a time; must not wait for durability. A commit fragment goes to every sink
+        even if it changes nothing for it. Replayed fragments (after a restart) are recognised by position and still
+        reported as flushed. An error ends the session.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
 
 
 class TapSession(Protocol):
