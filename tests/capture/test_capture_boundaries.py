@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, MissingError
-from tidemill.capture.catalog.table_discovery import TableInfo, choose_tables
+from tidemill.capture.catalog.table_choice import choose_tables
+from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.decode.copy_text import parse_copy_row
 from tidemill.capture.encode.row_encoder import RowEncoder

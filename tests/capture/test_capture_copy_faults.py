@@ -13,7 +13,7 @@ from test_capture_chunks import SMALL, as_folded, copy_of, stores
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from tidemill.base.errors import ConflictError, CorruptError, FencedError, TidemillError, UnavailableError
-from tidemill.capture.catalog.table_discovery import Refusal
+from tidemill.capture.catalog.table_choice import Refusal
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.control_connection import NoAnswerError
 from tidemill.capture.postgres.errors import is_transient, translate_connect_error, translate_statement_error

@@ -21,7 +21,7 @@ from test_capture_tables import in_world
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.capture.catalog import row_lookup
+from tidemill.capture.catalog import relations
 from tidemill.capture.changes import Column, Fragment, Relation, Row
 from tidemill.capture.delivery import deferrable_keys
 from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
@@ -555,7 +555,7 @@ def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_quest
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the session ends, and the next one is told the same transaction and asks the same."""
-    some, slices = row_lookup._read_rows_by_key, list[int]()
+    some, slices = relations._read_rows_by_key, list[int]()
 
     async def slowly(wire: PgConnection, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
         slices.append(len(rows))
@@ -570,8 +570,8 @@ def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_quest
         async with world.capture() as capture:
             await world.flowing("d2")
             session = capture._session
-            monkeypatch.setattr(row_lookup, "KEYS_PER_QUERY", 10)
-            monkeypatch.setattr(row_lookup, "_read_rows_by_key", slowly)
+            monkeypatch.setattr(relations, "KEYS_PER_QUERY", 10)
+            monkeypatch.setattr(relations, "_read_rows_by_key", slowly)
             monkeypatch.setattr(control_connection, "ANSWER_DEADLINE_S", 3.0)
             await world.sql("UPDATE d2 SET id = id + 1")
             await as_selected(world, "d2")

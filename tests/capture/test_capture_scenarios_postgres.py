@@ -11,7 +11,7 @@ import pytest
 from capture_world import World, positions, until
 
 from tidemill.base.errors import UnavailableError
-from tidemill.capture.catalog import table_discovery
+from tidemill.capture.catalog import relations
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.tables.table_states import TableStates
@@ -112,7 +112,7 @@ def test_slc6_a_sink_that_dies_with_work_pending_ends_the_session_and_the_next_o
 def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_nothing_is_confirmed(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    describe, refused = table_discovery.describe_tables, 0
+    describe, refused = relations.describe_tables, 0
 
     async def failing(*args: Any, **more: Any) -> Any:
         nonlocal refused
@@ -125,7 +125,7 @@ def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_no
         await world.sql(TABLE)
         async with world.capture():
             await world.caught_up()
-            monkeypatch.setattr(table_discovery, "describe_tables", failing)
+            monkeypatch.setattr(relations, "describe_tables", failing)
             confirmed = await world.confirmed()
             await world.sql("INSERT INTO a VALUES (1, 1)")
             commit = await world.wal_end()

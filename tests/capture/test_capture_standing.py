@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tidemill.capture.tables.unavailable_tables import MAX_RETRY_AFTER_S, unavailability_of
+from tidemill.capture.tables.table_reasons import MAX_RETRY_AFTER_S, unavailability_of
 from tidemill.metastore.catalogue import CaptureTableRow
 
 NOW_MS = 1_000_000

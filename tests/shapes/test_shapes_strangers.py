@@ -27,7 +27,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Relation
 from tidemill.capture.naming import topic_name
-from tidemill.capture.tables.unavailable_tables import TableUnavailability
+from tidemill.capture.tables.table_reasons import TableUnavailability
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import create_metastore

@@ -243,7 +243,7 @@ def _check_capture(config: Config, name: str) -> str:
 async def _store_prior_identities(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
     """Store the replica identities that tables have before an administrator sets FULL, for `capture list` and `capture
     drop`. If the stores do not answer, the identities are only printed."""
-    from tidemill.capture.tables.table_states import with_asked_identities
+    from tidemill.capture.setup.publication import with_asked_identities
     from tidemill.consensus.factory import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
     from tidemill.metastore.factory import create_metastore

@@ -1,37 +1,25 @@
-"""Read tables from the database's catalogue: which exist, which can be captured, their columns, keys and types.
+"""Read tables from the database's catalogue: which exist, their replica identities, partitions, and hazards.
 
-    refused    named, and cannot be captured in its present form: no primary key; unlogged or foreign; on PostgreSQL 18
-               with a virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail;
-               if identities are used unchanged, with one that does not include the primary key of an old row
-    left       the same kinds if only a pattern matches them, and no operator named this very table
-
-Nothing is altered before this is known. Stored generated columns are carried from PostgreSQL 18 on
-(`publish_generated_columns`); the stream of older versions lacks them. Partitions are represented by their root
-(`publish_via_partition_root`).
+Stored generated columns are carried from PostgreSQL 18 on (`publish_generated_columns`); the stream of older versions
+lacks them. Partitions are represented by their root (`publish_via_partition_root`).
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import msgspec
 
-from tidemill.base.errors import InvalidError, MissingError
-from tidemill.capture.catalog.foreign_publications import Objections
+from tidemill.base.errors import InvalidError
 from tidemill.capture.catalog.type_dependencies import FIRST_USER_OID, TYPES_HASH_SQL
-from tidemill.capture.changes import Column, Relation
 from tidemill.capture.naming import has_invalid_bytes, table_name, to_readable
 from tidemill.capture.postgres.connection import PgConnection, identifier, literal, qualified_identifier
-from tidemill.capture.postgres.pg_snapshot import xid_condition
 
 GENERATED_PUBLISHED = 180_000
 """First version in which stored generated columns can be published, and unpublished ones break REPLICA
 IDENTITY FULL.
 """
 
-VISIBLE_POLL_S = 0.01
 PARTITION_CHECK_TIMEOUT_MS = 100
 """Timeout of the lock for a check of a new partition."""
 
@@ -142,18 +130,6 @@ WITH RECURSIVE tree(root, oid) AS (SELECT o, o FROM unnest(ARRAY[{{oids}}]::oid[
 SELECT t.root, {_KEY_IDENTITY_STATEMENT} FROM tree t JOIN pg_class m USING (oid) WHERE {_LACKS_KEY} ORDER BY t.root, 2
 """
 
-_COLUMNS_SQL = """
-SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
-       format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull,
-       NOT coalesce(i.indimmediate, true) OR coalesce({made_since}, false)
-  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-  JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
-  LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary
-  LEFT JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place) ON k.attnum = a.attnum
- WHERE c.oid IN ({oids})
- ORDER BY c.oid, a.attnum
-"""
-
 
 class TableInfo(msgspec.Struct, frozen=True):
     """A table of the database. `kind`: r table, p partitioned, f foreign.
@@ -185,18 +161,6 @@ class TableInfo(msgspec.Struct, frozen=True):
         return table_name(self.schema, self.table)
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """Reason why a table is not captured. `state`: refused or left (CaptureTableRow). `held_by`: the blocker, if it is
-    not the operator. `again`: for a table that was captured, a copy resolves it once the reason is gone.
-    """
-
-    state: str
-    reason: str
-    fix: str
-    held_by: str = ""
-    again: bool = False
-
-
 class Hazard(msgspec.Struct, frozen=True):
     """A published table with a part whose changes lack old rows, or whose statements fail because it is published.
     `lacking`: as in TableInfo.
@@ -212,13 +176,6 @@ class Hazard(msgspec.Struct, frozen=True):
     @property
     def oid(self) -> int:
         return self.table.oid
-
-
-class TableChoice(msgspec.Struct, frozen=True):
-    """Result of a capture's patterns: tables in name order, and those that cannot be captured by name."""
-
-    tables: tuple[TableInfo, ...]
-    refused: dict[str, Refusal]
 
 
 async def list_tables(wire: PgConnection) -> list[TableInfo]:
@@ -298,100 +255,6 @@ async def find_keyless_identities(wire: PgConnection, oids: Sequence[int]) -> di
     return found
 
 
-class NoTablesError(MissingError):
-    """The capture matches no table at present; a table may be created at any moment."""
-
-
-def choose_tables(
-    patterns: Sequence[str],
-    tables: Sequence[TableInfo],
-    version: int,
-    *,
-    whole: bool = True,
-    objections: Objections | None = None,
-) -> TableChoice:
-    """Return the tables that match the patterns. `whole`: each is set to REPLICA IDENTITY FULL; otherwise it is
-    captured with its present identity. `objections`: those of publications. Raises NoTablesError if the patterns match
-    no table at all.
-    """
-    chosen: dict[str, TableInfo] = {}
-    refused: dict[str, Refusal] = {}
-    excluded = [p[1:] for p in patterns if p.startswith("!")]
-    for pattern in (p for p in patterns if not p.startswith("!")):
-        exact = [t for t in tables if _is_named_by(t, pattern)]
-        hits = exact or [t for t in tables if _matches_pattern(t, pattern)]
-        if not hits and not _is_pattern(pattern):
-            refused[_add_default_schema(pattern)] = Refusal(
-                "refused", f"no such table: table={pattern}.", "Create it, or correct `tables` of this capture."
-            )
-        for table in hits:
-            if any(_matches_pattern(table, e) for e in excluded):
-                continue
-            why = find_refusal(table, version, named=bool(exact), whole=whole)
-            objection = objections.get(table.oid) if objections is not None else None
-            if why is None and objection is not None and objection.refuses:
-                why = Refusal("refused", objection.reason, objection.fix, again=True)
-            if why is None:
-                chosen[table.name] = table
-            elif refused.get(table.name, why).state != "refused" or table.name not in refused:
-                refused[table.name] = why
-    if not chosen and all(r.reason.startswith("no such table") for r in refused.values()):
-        raise NoTablesError(
-            f"the capture's patterns match no table: table={','.join(patterns)}.",
-            fix="Create it, or correct `tables` of this capture.",
-        )
-    return TableChoice(tuple(chosen[name] for name in sorted(chosen)), refused)
-
-
-def find_refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool = True) -> Refusal | None:
-    """Return why a table cannot be captured in its present form, None = it can. Pure, and called before anything is
-    altered.
-    """
-    other_kind = "refused" if named else "left"
-    if table.kind == "f":
-        return Refusal(
-            other_kind, f"a foreign table has no WAL here: table={table.name}.", "Capture it in its own database."
-        )
-    if table.odd:
-        return Refusal(
-            other_kind,
-            f"a name is not UTF-8: table={table.name} name={table.odd}.",
-            "Rename it, or leave the table out.",
-        )
-    if table.persistence == "u":
-        return Refusal(
-            other_kind, f"an unlogged table has no WAL: table={table.name}.", f"ALTER TABLE {table.name} SET LOGGED."
-        )
-    if table.odd_partition:
-        return Refusal(
-            "refused",
-            f"a partition is foreign, unlogged or temporary and has no WAL: table={table.name}"
-            f" partition={table.odd_partition}.",
-            f'Detach it, or exclude the table with "!{table.name}".',
-        )
-    if not table.has_key:
-        return Refusal(
-            "refused",
-            f"a captured table needs a primary key: table={table.name}.",
-            f'Add a primary key to {table.name}, or exclude it with "!{table.name}".',
-        )
-    if version >= GENERATED_PUBLISHED and "v" in table.generated:
-        return Refusal(
-            "refused",
-            "a virtual generated column is in no stream, and capturing the table would make UPDATE and DELETE"
-            f" fail: table={table.name}.",
-            f'Make the column STORED, or exclude the table with "!{table.name}".',
-        )
-    if not whole and table.lacking:
-        return Refusal(
-            "refused",
-            "its replica identity does not include the primary key of a changed or deleted row:"
-            f" table={table.name} identity={table.identity!r}.",
-            f"Run {to_readable(table.lacking)};",
-        )
-    return None
-
-
 async def list_partitions(wire: PgConnection, oid: int) -> dict[int, int]:
     """Return the partitions of a partitioned table, at all levels, each with the transaction that attached it, ordered
     by oid; empty for any other table. A partition that is being detached (CONCURRENTLY) is excluded, because its
@@ -457,82 +320,3 @@ async def find_rows_before_attachment(wire: PgConnection, partition: int) -> str
     finally:
         await wire.query("ROLLBACK")
     return table_name(schema, table) if old == "t" else ""
-
-
-async def describe_after(wire: PgConnection, xid: int, oid: int, *, whole: bool) -> Relation | None:
-    """Return a table as PostgreSQL describes it once transaction `xid` of the stream is visible; None if it was
-    dropped.
-
-    `whole`: the stream carries whole old rows, so a key that may have been deferrable counts as deferrable: it was
-    created by this transaction or a later one, and its former state is unknown. That only costs time
-    (deferrable_keys.py). Without whole old rows, rows that share a key cannot be distinguished, and the key's present
-    state counts.
-
-    A commit is decoded right after its flush, before new snapshots see it, so an early query would still see the
-    catalogue from before its DDL. A transaction releases the lock on its own id only after it has become visible.
-    """
-    running = (
-        "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'transactionid' AND granted"
-        f" AND mode = 'ExclusiveLock' AND transactionid = '{xid}'::xid)"
-    )
-    while True:
-        if await wire.value(running) != "t":
-            return (
-                await describe_tables(wire, [oid], made_since=xid_condition("i.xmin", str(xid)) if whole else "false")
-            ).get(oid)
-        await asyncio.sleep(VISIBLE_POLL_S)
-
-
-async def describe_tables(wire: PgConnection, oids: Sequence[int], *, made_since: str = "false") -> dict[int, Relation]:
-    """Return columns and keys of tables by oid, as the stream carries them; a dropped table is absent. `made_since`:
-    the condition on a primary key's row i of pg_index under which it counts as deferrable in any case.
-    """
-    if not oids:
-        return {}
-    kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
-    listed = ", ".join(str(int(oid)) for oid in oids)
-    rows = await wire.query(_COLUMNS_SQL.format(kinds=kinds, oids=listed, made_since=made_since))
-    names: dict[int, tuple[str, str]] = {}
-    columns: dict[int, list[Column]] = {}
-    deferrable: set[int] = set()
-    for oid, schema, table, name, type_oid, type_mod, type_name, key_index, not_null, deferred in rows:
-        relation = int(oid or 0)
-        names[relation] = (schema or "", table or "")
-        if deferred == "t":
-            deferrable.add(relation)
-        columns.setdefault(relation, []).append(
-            Column(
-                name=name or "",
-                type_oid=int(type_oid or 0),
-                type_mod=int(type_mod or "-1"),
-                type_name=type_name or "",
-                key_index=int(key_index or "-1"),
-                not_null=not_null == "t",
-            )
-        )
-    return {oid: Relation(oid, *names[oid], tuple(cols), deferrable=oid in deferrable) for oid, cols in columns.items()}
-
-
-def _add_default_schema(pattern: str) -> str:
-    return pattern if "." in pattern else f"public.{pattern}"
-
-
-def _is_pattern(text: str) -> bool:
-    return any(c in text for c in "*?[")
-
-
-def _accepted_names(table: TableInfo) -> tuple[str, ...]:
-    """Return the names by which an operator may refer to the table: ours, plain text, and without its schema if that is
-    public.
-    """
-    plain = f"{table.schema}.{table.table}"
-    return (table.name, plain, *((table.table,) if table.schema == "public" else ()))
-
-
-def _is_named_by(table: TableInfo, pattern: str) -> bool:
-    return pattern in _accepted_names(table)
-
-
-def _matches_pattern(table: TableInfo, pattern: str) -> bool:
-    full = _add_default_schema(pattern)
-    return any(fnmatchcase(name, full) for name in _accepted_names(table)[:2])

@@ -33,17 +33,11 @@ from tidemill.base.lsn import Lsn
 from tidemill.capture.capture_row import FencedCaptureRow
 from tidemill.capture.catalog.columns import TableAttributes, read_attributes
 from tidemill.capture.catalog.foreign_publications import find_objections
+from tidemill.capture.catalog.relations import describe_tables
 from tidemill.capture.catalog.schema_diff import diff_against_catalogue
 from tidemill.capture.catalog.schema_versions import plan_next_version, targets_of_attributes
-from tidemill.capture.catalog.table_discovery import (
-    NoTablesError,
-    Refusal,
-    TableChoice,
-    TableInfo,
-    choose_tables,
-    describe_tables,
-    list_tables,
-)
+from tidemill.capture.catalog.table_choice import NoTablesError, Refusal, TableChoice, choose_tables
+from tidemill.capture.catalog.table_discovery import TableInfo, list_tables
 from tidemill.capture.changes import LSN_NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection, identifier
@@ -76,17 +70,16 @@ from tidemill.capture.snapshot.side_topic import delete_unused_side_topics, join
 from tidemill.capture.tables.auto_recopy import can_copy_resolve
 from tidemill.capture.tables.copy_progress import SetUpSteps
 from tidemill.capture.tables.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
+from tidemill.capture.tables.table_reasons import accept_instruction, explain_missing_table, refusal_for
 from tidemill.capture.tables.table_setup import (
     event_source_of,
-    explain_missing_table,
-    refusal_for,
     refuse_taken_topics,
     relation_of_row,
     start_table,
     stream_producer_id,
     update_topic_config,
 )
-from tidemill.capture.tables.table_states import TableStates, accept_instruction
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.metastore.catalogue import (
     CaptureRow,

@@ -19,7 +19,7 @@ from tidemill.base.lsn import Lsn
 from tidemill.base.runtime.tasks import Tasks, run_unit
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.base.status.status import StatusTracker
-from tidemill.capture.catalog.table_discovery import NoTablesError
+from tidemill.capture.catalog.table_choice import NoTablesError
 from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.delivery.collector import Collector
@@ -30,8 +30,8 @@ from tidemill.capture.postgres.connection import describe_dsn, server_address
 from tidemill.capture.postgres.timeline import TimelineHistory
 from tidemill.capture.session.session import Session
 from tidemill.capture.session.table_adder import SessionRestartError
+from tidemill.capture.tables.table_reasons import TableUnavailability, unavailability_of
 from tidemill.capture.tables.table_states import TableStates
-from tidemill.capture.tables.unavailable_tables import TableUnavailability, unavailability_of
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.api import Remap
 from tidemill.topics.api import TopicLog

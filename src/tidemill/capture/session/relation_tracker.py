@@ -11,8 +11,9 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.capture.catalog.columns import read_attributes
+from tidemill.capture.catalog.relations import describe_after
 from tidemill.capture.catalog.schema_versions import find_version
-from tidemill.capture.catalog.table_discovery import describe_after, list_ancestors
+from tidemill.capture.catalog.table_discovery import list_ancestors
 from tidemill.capture.changes import LSN_NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.decode.transaction_builder import (
@@ -25,7 +26,8 @@ from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.capture.snapshot.side_topic import first_snapshot_of, matches_copy
 from tidemill.capture.tables.schema_change import follow_description
-from tidemill.capture.tables.table_states import TableStates, recopy_instruction
+from tidemill.capture.tables.table_reasons import recopy_instruction
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.commit_boundaries import is_in_snapshot
 
 log = structlog.get_logger()

@@ -21,7 +21,7 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks, error_sentence
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.capture.capture_row import FencedCaptureRow
-from tidemill.capture.catalog.row_lookup import read_current_rows
+from tidemill.capture.catalog.relations import read_current_rows
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder

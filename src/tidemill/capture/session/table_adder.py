@@ -38,7 +38,9 @@ from tidemill.base.errors import (
     UnknownOutcomeError,
 )
 from tidemill.base.runtime.tasks import Backoff, error_sentence, is_fault
-from tidemill.capture.catalog.table_discovery import Refusal, TableInfo, describe_tables
+from tidemill.capture.catalog.relations import describe_tables
+from tidemill.capture.catalog.table_choice import Refusal
+from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.control_connection import ControlConnection
@@ -56,13 +58,8 @@ from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.schema_change import PendingSchema
-from tidemill.capture.tables.table_setup import (
-    create_copy_target,
-    event_source_of,
-    refusal_for,
-    resume_copy,
-    start_table,
-)
+from tidemill.capture.tables.table_reasons import refusal_for
+from tidemill.capture.tables.table_setup import create_copy_target, event_source_of, resume_copy, start_table
 from tidemill.capture.tables.table_states import TableStates, TableStateUnknownError
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.metastore.catalogue import Catalogue, TopicRow

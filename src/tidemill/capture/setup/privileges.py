@@ -17,7 +17,8 @@ import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.capture.catalog.foreign_publications import Objection, find_objections
-from tidemill.capture.catalog.table_discovery import TableInfo, choose_tables, list_tables
+from tidemill.capture.catalog.table_choice import choose_tables
+from tidemill.capture.catalog.table_discovery import TableInfo, list_tables
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection, literal
 from tidemill.capture.setup.publication import Identities, find_partial_identities

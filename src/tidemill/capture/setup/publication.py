@@ -46,6 +46,7 @@ from typing import NamedTuple
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.capture.catalog.foreign_publications import IdentityFailure, find_identity_failures, find_objections
@@ -67,6 +68,7 @@ from tidemill.capture.setup.statements import (
     generated_columns_statement,
     publication_target,
 )
+from tidemill.metastore.catalogue import CaptureTableRow
 
 log = structlog.get_logger()
 
@@ -225,6 +227,14 @@ Identities = dict[int, tuple[str, str]]
 """oid → (its name in SQL, its identity in SQL)"""
 StoreIdentities = Callable[[str, Identities], Awaitable[None]]
 """note(table, the identities of it and its partitions): store them durably. May raise UnknownOutcomeError."""
+
+
+def with_asked_identities(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
+    """Return the row with the identities that an administrator is asked to replace by FULL. Identities that the capture
+    itself has to restore remain as they were noted.
+    """
+    new = {oid: noted for oid, noted in identities.items() if oid not in row.identities}
+    return replace(row, identities_asked={**row.identities_asked, **new})
 
 
 async def publish_tables(

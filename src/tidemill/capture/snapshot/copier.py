@@ -50,7 +50,8 @@ from tidemill.capture.postgres.errors import is_transient
 from tidemill.capture.snapshot.chunks import ChunkPlan, CompletedPrefix, CopyThrottle, plan_chunks
 from tidemill.capture.snapshot.exported_snapshot import ExportedSnapshot
 from tidemill.capture.tables.copy_progress import SnapshotProgress
-from tidemill.capture.tables.table_setup import captured_columns_of, has_whole_rows, refusal_for
+from tidemill.capture.tables.table_reasons import refusal_for
+from tidemill.capture.tables.table_setup import captured_columns_of, has_whole_rows
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.partition_writer import PartitionWriter

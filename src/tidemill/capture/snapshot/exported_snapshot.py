@@ -21,7 +21,8 @@ from collections.abc import AsyncIterator, Sequence
 from tidemill.base.errors import MissingError, TidemillError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog.columns import TableAttributes, read_attributes
-from tidemill.capture.catalog.table_discovery import TableInfo, describe_tables, list_partitions
+from tidemill.capture.catalog.relations import describe_tables
+from tidemill.capture.catalog.table_discovery import TableInfo, list_partitions
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.connection import BURST_BYTES, PgConnection, from_clause_name, identifier, literal
 from tidemill.capture.postgres.errors import SqlError, is_transient

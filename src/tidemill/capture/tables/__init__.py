@@ -3,6 +3,7 @@
     catalog_watcher ─► schema_change ─► table_states (the only module that changes a table's state, durably)
     publication_repair, identity_withdrawal ─► replica identities
     auto_recopy, recopy_requests ─► snapshot
+    table_reasons: why a table carries no changes, as sentences
 
 Owns the state of each table. Does not stream.
 """

@@ -36,7 +36,8 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.postgres.errors import SqlError
-from tidemill.capture.tables.table_states import TableStates, accept_instruction, recopy_instruction
+from tidemill.capture.tables.table_reasons import accept_instruction, recopy_instruction
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 from tidemill.shards.parts.schema_evolution import evolve_schema, schema_changes
 

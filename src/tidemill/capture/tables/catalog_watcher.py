@@ -16,22 +16,18 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.catalog.columns import read_attributes
+from tidemill.capture.catalog.relations import describe_tables
 from tidemill.capture.catalog.schema_diff import diff_against_catalogue
-from tidemill.capture.catalog.table_discovery import (
-    Refusal,
-    TableInfo,
-    describe_tables,
-    find_rows_before_attachment,
-    list_partitions,
-)
+from tidemill.capture.catalog.table_choice import Refusal
+from tidemill.capture.catalog.table_discovery import TableInfo, find_rows_before_attachment, list_partitions
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.setup.publication import LOCK_SQLSTATES, PublishedTable, find_unpublished, restore_identity
 from tidemill.capture.tables.auto_recopy import can_copy_resolve
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.schema_change import PendingSchema
-from tidemill.capture.tables.table_setup import delete_topics, explain_missing_table
-from tidemill.capture.tables.table_states import accept_instruction
+from tidemill.capture.tables.table_reasons import accept_instruction, explain_missing_table
+from tidemill.capture.tables.table_setup import delete_topics
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
 log = structlog.get_logger()

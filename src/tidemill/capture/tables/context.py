@@ -16,7 +16,8 @@ from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog.catalog_cache import CachedQuery, TableList
 from tidemill.capture.catalog.columns import TableAttributes
 from tidemill.capture.catalog.foreign_publications import Objections, find_objections
-from tidemill.capture.catalog.table_discovery import Refusal, TableChoice, TableInfo, choose_tables
+from tidemill.capture.catalog.table_choice import Refusal, TableChoice, choose_tables
+from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.control_connection import ControlConnection

@@ -18,13 +18,14 @@ import structlog
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.catalog.foreign_publications import Objections
-from tidemill.capture.catalog.table_discovery import Hazard, Refusal, TableInfo, find_hazards
+from tidemill.capture.catalog.table_choice import Refusal
+from tidemill.capture.catalog.table_discovery import Hazard, TableInfo, find_hazards
 from tidemill.capture.naming import has_invalid_bytes
 from tidemill.capture.postgres.connection import PgConnection, identifier
 from tidemill.capture.setup.publication import find_partial_identities, publish_tables, unpublish_table
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
-from tidemill.capture.tables.table_states import recopy_instruction
+from tidemill.capture.tables.table_reasons import recopy_instruction
 from tidemill.metastore.catalogue import CaptureTableRow
 
 log = structlog.get_logger()

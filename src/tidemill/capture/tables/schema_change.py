@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog.columns import TableAttributes, read_attributes, read_type_names
+from tidemill.capture.catalog.relations import describe_tables
 from tidemill.capture.catalog.schema_diff import diff_against_catalogue, diff_against_stream
 from tidemill.capture.catalog.schema_versions import (
     SchemaStep,
@@ -32,13 +33,13 @@ from tidemill.capture.catalog.schema_versions import (
     targets_of_attributes,
     targets_of_message,
 )
-from tidemill.capture.catalog.table_discovery import describe_tables
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.capture.setup.server_checks import emit_heartbeat
 from tidemill.capture.tables.auto_recopy import can_copy_resolve
-from tidemill.capture.tables.table_states import TableStates, accept_instruction
+from tidemill.capture.tables.table_reasons import accept_instruction
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 
 

@@ -1,21 +1,21 @@
-"""Add one table to a capture and remove it: its row and its topic, its description, and why it is refused."""
+"""Add one table to a capture and remove it: its row and its topic, and its description."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import ConflictError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.capture.catalog.columns import TableAttributes
-from tidemill.capture.catalog.table_discovery import Refusal, TableChoice, TableInfo
+from tidemill.capture.catalog.table_choice import TableChoice
+from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.encode.debezium_json import EventSource
 from tidemill.capture.naming import side_topic_name, split_name
-from tidemill.capture.postgres.errors import is_transient
-from tidemill.capture.setup.publication import PublishedTable, TableLockedError
+from tidemill.capture.setup.publication import PublishedTable
+from tidemill.capture.tables.table_reasons import refusal_for, topic_taken_refusal
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, Catalogue, TopicRow
@@ -46,18 +46,10 @@ async def refuse_taken_topics(config: CaptureConfig, catalogue: Catalogue, choic
         name = config.topic_name_of(table.schema, table.table)
         topic = await catalogue.get(TopicRow, name, fresh=False)
         if topic is not None and topic.kind != "capture":
-            refused[table.name] = _topic_taken_refusal(name)
+            refused[table.name] = topic_taken_refusal(name)
         else:
             tables.append(table)
     return TableChoice(tuple(tables), refused)
-
-
-def _topic_taken_refusal(topic: str) -> Refusal:
-    return Refusal(
-        "refused",
-        f"a topic of this name belongs to Kafka producers: topic={topic}.",
-        "Delete it, or rename the capture.",
-    )
 
 
 async def start_table(
@@ -103,7 +95,7 @@ async def start_table(
         assert row is not None
         topic = await catalogue.get(TopicRow, row.topic)
         if topic is not None and topic.kind != "capture":
-            await desk.refuse_table(table.name, _topic_taken_refusal(row.topic), table.oid)
+            await desk.refuse_table(table.name, topic_taken_refusal(row.topic), table.oid)
             return None
         if topic is not None:
             await catalogue.delete(TopicRow, row.topic)
@@ -174,25 +166,6 @@ def relation_of_row(table: CaptureTableRow, now: Relation | None) -> Relation:
         oid, mod = (c.type_oid, c.type_mod) if c.type_oid or other is None else (other.type_oid, other.type_mod)
         columns.append(Column(c.name, oid, mod, c.type_name, c.key_index, other.not_null if other else False))
     return Relation(table.oid, schema, name, tuple(columns), table.version)
-
-
-def refusal_for(error: TidemillError) -> Refusal:
-    fix = error.fix or f"{'It' if is_transient(error) else 'Repair it; it'} is retried automatically."
-    return Refusal("refused", error.message, fix, error.held_by if isinstance(error, TableLockedError) else "")
-
-
-def explain_missing_table(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
-    """Return (reason, fix) for a table that is no longer captured."""
-    drop = "remove it from its pipeline and drop its shard"
-    for table in found:
-        if table.name == row.table:
-            return "the table is no longer captured", f"Add it to `tables` of this capture again, or {drop}."
-        if table.oid == row.oid:
-            return f"the table is now named {table.name}: its shard ends here", f"Rename it back, or {drop}."
-    return (
-        "the table was dropped from the database: its shard ends here",
-        f"Re-create it, and it is re-snapshotted; or {drop}.",
-    )
 
 
 async def delete_topic(catalogue: Catalogue, name: str) -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 
 import structlog
 from msgspec.structs import replace
@@ -36,13 +35,15 @@ from tidemill.base.pgtypes.avro import AVRO, ColumnDescription
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.catalog.columns import TableAttributes
 from tidemill.capture.catalog.schema_versions import SchemaStep
-from tidemill.capture.catalog.table_discovery import Refusal, TableInfo
+from tidemill.capture.catalog.table_choice import Refusal
+from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.changes import LSN_NEVER
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.encode.avro_schemas import NoSchemaRegistrar, SchemaRegistrar, register_schemas
 from tidemill.capture.naming import to_readable
-from tidemill.capture.setup.publication import Identities
+from tidemill.capture.setup.publication import Identities, with_asked_identities
 from tidemill.capture.tables.copy_progress import SnapshotProgress
+from tidemill.capture.tables.table_reasons import automatic_recopy_notice, recopy_instruction
 from tidemill.capture.tables.unaffected_columns import FollowedTables
 from tidemill.capture.topics.commit_boundaries import is_in_snapshot
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
@@ -51,22 +52,6 @@ log = structlog.get_logger()
 
 MAX_REASON_CHARS = 600
 """Length limit of a reason in a row and a stage status: a table of 1,600 columns may differ in all of them."""
-
-
-def recopy_instruction(table: str) -> str:
-    return f"Run tidemill capture recopy '{table}': later changes are not carried, so the table is re-snapshotted."
-
-
-def accept_instruction(table: str) -> str:
-    return (
-        f"Run tidemill capture accept '{table}': it shows the effect on each shard, and re-snapshots the table once you"
-        f" agree. tidemill capture recopy '{table}' re-snapshots it without changing a shard that would lose data."
-    )
-
-
-def automatic_recopy_notice(again_ms: int, waits: bool) -> str:
-    at = f" from {datetime.fromtimestamp(again_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC" if waits else ""
-    return f"It is re-snapshotted automatically{at}, concurrently with the stream."
 
 
 MAX_FRUITLESS_ATTEMPTS = 10
@@ -79,14 +64,6 @@ class TableStateUnknownError(UnknownOutcomeError):
 
 class RecopyRequiredError(UnavailableError):
     """The copy of a table is not a state of the database."""
-
-
-def with_asked_identities(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
-    """Return the row with the identities that an administrator is asked to replace by FULL. Identities that the capture
-    itself has to restore remain as they were noted.
-    """
-    new = {oid: noted for oid, noted in identities.items() if oid not in row.identities}
-    return replace(row, identities_asked={**row.identities_asked, **new})
 
 
 class TableStates:

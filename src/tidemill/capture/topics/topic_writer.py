@@ -192,8 +192,8 @@ class TopicWriter:
 
     # Sink -----------------------------------------------------------------------------------------
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
-        """Write a fragment; see consumers.Sink. Waits for room, never for durability. Raises the error that made the writer
-        fail.
+        """Write a fragment; see consumers.Sink. Waits for room, never for durability. Raises the error that made the
+        writer fail.
         """
         self._rounds.raise_failure()
         self.notices = notices

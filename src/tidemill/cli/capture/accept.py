@@ -57,7 +57,7 @@ def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, as_json
 def _describe_source_table(opened: OpenStores, row: CaptureTableRow) -> Relation:
     """Return the table as its database describes it now. Raises MissingError if it is gone, InvalidError if it cannot
     be captured under that name or has no primary key."""
-    from tidemill.capture.catalog.table_discovery import describe_tables
+    from tidemill.capture.catalog.relations import describe_tables
     from tidemill.capture.postgres.connection import PgConnection
 
     section = opened.config.capture.get(row.capture)

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tidemill.capture.changes import Relation
-from tidemill.capture.tables.unavailable_tables import TableUnavailability
+from tidemill.capture.tables.table_reasons import TableUnavailability
 from tidemill.shapes.definition.definition import Replica
 from tidemill.shapes.definition.table_columns import TableColumns
 from tidemill.shapes.log.row_writer import RowWriter

@@ -1,0 +1,95 @@
+"""Why a table carries no changes, as sentences: for stage statuses and rows what an operator has to do, and for clients
+that request the table when to check again. Pure.
+
+parked      its changes are in no stream until it is copied, automatically or when an operator requests it
+refused     its capture names it and cannot add it until the cause is gone; a client has nothing to change
+passing     it is captured, but not among the relations that flow: it is just being paused, or added
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from tidemill.base.errors import TidemillError
+from tidemill.capture.catalog.table_choice import Refusal
+from tidemill.capture.catalog.table_discovery import TableInfo
+from tidemill.capture.postgres.errors import is_transient
+from tidemill.capture.setup.publication import TableLockedError
+from tidemill.metastore.catalogue import CaptureTableRow
+
+MAX_RETRY_AFTER_S = 10
+"""Maximum time until a client should check a paused table again: an operator may have it re-snapshotted at any moment.
+"""
+
+
+def recopy_instruction(table: str) -> str:
+    return f"Run tidemill capture recopy '{table}': later changes are not carried, so the table is re-snapshotted."
+
+
+def accept_instruction(table: str) -> str:
+    return (
+        f"Run tidemill capture accept '{table}': it shows the effect on each shard, and re-snapshots the table once you"
+        f" agree. tidemill capture recopy '{table}' re-snapshots it without changing a shard that would lose data."
+    )
+
+
+def automatic_recopy_notice(again_ms: int, waits: bool) -> str:
+    at = f" from {datetime.fromtimestamp(again_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC" if waits else ""
+    return f"It is re-snapshotted automatically{at}, concurrently with the stream."
+
+
+def topic_taken_refusal(topic: str) -> Refusal:
+    return Refusal(
+        "refused",
+        f"a topic of this name belongs to Kafka producers: topic={topic}.",
+        "Delete it, or rename the capture.",
+    )
+
+
+def refusal_for(error: TidemillError) -> Refusal:
+    fix = error.fix or f"{'It' if is_transient(error) else 'Repair it; it'} is retried automatically."
+    return Refusal("refused", error.message, fix, error.held_by if isinstance(error, TableLockedError) else "")
+
+
+def explain_missing_table(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
+    """Return (reason, fix) for a table that is no longer captured."""
+    drop = "remove it from its pipeline and drop its shard"
+    for table in found:
+        if table.name == row.table:
+            return "the table is no longer captured", f"Add it to `tables` of this capture again, or {drop}."
+        if table.oid == row.oid:
+            return f"the table is now named {table.name}: its shard ends here", f"Rename it back, or {drop}."
+    return (
+        "the table was dropped from the database: its shard ends here",
+        f"Re-create it, and it is re-snapshotted; or {drop}.",
+    )
+
+
+class TableUnavailability(NamedTuple):
+    """Reason why a table is unavailable. `retry_after_s`: when to check again."""
+
+    reason: str
+    retry_after_s: int
+    passing: bool = False
+
+
+def unavailability_of(row: CaptureTableRow | None, now_ms: int) -> TableUnavailability | None:
+    """Return None if the table flows, or its capture does not name it."""
+    if row is None:
+        return None
+    if row.state == "captured":
+        return TableUnavailability(f"the table is being added: table={row.table}.", 1, passing=True)
+    if row.state == "refused":
+        return TableUnavailability(f"the table is refused by its capture: {row.reason}", MAX_RETRY_AFTER_S)
+    if row.state != "parked":
+        return None
+    if row.recopy:
+        return TableUnavailability(f"the table is paused until it is copied: {row.reason}", 1)
+    if row.again_ms:
+        left_s = max(1, -(-(row.again_ms - now_ms) // 1000))
+        return TableUnavailability(
+            f"the table is paused until it is copied: {row.reason}", min(MAX_RETRY_AFTER_S, left_s)
+        )
+    return TableUnavailability(f"the table is paused until an operator has it copied: {row.reason}", MAX_RETRY_AFTER_S)
