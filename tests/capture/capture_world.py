@@ -19,7 +19,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.delivery.consumers import Sink
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.capture.session.capture import Capture
-from tidemill.capture.topics.topic_writer import read_position
+from tidemill.capture.topics.partition_tails import read_position
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.metastore.factory import create_metastore

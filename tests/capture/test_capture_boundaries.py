@@ -20,8 +20,8 @@ from tidemill.capture.changes import Column, Relation
 from tidemill.capture.decode.copy_text import parse_copy_row
 from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.postgres.connection import literal
-from tidemill.capture.topics.binder import MAX_UNMERGED_BOUNDARIES, Binder
-from tidemill.capture.topics.commit_boundaries import CommitBoundary, is_in_snapshot, merge_boundaries
+from tidemill.capture.topics.binder import MAX_UNMERGED_BOUNDARIES, Binder, CommitBoundary, merge_boundaries
+from tidemill.capture.topics.captured_table import is_in_snapshot
 from tidemill.capture.topics.partition_writer import SEQUENCE_MODULUS, PartitionWriter, SendRound
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import TableSnapshot

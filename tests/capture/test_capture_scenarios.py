@@ -17,8 +17,7 @@ from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.postgres.pgoutput import Begin, Commit, Insert, RelationMessage, WireColumn
 from tidemill.capture.postgres.standby_status import ReplicationStatus
-from tidemill.capture.topics.binder import Binder
-from tidemill.capture.topics.commit_boundaries import CommitBoundary
+from tidemill.capture.topics.binder import Binder, CommitBoundary
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.shards.bindings.remap import LogRemap
 

@@ -17,8 +17,7 @@ from tidemill.capture.postgres.replication_stream import FramedMessage
 from tidemill.capture.snapshot.side_topic import first_snapshot_of
 from tidemill.capture.tables.table_reasons import recopy_instruction
 from tidemill.capture.tables.table_states import TableStates
-from tidemill.capture.topics.captured_table import CapturedTable
-from tidemill.capture.topics.commit_boundaries import is_in_snapshot
+from tidemill.capture.topics.captured_table import CapturedTable, is_in_snapshot
 
 
 class BadRowPolicy:

@@ -35,8 +35,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.timeline import Timeline, find_fork
 from tidemill.capture.setup.server_checks import SlotState
 from tidemill.capture.topics.captured_table import CapturedTable
-from tidemill.capture.topics.partition_tails import read_high_watermark, read_last_record
-from tidemill.capture.topics.topic_writer import read_position
+from tidemill.capture.topics.partition_tails import read_high_watermark, read_last_record, read_position
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.api import Binding, Remap
 from tidemill.shards.bindings.minter import BindingMinter

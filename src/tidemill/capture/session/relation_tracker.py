@@ -28,7 +28,7 @@ from tidemill.capture.snapshot.side_topic import first_snapshot_of, matches_copy
 from tidemill.capture.tables.schema_change import follow_description
 from tidemill.capture.tables.table_reasons import recopy_instruction
 from tidemill.capture.tables.table_states import TableStates
-from tidemill.capture.topics.commit_boundaries import is_in_snapshot
+from tidemill.capture.topics.captured_table import is_in_snapshot
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ format, exactly as the stream would print it.
 
 Invariant (no gap): a transaction is in the snapshot, in the stream, or in both, never in neither, because the slot sees
 everything that commits after its creation. Transactions that are in both are skipped from the stream
-(commit_boundaries.in_snapshot).
+(captured_table.is_in_snapshot).
 """
 
 from __future__ import annotations

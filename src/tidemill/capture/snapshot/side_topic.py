@@ -2,7 +2,7 @@
 (docs/rfcs/0009-changes-set-aside.md).
 
     stream ─► topic writer ─► side topic  partition writers as for any table: tails, rounds, bindings; changes in the
-                               │          first snapshot are skipped (commit_boundaries.in_snapshot)
+                               │          first snapshot are skipped (captured_table.is_in_snapshot)
     copy ─────────► topic ◄────┘          appended once the copy is complete (side_topic_append.py), then the table
                                           joins
 

@@ -45,7 +45,7 @@ from tidemill.capture.setup.publication import Identities, with_asked_identities
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.table_reasons import automatic_recopy_notice, recopy_instruction
 from tidemill.capture.tables.unaffected_columns import FollowedTables
-from tidemill.capture.topics.commit_boundaries import is_in_snapshot
+from tidemill.capture.topics.captured_table import is_in_snapshot
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
 
 log = structlog.get_logger()

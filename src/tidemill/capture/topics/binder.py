@@ -30,10 +30,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from tidemill.base.clock import Clock
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.histogram import StageHistograms
-from tidemill.capture.topics.commit_boundaries import CommitBoundary, merge_boundaries
 from tidemill.metastore.catalogue import TableSnapshot
 from tidemill.shards.api import Binding, Remap
 from tidemill.shards.bindings.minter import BindingMinter
@@ -41,6 +42,38 @@ from tidemill.shards.bindings.minter import BindingMinter
 MAX_UNMERGED_BOUNDARIES = 256
 FIRST_IDLE_MS = 500
 """Delay after a commit until the end of its WAL is bound, and confirmed; later only every `idle_ms`."""
+
+
+class CommitBoundary(msgspec.Struct, frozen=True):
+    """The end of one transaction (or, with `commit` false, of WAL without one, from a keepalive).
+
+    lsn       inclusive: every transaction whose commit record starts at or below it is covered
+    offsets   (topic id, partition, next offset) of the partitions that it touched
+    tags      contents of its markers
+    """
+
+    lsn: int
+    last: ChangePosition
+    commit: bool
+    commit_time_ms: int = 0
+    offsets: Sequence[tuple[str, int, int]] = ()
+    tags: tuple[str, ...] = ()
+
+
+def merge_boundaries(earlier: CommitBoundary, later: CommitBoundary) -> CommitBoundary:
+    """Merge two successive boundaries, the earlier of which has no tags, to one with everything that a binding at the
+    later one needs.
+    """
+    offsets = {(topic_id, partition): offset for topic_id, partition, offset in (*earlier.offsets, *later.offsets)}
+    newest = later if later.commit else earlier
+    return CommitBoundary(
+        lsn=later.lsn,
+        last=newest.last,
+        commit=newest.commit,
+        commit_time_ms=max(earlier.commit_time_ms, later.commit_time_ms),
+        offsets=tuple((topic_id, partition, offset) for (topic_id, partition), offset in offsets.items()),
+        tags=later.tags,
+    )
 
 
 def compute_start(

@@ -1,4 +1,6 @@
-"""A captured table as its topic is written: the encoders of its rows, and one writer per partition."""
+"""A captured table as its topic is written: the encoders of its rows, one writer per partition, and which transactions
+it already contains.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tidemill.capture.encode.debezium_avro import AvroEncoder
 from tidemill.capture.encode.debezium_avro_columnar import AvroEventFormat
 from tidemill.capture.encode.debezium_json import EventEncoder, EventSource
 from tidemill.capture.encode.row_encoder import RowEncoder
-from tidemill.capture.topics.commit_boundaries import is_in_snapshot
+from tidemill.capture.postgres.pg_snapshot import is_xid_visible
 from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.metastore.catalogue import TableSnapshot, TopicRow
 
@@ -32,6 +34,18 @@ MAX_ROW_BYTES = KAFKA_REQUEST_BYTES * 3 // 4
 """Maximum size of key and value of one record. A larger record could not be fetched by a Kafka client, and encoding it
 needs several times its size, so it pauses its table.
 """
+
+
+def is_in_snapshot(xid: int, commit_lsn: int, snapshot: TableSnapshot | None) -> bool:
+    """Return whether the stream must skip this transaction, because the snapshot contains it.
+
+    A transaction that the snapshot sees wrote its commit record before the snapshot was taken, so a commit at or after
+    `lsn` is never in it. Below `lsn` the xid decides, since commit records precede visibility. The topic of a table
+    that was copied with a side topic also contains everything up to the position where the table joined.
+    """
+    if snapshot is None or commit_lsn <= snapshot.joined_lsn:
+        return snapshot is not None
+    return commit_lsn < snapshot.lsn and is_xid_visible(xid, snapshot.xmin, snapshot.xmax, snapshot.xip)
 
 
 class CapturedTable:

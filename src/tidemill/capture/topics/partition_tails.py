@@ -1,15 +1,57 @@
-"""Read the ends of the partitions of a captured table's topic."""
+"""Open the partitions of a captured table's topic: read their ends, and let their writers count from there on."""
 
 from __future__ import annotations
 
 import asyncio
 
-from tidemill.base.errors import MissingError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
+from tidemill.base.lsn import ChangePosition
+from tidemill.capture.topics.batch_builder import POSITION_HEADER
+from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.topics.api import FetchRead, TopicLog
-from tidemill.topics.batch import Record, decode_batch
+from tidemill.topics.batch import Record, decode_batch, encode_batch
 
 OPEN_ATTEMPTS = 100
 TAIL_FETCH_BYTES = 1 << 20
+
+
+async def open_partition(topics: TopicLog, lane: PartitionWriter, offsets: tuple[int, ...] | None) -> None:
+    """Open a partition. `offsets` and errors: as in TopicWriter.open_table."""
+    base = offsets[lane.partition] if offsets is not None else 0
+    end = await read_high_watermark(topics, lane.topic_id, lane.partition)
+    if lane.epoch:
+        await _open_epoch(topics, lane, end)
+        return
+    if offsets is None and end > 0:
+        raise CorruptError(f"a new topic already has records: topic={lane.topic} records={end}.")
+    last = await read_last_record(topics, lane.topic_id, lane.partition, end) if end > base else None
+    tail = read_position(last) if last is not None else None
+    lane.start_at(base, end, tail)
+
+
+async def _open_epoch(topics: TopicLog, lane: PartitionWriter, end: int) -> None:
+    """Open the epoch of a resumed copy: write the partition's last record again, which changes nothing for readers
+    by key.
+    """
+    last = await read_last_record(topics, lane.topic_id, lane.partition, end) if end else None
+    if last is None:
+        raise InvalidError(
+            f"an interrupted copy left its topic empty: topic={lane.topic} partition={lane.partition}.",
+            fix="It starts over automatically.",
+        )
+    data = encode_batch(
+        [last], producer_id=lane.producer_id, producer_epoch=lane.epoch, base_sequence=0,
+    )  # fmt: skip
+    for attempt in range(OPEN_ATTEMPTS):
+        try:
+            # The log patches offsets in place; a batch that landed despite the error is recognised by its sequence.
+            made = await topics.produce_nowait(lane.topic_id, lane.partition, bytearray(data))
+            lane.start_behind(made.base_offset)
+            return
+        except (UnavailableError, UnknownOutcomeError):
+            if attempt == OPEN_ATTEMPTS - 1:
+                raise
+            await asyncio.sleep(0.1)
 
 
 async def read_high_watermark(topics: TopicLog, topic_id: str, partition: int) -> int:
@@ -41,3 +83,15 @@ async def read_last_record(topics: TopicLog, topic_id: str, partition: int, end:
             if record.offset == end - 1:
                 return record
     return None
+
+
+def read_position(record: Record) -> ChangePosition:
+    """Return the position in a capture's record. Raises CorruptError if it has none."""
+    for name, content in record.headers:
+        if name == POSITION_HEADER and content is not None:
+            try:
+                commit_lsn, ordinal = content.split(b"_")
+                return ChangePosition(int(commit_lsn), int(ordinal))
+            except ValueError:
+                break
+    raise CorruptError(f"a record of a capture's topic has no position: offset={record.offset}.")

@@ -56,7 +56,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import CorruptError, InvalidError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import is_fault
 from tidemill.capture.changes import LSN_NEVER, Change, Fragment, Relation
@@ -76,14 +76,14 @@ from tidemill.capture.encode.debezium_json import (
     SNAPSHOT_OP,
     EventEncoder,
 )
-from tidemill.capture.topics.batch_builder import POSITION_HEADER, UNCHANGED_HEADER, WAS_HEADER, RowRange, build_headers
+from tidemill.capture.topics.batch_builder import UNCHANGED_HEADER, WAS_HEADER, RowRange, build_headers
 from tidemill.capture.topics.batch_sender import BACKLOG_BYTES, BatchSender
+from tidemill.capture.topics.binder import CommitBoundary
 from tidemill.capture.topics.captured_table import MAX_ROW_BYTES, CapturedTable, OnFault
-from tidemill.capture.topics.commit_boundaries import CommitBoundary
-from tidemill.capture.topics.partition_tails import OPEN_ATTEMPTS, read_high_watermark, read_last_record
+from tidemill.capture.topics.partition_tails import open_partition
 from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.topics.api import TopicLog
-from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.batch import Record
 from tidemill.topics.batch.records import Headers
 
 log = structlog.get_logger()
@@ -155,40 +155,7 @@ class TopicWriter:
         be resumed.
         """
         for lane in table.lanes:
-            base = offsets[lane.partition] if offsets is not None else 0
-            end = await read_high_watermark(self._topics, lane.topic_id, lane.partition)
-            if lane.epoch:
-                await self._open_epoch(lane, end)
-                continue
-            if offsets is None and end > 0:
-                raise CorruptError(f"a new topic already has records: topic={lane.topic} records={end}.")
-            last = await read_last_record(self._topics, lane.topic_id, lane.partition, end) if end > base else None
-            tail = read_position(last) if last is not None else None
-            lane.start_at(base, end, tail)
-
-    async def _open_epoch(self, lane: PartitionWriter, end: int) -> None:
-        """Open the epoch of a resumed copy: write the partition's last record again, which changes nothing for readers
-        by key.
-        """
-        last = await read_last_record(self._topics, lane.topic_id, lane.partition, end) if end else None
-        if last is None:
-            raise InvalidError(
-                f"an interrupted copy left its topic empty: topic={lane.topic} partition={lane.partition}.",
-                fix="It starts over automatically.",
-            )
-        data = encode_batch(
-            [last], producer_id=lane.producer_id, producer_epoch=lane.epoch, base_sequence=0,
-        )  # fmt: skip
-        for attempt in range(OPEN_ATTEMPTS):
-            try:
-                # The log patches offsets in place; a batch that landed despite the error is recognised by its sequence.
-                made = await self._topics.produce_nowait(lane.topic_id, lane.partition, bytearray(data))
-                lane.start_behind(made.base_offset)
-                return
-            except (UnavailableError, UnknownOutcomeError):
-                if attempt == OPEN_ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(0.1)
+            await open_partition(self._topics, lane, offsets)
 
     # Sink -----------------------------------------------------------------------------------------
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
@@ -507,15 +474,3 @@ def _unchanged_headers(change: Change) -> Headers:
 
 def later_position(one: ChangePosition | None, other: ChangePosition | None) -> ChangePosition | None:
     return one if other is None else other if one is None else max(one, other)
-
-
-def read_position(record: Record) -> ChangePosition:
-    """Return the position in a capture's record. Raises CorruptError if it has none."""
-    for name, content in record.headers:
-        if name == POSITION_HEADER and content is not None:
-            try:
-                commit_lsn, ordinal = content.split(b"_")
-                return ChangePosition(int(commit_lsn), int(ordinal))
-            except ValueError:
-                break
-    raise CorruptError(f"a record of a capture's topic has no position: offset={record.offset}.")

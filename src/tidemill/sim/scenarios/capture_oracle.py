@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tidemill.capture.changes import LSN_NEVER
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.capture.topics.topic_writer import read_position
+from tidemill.capture.topics.partition_tails import read_position
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.api import Binding
 from tidemill.shards.bindings.remap import decode_binding, remap_log_name

@@ -15,8 +15,7 @@ from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.capture.session import session
-from tidemill.capture.topics.binder import Binder
-from tidemill.capture.topics.commit_boundaries import CommitBoundary
+from tidemill.capture.topics.binder import Binder, CommitBoundary
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.sim.world import World, swapped
 
