@@ -143,12 +143,12 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             await world.caught_up()
             await until(lambda: status.flushed > at, "all of it is flushed")
             await until(
-                lambda: session._status_due.is_set() is False and status.sent == held, "the server is told of none"
+                lambda: session._reports.due.is_set() is False and status.sent == held, "the server is told of none"
             )
             capture._mark()
             assert (mark := world.tracker.mark(f"capture:{world.name}")) is not None and mark.position < mark.target
             session.joining.keeping.copies(False)
-            assert session._status_due.is_set(), "not with the next status that is due anyway"
+            assert session._reports.due.is_set(), "not with the next status that is due anyway"
             await confirmed_reaches(world, at)
 
     in_world(postgres_dsn, scenario)

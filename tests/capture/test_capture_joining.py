@@ -15,7 +15,7 @@ from test_capture_tables import GOOD, good_flows, in_world, plain
 from patience import DEADLINE_S
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.base.status.status import DerivedStatus, StageState, derive_status
-from tidemill.capture.session import session
+from tidemill.capture.session import bootstrap
 from tidemill.capture.session.capture import Capture
 from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.topics.topic_writer import TopicWriter
@@ -253,13 +253,13 @@ def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
     async def scenario(world: World) -> None:
         await world.sql(*GOOD, *T)
         other = await psycopg.AsyncConnection.connect(world.dsn)
-        real = session.copy_tables
+        real = bootstrap.copy_tables
 
         async def take_snapshot(*args: Any) -> Any:
             await other.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
             return await real(*args)
 
-        monkeypatch.setattr(session, "copy_tables", take_snapshot)
+        monkeypatch.setattr(bootstrap, "copy_tables", take_snapshot)
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             await world.parked("t", f"pid={other.info.backend_pid}")

@@ -23,7 +23,7 @@ from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.status import StageState
 from tidemill.capture.postgres import control_connection
 from tidemill.capture.postgres.control_connection import OpenQueries
-from tidemill.capture.session import server_watch, session
+from tidemill.capture.session import bootstrap, server_watch
 from tidemill.capture.setup.blockers import Blocker
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key
 
@@ -317,13 +317,13 @@ def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         other = await psycopg.AsyncConnection.connect(world.dsn, application_name="migration")
-        real = session.copy_tables
+        real = bootstrap.copy_tables
 
         async def take_snapshot(*args: Any) -> Any:
             await other.execute("LOCK TABLE a IN ACCESS EXCLUSIVE MODE")
             return await real(*args)
 
-        monkeypatch.setattr(session, "copy_tables", take_snapshot)
+        monkeypatch.setattr(bootstrap, "copy_tables", take_snapshot)
         async with world.capture(wait=False, budget_ms=1000) as capture:
 
             def told() -> bool:

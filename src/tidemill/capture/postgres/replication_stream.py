@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import CorruptError
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.capture.postgres.connection import PgConnection, identifier, literal
-from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive, decode_keepalive, wal_start_of
+from tidemill.capture.postgres.standby_status import (
+    PAYLOAD_START,
+    Keepalive,
+    ReplicationStatus,
+    decode_keepalive,
+    wal_start_of,
+)
 
 MESSAGE_BYTES = 2 * KAFKA_REQUEST_BYTES
 """Maximum size of a message: an UPDATE carries the old row and the new one, each no larger than a record may be.
@@ -15,6 +24,7 @@ PostgreSQL's own limit is 1 GiB, and decoding and encoding a message needs sever
 only the head is stored.
 """
 HEAD_BYTES = 64
+STATUS_MIN_INTERVAL_S = 0.02
 
 
 class FramedMessage(msgspec.Struct, frozen=True):
@@ -63,3 +73,31 @@ class ReplicationStream:
 
     async def aclose(self) -> None:
         await self._wire.aclose()
+
+
+class StatusSender:
+    """Task that reports the received and flushed positions to the server. `due`: something moved."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.due = asyncio.Event()
+        self._ask_keepalive = False
+
+    def request_keepalive(self) -> None:
+        self._ask_keepalive = True
+        self.due.set()
+
+    async def run(self, stream: ReplicationStream, status: ReplicationStatus, interval_s: float) -> None:
+        """Send a status soon after something moved, and at least every `interval_s`, even while everything else is
+        stuck.
+        """
+        while True:
+            ask, self._ask_keepalive = self._ask_keepalive, False
+            await stream.send_status(status.encode(self._clock.now_ms(), ask=ask))
+            await asyncio.sleep(STATUS_MIN_INTERVAL_S)
+            try:
+                async with asyncio.timeout(interval_s):
+                    await self.due.wait()
+            except TimeoutError:
+                pass
+            self.due.clear()

@@ -27,7 +27,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.clock import Clock
+from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.capture_row import FencedCaptureRow
@@ -43,16 +43,13 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection, identifier
 from tidemill.capture.postgres.timeline import Timeline
 from tidemill.capture.session.continuity_check import (
-    ContinuityResult,
-    begin_era,
-    bind_confirmed,
     check_continuity,
-    is_confirmed,
+    record_history,
+    validate_rows,
 )
 from tidemill.capture.setup.publication import (
     PublishedTable,
     create_publication,
-    find_unpublished,
     not_published_error,
     publish_tables,
     read_published_tables,
@@ -66,12 +63,14 @@ from tidemill.capture.setup.server_checks import (
     read_slot_state,
     start_over_instruction,
 )
+from tidemill.capture.snapshot.copier import copy_tables
 from tidemill.capture.snapshot.side_topic import delete_unused_side_topics, join_completed_copies, prepare_side_topic
 from tidemill.capture.tables.auto_recopy import can_copy_resolve
-from tidemill.capture.tables.copy_progress import SetUpSteps
+from tidemill.capture.tables.copy_progress import SetUpSteps, SnapshotProgress
 from tidemill.capture.tables.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
 from tidemill.capture.tables.table_reasons import accept_instruction, explain_missing_table, refusal_for
 from tidemill.capture.tables.table_setup import (
+    create_copy_target,
     event_source_of,
     refuse_taken_topics,
     relation_of_row,
@@ -87,7 +86,7 @@ from tidemill.metastore.catalogue import (
     Catalogue,
     TopicRow,
 )
-from tidemill.shards.api import Binding, Remap
+from tidemill.shards.api import Remap
 from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
@@ -176,10 +175,10 @@ async def prepare_session(
     if row is not None:
         steps.begin_phase("comparing positions")
         moved = await check_continuity(config, row, rows, line, state, latest, catalogue, topics)
-        rows, reason = await _validate_rows(wire, config, catalogue, rows, choice, published, state, latest, moved)
+        rows, reason = await validate_rows(wire, config, catalogue, rows, choice, published, state, latest, moved)
         # Even with no table copied: shapes may follow a table whose copy was abandoned, and a new slot would end them.
         continues = bool(rows) and row.snapshot_done and not reason and published is not None and is_slot_usable(state)
-        row, latest = await _record_history(own, remap, clock, line, state, latest, moved, reason)
+        row, latest = await record_history(own, remap, clock, line, state, latest, moved, reason)
         if reason or moved.fork_lsn is not None:
             lost_nothing = f"nothing that was captured is lost: timeline={line.number} fork={Lsn(moved.fork_lsn or 0)}."
             desk.history = (
@@ -307,6 +306,32 @@ async def _prepare_first_session(
     return PreparedSession(slot, choice.tables, tuple(captured), fresh, relations)
 
 
+async def take_first_snapshot(
+    config: CaptureConfig,
+    prepared: PreparedSession,
+    desk: TableStates,
+    own: FencedCaptureRow,
+    topics: TopicLog,
+    progress: SnapshotProgress,
+    clock: Clock,
+    rand: Rand,
+) -> list[int]:
+    """Take the first snapshot; the stream starts after it. A table that fails is left out of the stream. Return the
+    oids of the tables.
+    """
+    log.info("snapshot begins", capture=config.name, tables=list(prepared.fresh))
+    fresh = [table for table in prepared.captured if table.name in prepared.fresh]
+    tables = [table for table in prepared.tables if table.name in prepared.fresh]
+    rows = desk.rows
+    progress.cause = next((rows[name].reason for name in prepared.fresh if rows[name].reason), "")
+    targets = {table.name: create_copy_target(config, rows[table.name], table.topic, table.source) for table in fresh}
+    done = await copy_tables(config, tables, targets, topics, desk, progress, clock, rand)
+    for table in fresh:
+        table.snapshot = desk.rows[table.name].snapshot if table.name in done else None
+    await own.update(lambda found: replace(found, snapshot_done=True))
+    return [table.oid for table in fresh]
+
+
 async def _prepare_next_session(
     wire: PgConnection,
     config: CaptureConfig,
@@ -375,111 +400,6 @@ async def _prepare_next_session(
         if carried is not None:
             aside[table.table], relations[table.oid] = carried
     return PreparedSession(slot, choice.tables, (*captured, *aside.values()), (), relations, aside, attributes)
-
-
-async def _validate_rows(
-    wire: PgConnection,
-    config: CaptureConfig,
-    catalogue: Catalogue,
-    rows: dict[str, CaptureTableRow],
-    choice: TableChoice,
-    published: dict[int, PublishedTable] | None,
-    slot: SlotState | None,
-    latest: Binding | None,
-    moved: ContinuityResult,
-) -> tuple[dict[str, CaptureTableRow], str]:
-    """Return the rows of the tables, without the snapshots that are no longer valid, and why some tables are copied
-    again ("" = none is). The rows are written before anything else is touched.
-    """
-    oids = {table.name: table.oid for table in choice.tables}
-    bound = set(latest.offsets) if latest is not None else set()
-    missing = {oid for oid in oids.values() if published is not None and oid not in published}
-    # None of these was dropped after the tables were listed.
-    lacking = await find_unpublished(wire, config.publication, missing)
-    reason = moved.reason
-    kept: dict[str, CaptureTableRow] = {}
-    for name, table in rows.items():
-        oid = table.oid or oids.get(name, 0)
-        entry = published.get(oid) if published is not None else None
-        altered = entry is not None and bool(table.publication) and entry.rows != table.publication
-        why = moved.reason_for(name)
-        start_over = bool(why)
-        if published is None:
-            # Decoding WAL from before a new publication would always fail, so slot and tables start over with the
-            # publication.
-            start_over, why = True, f"the publication is missing: publication={config.publication}."
-        elif table.snapshot is not None and not start_over and not table.parked_lsn:
-            topic = await catalogue.get(TopicRow, table.topic, fresh=False)
-            unbound = topic is None or topic.topic_id not in bound
-            taken_out = oid in lacking and oids.get(name) == oid
-            other = name in oids and oids[name] != oid
-            missed = unbound and slot is not None and is_confirmed(slot, table.snapshot.may_lack_from_lsn)
-            start_over = taken_out or altered or other or missed
-            if taken_out or altered:
-                why = f"the publication of the table was altered since its copy: publication={config.publication}."
-        if why and table.snapshot is not None:
-            reason = reason or why
-            log.warning("a table is re-snapshotted", capture=config.name, table=name, cause=why)
-        # An interrupted copy is resumed if the slot still has all WAL since its start (table_adder.py), or if the side
-        # topic has what the slot released, up to where that topic ended (side_topic.py).
-        aside = table.aside
-        kept_aside = (
-            aside is not None and slot is not None and aside.topic_id in bound
-            and not (aside.until_lsn and is_confirmed(slot, aside.until_lsn))
-        )  # fmt: skip
-        going_on = (
-            table.copy is not None and not start_over and table.snapshot is None and slot is not None
-            and slot.wal_status != "lost" and (kept_aside or (slot.confirmed_lsn and not is_confirmed(slot,
-            table.copy.lsn))) and entry is not None and not altered and oids.get(name) == oid and moved.fork_lsn is None
-        )  # fmt: skip
-        wanted = replace(table, oid=oid, copy=table.copy if going_on else None, aside=aside if going_on else None)
-        if start_over:
-            wanted = replace(
-                wanted, snapshot=None, state="captured", reason=why, fix="", parked_lsn=0, recopy=False, again_ms=0,
-                accepted=(), oid=oids.get(name, oid),
-            )  # fmt: skip
-        elif entry is not None and not table.publication:
-            wanted = replace(wanted, publication=entry.rows)  # the row of an older version
-        if wanted != table:
-            await catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
-        kept[name] = wanted
-    return kept, reason
-
-
-async def _record_history(
-    own: FencedCaptureRow,
-    remap: Remap,
-    clock: Clock,
-    line: Timeline,
-    slot: SlotState | None,
-    latest: Binding | None,
-    moved: ContinuityResult,
-    reason: str,
-) -> tuple[CaptureRow, Binding | None]:
-    """Return the capture's row and its newest binding, both of this session's history (continuity_check.py)."""
-    row = own.current
-    wanted = replace(row, restored=False, history=line.history)
-    if moved.fork_lsn is not None:
-        log.warning("the captured database is on another timeline", capture=row.name, fork=str(Lsn(moved.fork_lsn)))
-        era, latest = await begin_era(remap, clock, row.era, latest, moved.fork_lsn)
-        wanted = replace(wanted, era=era, taps=())
-    elif not row.history and not moved.reason and slot is not None and latest is not None:
-        latest = await bind_confirmed(remap, clock, slot, latest)
-    if reason:
-        wanted = replace(wanted, recopied=reason, recopied_ms=clock.now_ms())
-    if wanted != row:
-        row = await own.update(
-            lambda found: replace(
-                found,
-                restored=wanted.restored,
-                history=wanted.history,
-                era=wanted.era,
-                recopied=wanted.recopied,
-                recopied_ms=wanted.recopied_ms,
-                taps=wanted.taps,
-            )
-        )
-    return row, latest
 
 
 async def _wait_for_free_slot(wire: PgConnection, config: CaptureConfig) -> SlotState:

@@ -203,17 +203,8 @@ class Capture:
             "recopied_ms": session.last_recopy[1],
             **self._side_topic_facts(),
             **self._taps.facts(),
+            **session.slot.facts(),
         }
-        if session.slot is not None:
-            facts |= {
-                "slot_retained_bytes": session.slot.retained_bytes,
-                "slot_headroom_bytes": session.slot.headroom_bytes,
-                "slot_wal_status": session.slot.wal_status,
-                "slot_grows_bytes_per_s": round(session.retained.grows_bytes_per_s),
-                "slot_full_in_s": session.retained.full_in_s,
-                "slot_pinned_bytes": session.slot.pinned_bytes,
-                "slot_pinned_by": str(session.pinned_by or ""),
-            }
         if session.collector is not None:
             status = session.collector.status
             facts |= {
@@ -382,7 +373,7 @@ class Capture:
             reason = f"{reason}: {copy.steps.doing}"
         earlier = self._tracker.mark(self.config.mark)
         position = earlier.position if earlier is not None else 0
-        slot = session.slot if session is not None and position else None
+        slot = session.slot.state if session is not None and position else None
         self._tracker.set(
             self.config.mark, position, max(position + 1, slot.wal_end if slot else 0), now_ms=now_ms,
             held_by=held_by, reason=reason, budget_ms=self.config.budget_ms, unit="lsn",
@@ -396,7 +387,7 @@ class Capture:
         name, now_ms, budget_ms = self.config.mark, self._clock.now_ms(), self.config.budget_ms
         reason, held_by = self._phase
         confirmed = collector.status.sent + 1
-        wal_end = max(session.slot.wal_end if session.slot else 0, collector.status.received + 1)
+        wal_end = max(session.slot.state.wal_end if session.slot.state else 0, collector.status.received + 1)
         holder, copied_rows = collector.tracker.blocking_consumer(), 0
         if session.joining is not None:
             session.joining.mark()
@@ -411,7 +402,7 @@ class Capture:
         elif not reason and confirmed < wal_end:
             reason, holder = "waits for WAL that PostgreSQL has not sent", f"postgres:{server_address(self.config.dsn)}"
         landed_bytes = session.writer.landed_bytes if session.writer is not None else 0
-        progress = collector.taken_changes + landed_bytes + copied_rows + session.seen_at_work
+        progress = collector.taken_changes + landed_bytes + copied_rows + session.waits.seen_at_work
         self._tracker.set(
             name, confirmed, wal_end, now_ms=now_ms, held_by=held_by or holder, reason=reason,
             budget_ms=budget_ms, unit="lsn", progress=progress,

@@ -20,7 +20,7 @@ both histories share. From then on, every compared position belongs to this hist
 
 The capture itself may move the slot beyond the newest binding while no table continues from that binding. A capture
 that starts over creates its slot before it binds its copies, and a capture whose tables are all paused confirms WAL
-without binding anything. Tables without a binding are judged by their own copies (bootstrap.py).
+without binding anything. Tables without a binding are judged by their own copies (validate_rows).
 """
 
 from __future__ import annotations
@@ -28,18 +28,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import msgspec
+import structlog
+from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
+from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import Lsn
+from tidemill.capture.capture_row import FencedCaptureRow
+from tidemill.capture.catalog.table_choice import TableChoice
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.postgres.timeline import Timeline, find_fork
-from tidemill.capture.setup.server_checks import SlotState
+from tidemill.capture.setup.publication import PublishedTable, find_unpublished
+from tidemill.capture.setup.server_checks import SlotState, read_slot_state
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.partition_tails import read_high_watermark, read_last_record, read_position
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.api import Binding, Remap
 from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.topics.api import TopicLog
+
+log = structlog.get_logger()
 
 
 class ContinuityResult(msgspec.Struct, frozen=True):
@@ -198,6 +208,18 @@ async def _is_affected(
     return False
 
 
+async def check_slot_unmoved(
+    control: ControlConnection, config: CaptureConfig, copied: Iterable[CapturedTable], latest: Binding | None
+) -> None:
+    """Check that no other session moved the slot, which is exclusively this session's from here on. A predecessor that
+    was believed dead may have confirmed WAL since the tables were checked, and a table that no binding covers may lack
+    those changes. Raises UnavailableError.
+    """
+    now = await control.run(lambda wire: read_slot_state(wire, config.slot))
+    if any(has_unaccounted_wal(now, table, latest) for table in copied):
+        raise UnavailableError(f"another session confirmed WAL during the set-up: slot={config.slot}.")
+
+
 async def begin_era(
     remap: Remap, clock: Clock, era: int, latest: Binding | None, fork_lsn: int
 ) -> tuple[int, Binding | None]:
@@ -231,3 +253,108 @@ async def _bind_offsets(remap: Remap, clock: Clock, lsn: int, era: int) -> Bindi
     await minter.open()
     await minter.mint(Binding(0, {}, lsn, era=era))
     return minter.latest
+
+
+async def validate_rows(
+    wire: PgConnection,
+    config: CaptureConfig,
+    catalogue: Catalogue,
+    rows: dict[str, CaptureTableRow],
+    choice: TableChoice,
+    published: dict[int, PublishedTable] | None,
+    slot: SlotState | None,
+    latest: Binding | None,
+    moved: ContinuityResult,
+) -> tuple[dict[str, CaptureTableRow], str]:
+    """Return the rows of the tables, without the snapshots that are no longer valid, and why some tables are copied
+    again ("" = none is). The rows are written before anything else is touched.
+    """
+    oids = {table.name: table.oid for table in choice.tables}
+    bound = set(latest.offsets) if latest is not None else set()
+    missing = {oid for oid in oids.values() if published is not None and oid not in published}
+    # None of these was dropped after the tables were listed.
+    lacking = await find_unpublished(wire, config.publication, missing)
+    reason = moved.reason
+    kept: dict[str, CaptureTableRow] = {}
+    for name, table in rows.items():
+        oid = table.oid or oids.get(name, 0)
+        entry = published.get(oid) if published is not None else None
+        altered = entry is not None and bool(table.publication) and entry.rows != table.publication
+        why = moved.reason_for(name)
+        start_over = bool(why)
+        if published is None:
+            # Decoding WAL from before a new publication would always fail, so slot and tables start over with the
+            # publication.
+            start_over, why = True, f"the publication is missing: publication={config.publication}."
+        elif table.snapshot is not None and not start_over and not table.parked_lsn:
+            topic = await catalogue.get(TopicRow, table.topic, fresh=False)
+            unbound = topic is None or topic.topic_id not in bound
+            taken_out = oid in lacking and oids.get(name) == oid
+            other = name in oids and oids[name] != oid
+            missed = unbound and slot is not None and is_confirmed(slot, table.snapshot.may_lack_from_lsn)
+            start_over = taken_out or altered or other or missed
+            if taken_out or altered:
+                why = f"the publication of the table was altered since its copy: publication={config.publication}."
+        if why and table.snapshot is not None:
+            reason = reason or why
+            log.warning("a table is re-snapshotted", capture=config.name, table=name, cause=why)
+        # An interrupted copy is resumed if the slot still has all WAL since its start (table_adder.py), or if the side
+        # topic has what the slot released, up to where that topic ended (side_topic.py).
+        aside = table.aside
+        kept_aside = (
+            aside is not None and slot is not None and aside.topic_id in bound
+            and not (aside.until_lsn and is_confirmed(slot, aside.until_lsn))
+        )  # fmt: skip
+        going_on = (
+            table.copy is not None and not start_over and table.snapshot is None and slot is not None
+            and slot.wal_status != "lost" and (kept_aside or (slot.confirmed_lsn and not is_confirmed(slot,
+            table.copy.lsn))) and entry is not None and not altered and oids.get(name) == oid and moved.fork_lsn is None
+        )  # fmt: skip
+        wanted = replace(table, oid=oid, copy=table.copy if going_on else None, aside=aside if going_on else None)
+        if start_over:
+            wanted = replace(
+                wanted, snapshot=None, state="captured", reason=why, fix="", parked_lsn=0, recopy=False, again_ms=0,
+                accepted=(), oid=oids.get(name, oid),
+            )  # fmt: skip
+        elif entry is not None and not table.publication:
+            wanted = replace(wanted, publication=entry.rows)  # the row of an older version
+        if wanted != table:
+            await catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
+        kept[name] = wanted
+    return kept, reason
+
+
+async def record_history(
+    own: FencedCaptureRow,
+    remap: Remap,
+    clock: Clock,
+    line: Timeline,
+    slot: SlotState | None,
+    latest: Binding | None,
+    moved: ContinuityResult,
+    reason: str,
+) -> tuple[CaptureRow, Binding | None]:
+    """Return the capture's row and its newest binding, both of this session's history (continuity_check.py)."""
+    row = own.current
+    wanted = replace(row, restored=False, history=line.history)
+    if moved.fork_lsn is not None:
+        log.warning("the captured database is on another timeline", capture=row.name, fork=str(Lsn(moved.fork_lsn)))
+        era, latest = await begin_era(remap, clock, row.era, latest, moved.fork_lsn)
+        wanted = replace(wanted, era=era, taps=())
+    elif not row.history and not moved.reason and slot is not None and latest is not None:
+        latest = await bind_confirmed(remap, clock, slot, latest)
+    if reason:
+        wanted = replace(wanted, recopied=reason, recopied_ms=clock.now_ms())
+    if wanted != row:
+        row = await own.update(
+            lambda found: replace(
+                found,
+                restored=wanted.restored,
+                history=wanted.history,
+                era=wanted.era,
+                recopied=wanted.recopied,
+                recopied_ms=wanted.recopied_ms,
+                taps=wanted.taps,
+            )
+        )
+    return row, latest

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -57,6 +57,42 @@ visible half of the time."""
 WINDOW_S = 60.0
 PIN_BYTES = 64 << 20
 """Four segments: a smaller distance can be that of two checkpoints."""
+
+
+class WaitReport:
+    """Report of what a session waits for, with `on_phase(reason, held_by)`. `server`: the stage of its server."""
+
+    def __init__(self, clock: Clock, server: str, on_phase: Callable[[str, str], None]) -> None:
+        self._clock = clock
+        self._server = server
+        self._on_phase = on_phase
+        self._blocked_s = float("-inf")
+        self._doing = ""
+        self.seen_at_work = 0
+        """Number of times a silent walsender was found busy. It counts as progress of the capture's stage."""
+
+    def report_wait(self, reason: str, holder: Blocker | None) -> None:
+        self._on_phase(f"{reason}: {holder}" if holder is not None else reason, holder.name if holder else self._server)
+
+    def record_blockers(self, found: Sequence[Blocker]) -> None:
+        now_s = self._clock.monotonic_s()
+        if found:
+            self._blocked_s = now_s
+            self.report_wait("the set-up waits for another session", found[0])
+        elif now_s - self._blocked_s > BLOCKER_REMEMBERED_S:
+            self._on_phase(self._doing, "")
+
+    def report_step(self, doing: str) -> None:
+        """Report what the set-up does, unless it waits for another session."""
+        self._doing = doing
+        self._on_phase(doing, "")
+
+    def record_walsender(self, at_work: Blocker | None) -> None:
+        if at_work is None:
+            self._on_phase("", "")
+            return
+        self.seen_at_work += 1
+        self.report_wait("the walsender works through WAL and has sent nothing for a while", at_work)
 
 
 async def watch_blockers(
@@ -144,6 +180,38 @@ class WalRetention:
         """Seconds until the headroom is used up at the present growth; None = no limit, or no growth."""
         growth = self.grows_bytes_per_s
         return int(max(0, self._headroom) / growth) if self._headroom is not None and growth > 0 else None
+
+
+class SlotReport:
+    """Newest state of the slot, and what retains its WAL. `pinned_by`: the session whose open transaction retains
+    confirmed WAL; None while that WAL is small.
+    """
+
+    def __init__(self) -> None:
+        self.state: SlotState | None = None
+        self.retained = WalRetention()
+        self.pinned_by: Blocker | None = None
+
+    def record(self, now_s: float, state: SlotState, pinned_by: Blocker | None) -> None:
+        self.state = state
+        self.retained.record(now_s, state.retained_bytes, state.headroom_bytes)
+        if pinned_by is not None and (self.pinned_by is None or self.pinned_by.name != pinned_by.name):
+            log.warning("an open transaction retains WAL", bytes=state.pinned_bytes, held_by=str(pinned_by))
+        self.pinned_by = pinned_by
+
+    def facts(self) -> dict[str, object]:
+        state = self.state
+        if state is None:
+            return {}
+        return {
+            "slot_retained_bytes": state.retained_bytes,
+            "slot_headroom_bytes": state.headroom_bytes,
+            "slot_wal_status": state.wal_status,
+            "slot_grows_bytes_per_s": round(self.retained.grows_bytes_per_s),
+            "slot_full_in_s": self.retained.full_in_s,
+            "slot_pinned_bytes": state.pinned_bytes,
+            "slot_pinned_by": str(self.pinned_by or ""),
+        }
 
 
 class StreamWatch:

@@ -36,18 +36,23 @@ from tidemill.capture.postgres.control_connection import (
     identify_server,
 )
 from tidemill.capture.postgres.errors import UndecodableSlotError
-from tidemill.capture.postgres.replication_stream import ReplicationStream
+from tidemill.capture.postgres.replication_stream import ReplicationStream, StatusSender
 from tidemill.capture.postgres.standby_status import ReplicationStatus, keepalive_interval_s
 from tidemill.capture.postgres.timeline import Timeline
 from tidemill.capture.session.bad_rows import BadRowPolicy
-from tidemill.capture.session.bootstrap import PreparedSession, prepare_session, start_over_undecodable
-from tidemill.capture.session.continuity_check import has_unaccounted_wal
+from tidemill.capture.session.bootstrap import (
+    PreparedSession,
+    prepare_session,
+    start_over_undecodable,
+    take_first_snapshot,
+)
+from tidemill.capture.session.continuity_check import check_slot_unmoved
 from tidemill.capture.session.parked_streams import find_continuing_streams, set_carried_relations, store_descriptions
 from tidemill.capture.session.relation_tracker import RelationTracker
 from tidemill.capture.session.server_watch import (
-    BLOCKER_REMEMBERED_S,
+    SlotReport,
     StreamWatch,
-    WalRetention,
+    WaitReport,
     send_heartbeats,
     watch_blockers,
     watch_slot,
@@ -55,14 +60,12 @@ from tidemill.capture.session.server_watch import (
 from tidemill.capture.session.stream_reader import StreamReader
 from tidemill.capture.session.table_adder import REPAIR_POLL_S, TableAdder
 from tidemill.capture.setup.blockers import Blocker, find_busy_walsender
-from tidemill.capture.setup.server_checks import ServerFacts, SlotState, check_server, read_slot_state
+from tidemill.capture.setup.server_checks import ServerFacts, SlotState, check_server
 from tidemill.capture.setup.session_lock import acquire_lock, read_own_session, start_stream_when_free
-from tidemill.capture.snapshot.copier import copy_tables
 from tidemill.capture.snapshot.wal_hold import tables_needing_wal
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.publication_repair import PublicationRepair
-from tidemill.capture.tables.table_setup import create_copy_target
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.binder import Binder, compute_start
 from tidemill.capture.topics.captured_table import CapturedTable
@@ -73,7 +76,6 @@ from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 
-STATUS_MIN_INTERVAL_S = 0.02
 FINAL_BINDING_TIMEOUT_S = 1.0
 """Time limit for one last binding while the session closes. The session does not wait longer if consensus is
 unavailable.
@@ -118,11 +120,11 @@ class Session:
         self.desk = desk
         self.joining: TableAdder | None = None
         self._server = f"postgres:{server_address(config.dsn)}"
+        self.waits = WaitReport(clock, self._server, on_phase)
         self._control: ControlConnection | None = None
         self._stream: ReplicationStream | None = None
         self._converter = TransactionBuilder(max_changes=config.fragment_changes)
-        self._status_due = asyncio.Event()
-        self._ask_keepalive = False
+        self._reports = StatusSender(clock)
         self._parking = asyncio.Lock()
         self._descriptions = RelationTracker(config, desk, self._converter, self._parking)
         self._unfit = BadRowPolicy(desk, self._converter, taps, self._hold_if_needed)
@@ -134,21 +136,14 @@ class Session:
         self._copied: list[CapturedTable] = []
         """The tables that the session writes."""
         self.progress = SnapshotProgress(clock)
-        self.slot: SlotState | None = None
-        self.retained = WalRetention()
-        self.pinned_by: Blocker | None = None
-        """The session whose open transaction retains confirmed WAL; None while that WAL is small."""
+        self.slot = SlotReport()
         self._carried: tuple[Relation, ...] = ()
         self._carried_at = (-1, -1)
         self._seen_lsn = -1
-        self._blocked_s = float("-inf")
-        self._doing = ""
         self._watching: asyncio.Task[None] | None = None
         self.line: Timeline | None = None
         self.generation = 0
         self._own = FencedCaptureRow(catalogue, config.name)
-        self.seen_at_work = 0
-        """Number of times a silent walsender was found busy. It counts as progress of the capture's stage."""
         self.streaming = False
         self.running = False
 
@@ -282,23 +277,23 @@ class Session:
         facts = await self._control.run(lambda wire: check_server(wire, config))
         await acquire_lock(
             self._control, config, self._catalogue, self._clock,
-            lambda holder: self._report_wait("another session captures under this name", holder),
+            lambda holder: self.waits.report_wait("another session captures under this name", holder),
         )  # fmt: skip
         self._own.session = await self._control.run(read_own_session)
-        self._report_step(SETTING_UP)
+        self.waits.report_step(SETTING_UP)
         steps = self.progress.steps
         steps.begin_phase("reading the server's timeline")
         line = self.line = await identify_server(lambda: self._connect("identify", replication=True), self.answers)
         if line.system_id != facts.system_id:
             raise UnavailableError(f"the DSN leads to more than one server: server={self._server}.")
-        blocked = watch_blockers(lambda: self._connect("watch"), self.answers, config.name, self._on_blockers)
+        blocked = watch_blockers(lambda: self._connect("watch"), self.answers, config.name, self.waits.record_blockers)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare_session(
             wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock,
             steps,
         )  # fmt: skip
         steps.begin_phase("recording the taps")
-        self.slot = prepared.slot
+        self.slot.state = prepared.slot
         self.generation = self._own.current.generation
         goes_on = await find_continuing_streams(self._control, config, self.desk, prepared)
         # No await from here until the converter has learned the relations: a shape that subscribes now follows this
@@ -328,7 +323,12 @@ class Session:
         latest = await binder.open()
         steps.end()
         if prepared.fresh:
-            await self._take_first_snapshot(prepared)
+            self.waits.report_step(f"copying {len(prepared.fresh)} tables")
+            fresh = await take_first_snapshot(
+                config, prepared, self.desk, self._own, self._topics, self.progress, self._clock, self._rand
+            )
+            assert self._control is not None
+            await store_descriptions(self._control, self.desk, fresh)
         copied = [table for table in prepared.captured if table.snapshot is not None]
         self._copied = copied
         writer = self.writer = TopicWriter(
@@ -343,27 +343,6 @@ class Session:
         snapshots = {table.topic.topic_id: table.snapshot for table in copied if table.snapshot is not None}
         binder.start_at(*compute_start(snapshots, latest))
 
-    async def _take_first_snapshot(self, prepared: PreparedSession) -> None:
-        """Take the first snapshot; the stream starts after it. A table that fails is left out of the stream."""
-        config = self._config
-        self._report_step(f"copying {len(prepared.fresh)} tables")
-        log.info("snapshot begins", capture=config.name, tables=list(prepared.fresh))
-        fresh = [table for table in prepared.captured if table.name in prepared.fresh]
-        tables = [table for table in prepared.tables if table.name in prepared.fresh]
-        rows = self.desk.rows
-        self.progress.cause = next((rows[name].reason for name in prepared.fresh if rows[name].reason), "")
-        targets = {
-            table.name: create_copy_target(config, rows[table.name], table.topic, table.source) for table in fresh
-        }
-        done = await copy_tables(
-            config, tables, targets, self._topics, self.desk, self.progress, self._clock, self._rand
-        )
-        for table in fresh:
-            table.snapshot = self.desk.rows[table.name].snapshot if table.name in done else None
-        await self._own.update(lambda found: replace(found, snapshot_done=True))
-        assert self._control is not None
-        await store_descriptions(self._control, self.desk, [table.oid for table in fresh])
-
     async def _start_stream(self, prepared: PreparedSession, facts: ServerFacts, tasks: Tasks) -> None:
         config = self._config
         assert self.writer is not None and self.binder is not None and self._control is not None
@@ -376,9 +355,9 @@ class Session:
         await check_same_server(wire, self.answers, self.line)
         await start_stream_when_free(
             stream, self._control, config, self.answers,
-            lambda holder: self._report_wait(f"the slot is in use: slot={config.slot}", holder),
+            lambda holder: self.waits.report_wait(f"the slot is in use: slot={config.slot}", holder),
         )  # fmt: skip
-        await self._check_slot_unmoved()
+        await check_slot_unmoved(self._control, config, self._copied, self._latest_binding)
         status = ReplicationStatus(prepared.slot.confirmed_lsn - 1)
         self._hold_for_copies(status)
         if self._copied:  # Without a table there is no binding, and nothing can be lost.
@@ -389,7 +368,7 @@ class Session:
             self._clock,
             taps=self._taps,
             on_keepalive=self.writer.record_keepalive,
-            on_status=self._status_due.set,
+            on_status=self._reports.due.set,
             queue_changes=config.queue_changes,
         )
         interval_s = keepalive_interval_s(facts.wal_sender_timeout_ms)
@@ -399,9 +378,9 @@ class Session:
         log.info("capture streams", capture=config.name, confirmed=prepared.slot.confirmed_lsn)
         control = self._control
         watch = StreamWatch(
-            wire.target, self._clock, self.answers, self._request_keepalive, facts.wal_sender_timeout_ms,
+            wire.target, self._clock, self.answers, self._reports.request_keepalive, facts.wal_sender_timeout_ms,
             busy=lambda: control.run(lambda wire: find_busy_walsender(wire, config.slot)),
-            tell=self._on_walsender_state,
+            tell=self.waits.record_walsender,
         )  # fmt: skip
         tasks.spawn(watch.run(), name="capture silence")
         reader = StreamReader(
@@ -412,7 +391,7 @@ class Session:
         tasks.spawn(collector.run(), name="capture collector")
         tasks.spawn(self.binder.run(), name="capture binder")
         tasks.spawn(self.writer.failed(), name="capture topic writer")
-        tasks.spawn(self._send_status(stream, status, interval_s), name="capture status")
+        tasks.spawn(self._reports.run(stream, status, interval_s), name="capture status")
         tasks.spawn(send_heartbeats(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
         self.desk.connect(self._pause_relation, self._taps.lose_relation)
         joining = self.joining = TableAdder(
@@ -428,16 +407,6 @@ class Session:
     @property
     def _latest_binding(self) -> Binding | None:
         return self.binder.latest if self.binder is not None else None
-
-    async def _check_slot_unmoved(self) -> None:
-        """Check that no other session moved the slot, which is exclusively this session's from here on. A predecessor
-        that was believed dead may have confirmed WAL since the tables were checked, and a table that no binding covers
-        may lack those changes. Raises UnavailableError.
-        """
-        assert self._control is not None and self.binder is not None
-        now = await self._control.run(lambda wire: read_slot_state(wire, self._config.slot))
-        if any(has_unaccounted_wal(now, table, self._latest_binding) for table in self._copied):
-            raise UnavailableError(f"another session confirmed WAL during the set-up: slot={self._config.slot}.")
 
     # the stream -----------------------------------------------------------------------------------
     async def _process_description(self, seen: RelationSeen) -> None:
@@ -485,21 +454,17 @@ class Session:
                 status.hold = status.flushed
             elif not on and status.hold is not None:
                 status.hold = None
-                self._status_due.set()  # on an idle server nothing else triggers a status
+                self._reports.due.set()  # on an idle server nothing else triggers a status
 
     def _on_slot_state(self, state: SlotState, pinned_by: Blocker | None) -> None:
-        self.slot = state
-        self.retained.record(self._clock.monotonic_s(), state.retained_bytes, state.headroom_bytes)
+        self.slot.record(self._clock.monotonic_s(), state, pinned_by)
         self.copy_progress.record_wal(state.retained_bytes, state.headroom_bytes)
-        if pinned_by is not None and (self.pinned_by is None or self.pinned_by.name != pinned_by.name):
-            log.warning("an open transaction retains WAL", bytes=state.pinned_bytes, held_by=str(pinned_by))
-        self.pinned_by = pinned_by
 
     def _on_binding_stored(self, lsn: int) -> None:
         """Raise the bound LSN that the status may confirm (binder.py)."""
         if self.collector is not None and self.collector.status.bound is not None:
             self.collector.status.bound = max(self.collector.status.bound, lsn)
-            self._status_due.set()
+            self._reports.due.set()
 
     def _on_bound(self, position: ChangePosition) -> None:
         self.report_flushed(self.topic_consumer, position)
@@ -530,46 +495,3 @@ class Session:
         name = self._config.name
         with self.answers.track(f"a connection ({purpose} {name})"):
             return await PgConnection.connect(self._config.dsn, replication=replication, purpose=purpose, capture=name)
-
-    def _report_wait(self, reason: str, holder: Blocker | None) -> None:
-        self._on_phase(f"{reason}: {holder}" if holder is not None else reason, holder.name if holder else self._server)
-
-    def _on_blockers(self, found: Sequence[Blocker]) -> None:
-        now_s = self._clock.monotonic_s()
-        if found:
-            self._blocked_s = now_s
-            self._report_wait("the set-up waits for another session", found[0])
-        elif now_s - self._blocked_s > BLOCKER_REMEMBERED_S:
-            self._on_phase(self._doing, "")
-
-    def _report_step(self, doing: str) -> None:
-        """Report what the set-up does, unless it waits for another session."""
-        self._doing = doing
-        self._on_phase(doing, "")
-
-    def _on_walsender_state(self, at_work: Blocker | None) -> None:
-        if at_work is None:
-            self._on_phase("", "")
-            return
-        self.seen_at_work += 1
-        self._report_wait("the walsender works through WAL and has sent nothing for a while", at_work)
-
-    # status -----------------------------------------------------------------------------------
-    def _request_keepalive(self) -> None:
-        self._ask_keepalive = True
-        self._status_due.set()
-
-    async def _send_status(self, stream: ReplicationStream, status: ReplicationStatus, interval_s: float) -> None:
-        """Send a status soon after something moved, and at least every `interval_s`, even while everything else is
-        stuck.
-        """
-        while True:
-            ask, self._ask_keepalive = self._ask_keepalive, False
-            await stream.send_status(status.encode(self._clock.now_ms(), ask=ask))
-            await asyncio.sleep(STATUS_MIN_INTERVAL_S)
-            try:
-                async with asyncio.timeout(interval_s):
-                    await self._status_due.wait()
-            except TimeoutError:
-                pass
-            self._status_due.clear()
