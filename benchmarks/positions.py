@@ -26,7 +26,7 @@ from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.parts.parts import encode_part
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import contents_schema, part_schema, update_schema
-from tidemill.shards.read.keyed_delta import last_states
+from tidemill.shards.read.read_plan import last_states
 
 SCHEMA = ShardSchema((Column("id", "string"), Column("amount", "int64"), Column("note", "string")), ("id",))
 NAMES = contents_schema(SCHEMA).names

@@ -30,7 +30,7 @@ from tidemill.registry.http import registry_routes
 from tidemill.registry.registrar import LocalSchemaRegistrar
 from tidemill.registry.registry import Registry
 from tidemill.registry.schema_types import SubmittedSchema
-from tidemill.shards.executor import run_inline
+from tidemill.shards.api import run_inline
 from tidemill.topics.batch import Record
 
 pytestmark = pytest.mark.postgres

@@ -18,7 +18,7 @@ from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registrar import LocalSchemaRegistrar
 from tidemill.registry.registry import Registry
-from tidemill.shards.executor import run_on_pool
+from tidemill.shards.api import run_on_pool
 
 pytestmark = pytest.mark.postgres
 

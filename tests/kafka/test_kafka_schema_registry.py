@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import Registry
-from tidemill.shards.executor import run_on_pool
+from tidemill.shards.api import run_on_pool
 
 AVRO = json.dumps(
     {

@@ -27,8 +27,7 @@ from tidemill.objects.verified_read import read_verified, read_verified_sync
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.checksums import open_part
 from tidemill.shards.parts.parts import encode_part
-from tidemill.shards.read.part_bytes import fetch_through
-from tidemill.shards.read.part_reader import PartReader
+from tidemill.shards.read.part_reader import PartReader, fetch_through
 from tidemill.shards.read.verified_file import VerifiedFile
 
 

@@ -13,7 +13,7 @@ from query_world import BACKENDS, World
 from tidemill.query import table_read
 from tidemill.shards import handle
 from tidemill.shards.compaction import compaction
-from tidemill.shards.read import hash_ranges, part_bytes
+from tidemill.shards.read import hash_ranges, part_reader
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part an object that is read in pieces, every read held, a range for fifty rows, merges of two."""
     for writer in (handle, compaction):
         monkeypatch.setattr(writer, "INLINE_PART_BYTES", 0)
-    monkeypatch.setattr(part_bytes, "WHOLE_FETCH_BYTES", 0)
+    monkeypatch.setattr(part_reader, "WHOLE_FETCH_BYTES", 0)
     monkeypatch.setattr(table_read, "HOLD_ABOVE_BYTES", 0)
     monkeypatch.setattr(hash_ranges, "RANGE_ROWS", 50)
     monkeypatch.setattr(compaction, "FAN_IN", 2)

@@ -22,7 +22,7 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import Registry
 from tidemill.registry.settings import RegistrySettings
-from tidemill.shards.executor import run_inline
+from tidemill.shards.api import run_inline
 
 T = TypeVar("T")
 

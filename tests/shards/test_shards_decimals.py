@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.decimals import decimal_texts_to_arrow, decimals_to_arrow, rescale_decimals
 from tidemill.shards.parts.key_hash import key_hashes
+from tidemill.shards.parts.numbers import decimal_texts_to_arrow, decimals_to_arrow, rescale_decimals
 from tidemill.shards.parts.pg_columns import parse_column
 from tidemill.shards.parts.schema import conform_rows
 from tidemill.shards.parts.schema_evolution import canonical_default

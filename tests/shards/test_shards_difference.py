@@ -16,7 +16,7 @@ from test_shards_ranges import histories
 from tidemill.shards.api import DIFF, HASH, TIME
 from tidemill.shards.parts.consolidate import merge_updates
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.shards.read.keyed_delta import UNTIL_COLUMN, last_states
+from tidemill.shards.read.read_plan import UNTIL_COLUMN, last_states
 
 
 def hashed(rows: pa.Table) -> pa.Table:

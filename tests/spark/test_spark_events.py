@@ -29,8 +29,7 @@ from tidemill.capture.session.capture import Capture
 from tidemill.cli.verify.table import verify_captured
 from tidemill.registry.registrar import LocalSchemaRegistrar
 from tidemill.registry.registry import Registry
-from tidemill.shards.api import ShardSchema
-from tidemill.shards.executor import run_inline
+from tidemill.shards.api import ShardSchema, run_inline
 from tidemill.shards.parts.pg_columns import column_for
 from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import avro as avro_module

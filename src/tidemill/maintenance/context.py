@@ -8,7 +8,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.executor import RunCpuWork, run_inline
+from tidemill.shards.api import RunCpuWork, run_inline
 
 
 class Retention(msgspec.Struct, frozen=True):

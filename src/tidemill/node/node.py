@@ -85,8 +85,7 @@ from tidemill.security.users import Users
 from tidemill.shapes.http import shape_routes
 from tidemill.shapes.log.stale_files import remove_periodically as watch_left
 from tidemill.shapes.service import ShapeService
-from tidemill.shards.api import Shard
-from tidemill.shards.executor import run_on_pool
+from tidemill.shards.api import Shard, run_on_pool
 from tidemill.shards.registry import open_remap, open_shard
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Membership, NodeInfo

@@ -22,9 +22,8 @@ from tidemill.objects.factory import local_directory
 from tidemill.query.table_read import ReadSelection
 from tidemill.shards.api import DIFF, HASH, TIME, Part
 from tidemill.shards.parts.schema import contents_schema, part_schema
-from tidemill.shards.read.keyed_delta import UNTIL_COLUMN
-from tidemill.shards.read.part_bytes import read_part_bytes
-from tidemill.shards.read.read_plan import PlanNotPossibleError, ReadPlan, plan_parts
+from tidemill.shards.read.part_reader import read_part_bytes
+from tidemill.shards.read.read_plan import UNTIL_COLUMN, PlanNotPossibleError, ReadPlan, plan_parts
 
 if TYPE_CHECKING:
     import duckdb

@@ -16,8 +16,8 @@ from tidemill.query.filters import Filter, Where, parse_filter
 from tidemill.query.table_read import ReadSelection, read_rows, select_read
 from tidemill.shards.api import Delta
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.shards.read.part_bytes import fetch_through
-from tidemill.shards.read.row_count import count_rows
+from tidemill.shards.read.hash_ranges import count_rows
+from tidemill.shards.read.part_reader import fetch_through
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.stores import Stores
 

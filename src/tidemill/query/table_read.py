@@ -12,7 +12,7 @@ from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Batch, HistoryLostError
 from tidemill.shards.read.hash_ranges import cut_ranges, read_range
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES
-from tidemill.shards.read.part_bytes import fetch_through
+from tidemill.shards.read.part_reader import fetch_through
 
 if TYPE_CHECKING:
     import pyarrow as pa

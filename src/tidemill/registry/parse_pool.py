@@ -13,7 +13,7 @@ from tidemill.registry.parsed_schema import ParsedSchema
 from tidemill.registry.schema_types import Place, SubmittedSchema, parse_schema
 from tidemill.registry.settings import RegistrySettings
 from tidemill.registry.store import RecentCache
-from tidemill.shards.executor import RunCpuWork
+from tidemill.shards.api import RunCpuWork
 
 CACHED_RESULTS = 10_000
 T = TypeVar("T")

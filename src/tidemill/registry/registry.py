@@ -29,7 +29,7 @@ from tidemill.registry.settings import SCHEMA_BYTES_MAX, RegistrySettings
 from tidemill.registry.store import RegistryStore
 from tidemill.registry.transitions import Change, live_versions
 from tidemill.registry.writer import RegistryWriter
-from tidemill.shards.executor import RunCpuWork
+from tidemill.shards.api import RunCpuWork
 
 GLOBAL_SUBJECT = ""
 """Subject under which the global configuration is stored."""

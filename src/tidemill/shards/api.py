@@ -6,13 +6,17 @@ Invariant (atomic append): compare-and-append moves upper and makes the batch vi
 
 Rows travel as Arrow tables: the shard's columns, then `_time` int64 (ms) and `_diff` int64 (±1). Stored parts also have
 `_hash` uint64 (of the key columns) and are sorted by it.
+
+Heavy synchronous work is given to a `RunCpuWork`: inline (simulation, Spark drivers) or on a thread pool (servers).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -22,6 +26,8 @@ from tidemill.base.errors import FencedError, InvalidError
 TIME = "_time"
 DIFF = "_diff"
 HASH = "_hash"
+
+T = TypeVar("T")
 
 
 class HistoryLostError(InvalidError):
@@ -265,3 +271,21 @@ class Remap(Protocol):
     async def wait(self, beyond_ms: int, timeout_s: float) -> bool:
         """Return True as soon as a binding newer than beyond_ms exists, False after the timeout."""
         ...
+
+
+class RunCpuWork(Protocol):
+    async def __call__(self, work: Callable[[], T]) -> T: ...
+
+
+async def run_inline(work: Callable[[], T]) -> T:
+    """Run immediately, on the loop's thread: deterministic, and right if nothing else needs the loop."""
+    return work()
+
+
+def run_on_pool(executor: Executor) -> RunCpuWork:
+    """Run on `executor`, so that a server's loop continues concurrently. The caller closes the executor."""
+
+    async def run(work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    return run

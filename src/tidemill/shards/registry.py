@@ -13,18 +13,16 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, Versioned
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import ShardSchema
+from tidemill.shards.api import RunCpuWork, ShardSchema, run_inline
 from tidemill.shards.bindings.remap import LogRemap
-from tidemill.shards.executor import RunCpuWork, run_inline
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import check_schema, describe_difference
 from tidemill.shards.parts.schema_evolution import schema_changes
 from tidemill.shards.state.apply import RejectedCommand, RejectionReason
 from tidemill.shards.state.codec import decode_command, encode_command
 from tidemill.shards.state.commands import REGISTER_PREFIX, Create, Drop, Evolve
-from tidemill.shards.state.errors import rejection_error
 from tidemill.shards.state.state import ShardState
-from tidemill.shards.state.state_machine import ShardMachine, open_machine, shard_replica
+from tidemill.shards.state.state_machine import ShardMachine, open_machine, rejection_error, shard_replica
 
 NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 NAME_LENGTH = 200

@@ -25,8 +25,7 @@ from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import local_directory, open_objects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import Remap, ShardSchema
-from tidemill.shards.executor import RunCpuWork, run_on_pool
+from tidemill.shards.api import Remap, RunCpuWork, ShardSchema, run_on_pool
 from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.topics.api import PartitionReader
 

@@ -68,7 +68,7 @@ async def _export(opened: OpenStores, shard: LogShard, as_of: int | None, to: Pa
         )
     from tidemill.cli.progress import ProgressBars
     from tidemill.shards.read.hash_ranges import cut_ranges
-    from tidemill.shards.read.part_bytes import fetch_through
+    from tidemill.shards.read.part_reader import fetch_through
 
     partial = to.with_name(f"{to.name}.partial")
     async with shard.hold_during("export", time_ms):

@@ -38,8 +38,7 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import MissingError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import HASH, Batch, Part, ShardSchema
-from tidemill.shards.executor import RunCpuWork, run_inline
+from tidemill.shards.api import HASH, Batch, Part, RunCpuWork, ShardSchema, run_inline
 from tidemill.shards.handle import INLINE_BUDGET_BYTES, LogShard
 from tidemill.shards.parts.consolidate import merge_updates
 from tidemill.shards.parts.parts import rows_within, store_part

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.api import ShardSchema
-from tidemill.shards.parts.decimals import decimals_to_arrow
+from tidemill.shards.parts.numbers import decimals_to_arrow
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import contents_schema
 

@@ -23,8 +23,7 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import DIFF, HASH, TIME, Part, ShardSchema, part_key
-from tidemill.shards.executor import RunCpuWork, run_inline
+from tidemill.shards.api import DIFF, HASH, TIME, Part, RunCpuWork, ShardSchema, part_key, run_inline
 from tidemill.shards.parts.arrow_rows import cut_positions, row_sizes, rows_at
 from tidemill.shards.parts.checksums import checksums_of, open_part
 from tidemill.shards.parts.row_hash import hash_rows

@@ -32,8 +32,7 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.text import has_zone, read_bytea, read_date, read_timestamp, read_timestamptz
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.decimals import decimal_texts_to_arrow, decimals_to_arrow
-from tidemill.shards.parts.floats import is_infinite
+from tidemill.shards.parts.numbers import decimal_texts_to_arrow, decimals_to_arrow, is_infinite
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type, canonical_type
 
 _PLAIN = {

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
-from tidemill.shards.parts.decimals import rescale_decimals
+from tidemill.shards.parts.numbers import rescale_decimals
 
 FLOATS = ("float32", "float64")
 

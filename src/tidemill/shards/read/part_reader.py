@@ -1,4 +1,5 @@
-"""Read parts: bounded parallel fetches, and a cache of decoded parts, bounded in bytes.
+"""Read parts: bounded parallel fetches, and a cache of decoded parts, bounded in bytes; their bytes for synchronous
+readers that need some of their columns.
 
 Parts never change and keys are never reused, so a cached part is never stale.
 """
@@ -8,20 +9,27 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from tidemill.base.limits import MIB, OBJECT_CONCURRENCY
-from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import Batch, Part, ShardSchema
-from tidemill.shards.executor import RunCpuWork, run_inline
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.objects.file_adapter import ObjectFile
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.objects.verified_read import read_verified
+from tidemill.shards.api import Batch, Part, RunCpuWork, ShardSchema, run_inline
+from tidemill.shards.parts.checksums import verify_part_bytes
 from tidemill.shards.parts.parts import decode_part, rows_within
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.parts.schema_evolution import check_schema_known
-from tidemill.shards.read.part_bytes import read_part_bytes
+from tidemill.shards.read.hash_ranges import FetchPart
 
 CACHE_BYTES = 64 * MIB
 """Limit for decoded parts in one handle's cache; feedback, listeners and compaction all read recent batches."""
+
+WHOLE_FETCH_BYTES = 1 * MIB
+"""Size up to which a part is fetched whole: its footer and columns would take several requests."""
 
 
 class PartReader:
@@ -81,3 +89,29 @@ class PartReader:
         while self._cached_bytes > self._limit_bytes:
             gone, old = self._cache.popitem(last=False)
             self._cached_bytes -= old.nbytes + (len(gone) if isinstance(gone, bytes) else 0)
+
+
+async def read_part_bytes(objects: ObjectStore, part: Part) -> Buffer:
+    """Return all bytes of a part, verified. Raises MissingError, CorruptError, UnavailableError."""
+    if not part.object_key:
+        return part.inline
+
+    async def read() -> bytes:
+        data = await objects.get(part.object_key)
+        verify_part_bytes(part, data)
+        return data
+
+    return await read_verified(objects, part.object_key, read)
+
+
+def fetch_through(portal: BlockingPortal, objects: ObjectStore, *, whole: bool) -> FetchPart:
+    """Return a `FetchPart` through `portal`. If `whole`, all columns of a part are needed, so it makes one request."""
+
+    def fetch(part: Part) -> Any:
+        if not part.object_key:
+            return part.inline
+        if whole or part.size_bytes <= WHOLE_FETCH_BYTES:
+            return portal.call(read_part_bytes(objects, part))
+        return ObjectFile(portal, objects, part.object_key, part.size_bytes)
+
+    return fetch

@@ -16,17 +16,14 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, CorruptError, MissingError, TidemillError, UnavailableError
 from tidemill.base.limits import MIB
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.shards.api import HASH, Batch, Delta, HistoryLostError, Part, ShardSchema
-from tidemill.shards.executor import RunCpuWork, run_inline
+from tidemill.shards.api import HASH, Batch, Delta, HistoryLostError, Part, RunCpuWork, ShardSchema, run_inline
 from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, hold_during
-from tidemill.shards.read.part_bytes import read_part_bytes
-from tidemill.shards.read.part_reader import CACHE_BYTES, PartReader
+from tidemill.shards.read.part_reader import CACHE_BYTES, PartReader, read_part_bytes
 from tidemill.shards.state.apply import RejectedCommand, RejectionReason
 from tidemill.shards.state.commands import Command, DowngradeSince, ReleaseHold, SetHold
-from tidemill.shards.state.errors import rejection_error
 from tidemill.shards.state.state import ShardState
-from tidemill.shards.state.state_machine import ShardMachine
+from tidemill.shards.state.state_machine import ShardMachine, rejection_error
 
 LISTEN_AHEAD_BYTES = 32 * MIB
 LISTEN_AHEAD_BATCHES = 32

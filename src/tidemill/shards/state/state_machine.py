@@ -1,4 +1,5 @@
-"""The async seam of a shard's state: commands in, states out, over a fenced log with rollups.
+"""The async seam of a shard's state: commands in, states out, over a fenced log with rollups; and the error for the
+proposer of a rejected command.
 
 Invariant (exact state): `state` is the result of `apply` over the log up to some position, and only advances.
 
@@ -9,10 +10,21 @@ rejection rests on a linearizable read. So the loser of a race gets the true rea
 from __future__ import annotations
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import ConflictError, CorruptError, InvalidError
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+)
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.state_log.replica import Replica
 from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.shards.api import HistoryLostError, SchemaEvolvedError
+from tidemill.shards.parts.schema_evolution import EVOLUTION_FIX
 from tidemill.shards.state.apply import RejectedCommand, RejectionReason, apply
 from tidemill.shards.state.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.shards.state.commands import Command, Create
@@ -121,3 +133,35 @@ def _apply_record(state: ShardState | None, data: bytes, position: int, term: in
 def _encode_rollup(state: ShardState | None) -> bytes:
     assert state is not None, "a rollup follows records, and the first record creates"
     return encode_state(state)
+
+
+def rejection_error(rejected: RejectedCommand, state: ShardState) -> TidemillError:
+    """Return the error for `rejected`; `state` is the one on which the rejection is based."""
+    said = f"shard={state.name} {rejected.detail}".rstrip().removesuffix(".")
+    match rejected.reason:
+        case RejectionReason.UPPER:
+            return ConflictError(f"the append does not start at the shard's upper: {said}.", current=state.upper)
+        case RejectionReason.CLOSED:
+            return ClosedError(f"shard is closed to writes: {said}.")
+        case RejectionReason.FENCED:
+            return FencedError(f"a newer epoch owns this hold: {said}.", current=state.holds)
+        case RejectionReason.EVOLVED:
+            return SchemaEvolvedError(
+                f"the shard's schema is newer: {said}.", current=state.schema, fix="Reopen the shard."
+            )
+        case RejectionReason.SCHEMA:
+            return InvalidError(f"schema change rejected: {said}.", fix=EVOLUTION_FIX)
+        case RejectionReason.HISTORY:
+            return HistoryLostError(f"history is lost: {said}.", fix="Hold a time from since on.")
+        case RejectionReason.MOVED:
+            return ConflictError(f"batches moved in the meantime: {said}.", current=state.upper)
+        case RejectionReason.ABSENT | RejectionReason.DROPPED:
+            return MissingError(f"no such shard: {said}.", fix="It was dropped: open it by name again.")
+        case RejectionReason.STALE:
+            return UnavailableError(f"parts are too old to be appended: {said}.", fix="Write them again.")
+        case RejectionReason.FULL:
+            return UnavailableError(f"too many holds or too much garbage: {said}.", fix="Retry later.")
+        case RejectionReason.BROKEN:
+            return CorruptError(f"the command would break an invariant: {said}.", fix="Report it with the log.")
+        case _:
+            return InvalidError(f"rejected ({rejected.reason}): {said}.")

@@ -22,7 +22,7 @@ from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERS
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.registry import Registry
 from tidemill.registry.schema_types import SubmittedSchema
-from tidemill.shards.executor import run_inline
+from tidemill.shards.api import run_inline
 from tidemill.sim.oracles.linearizable import Call, linearizable
 from tidemill.sim.scenarios.callers import Guessing, drawn_settings, opening, recorded, soon, through_any, under_crashes
 from tidemill.sim.world import Actor, Violated, World

@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.floats import narrow_to_float32
+from tidemill.shards.parts.numbers import narrow_to_float32
 from tidemill.shards.parts.pg_columns import cast_text, parse_column
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode import events

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.shards.api import Column
-from tidemill.shards.parts.decimals import DIGITS
-from tidemill.shards.parts.floats import narrow_to_float32
+from tidemill.shards.parts.numbers import DIGITS, narrow_to_float32
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode.block_decoder import non_finite_mask, to_bool_mask
 from tidemill.spark.decode.newline_text import Mask

@@ -162,7 +162,7 @@ def _non_finite_rows(text: Bytes, offsets: Offsets) -> Mask | None:
 def _small_exponent_rows(text: Bytes, offsets: Offsets) -> Mask | None:
     """Return a mask of rows with a number, also within a string, whose exponent is -10 or less.
 
-    Arrow does not check the power of ten that it looks up for a decimal (shards/parts/decimals.py). An escaped digit, e
+    Arrow does not check the power of ten that it looks up for a decimal (shards/parts/numbers.py). An escaped digit, e
     or - in a string may belong to such a number.
     """
     last = len(text) - 1

@@ -24,8 +24,7 @@ import pyarrow as pa
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.decimals import decimals_to_arrow
-from tidemill.shards.parts.floats import narrow_to_float32
+from tidemill.shards.parts.numbers import decimals_to_arrow, narrow_to_float32
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.block_decoder import Block, ObjectReader, join_blocks, read_plain_texts
 from tidemill.spark.decode.command_table import build_command_table

@@ -12,7 +12,7 @@ from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shards.api import Column, HistoryLostError, SchemaEvolvedError, ShardSchema
 from tidemill.shards.read.hash_ranges import HashRange, cut_ranges, read_range
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES
-from tidemill.shards.read.part_bytes import fetch_through
+from tidemill.shards.read.part_reader import fetch_through
 from tidemill.spark.source.options import SourceOptions
 from tidemill.spark.stores import shared_objects, shared_stores
 from tidemill.spark.types import spark_schema

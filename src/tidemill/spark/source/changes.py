@@ -23,8 +23,7 @@ from tidemill.base.limits import MIB
 from tidemill.shards.api import DIFF, TIME, Batch, Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.read.hash_ranges import HashRange, cut_ranges, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
-from tidemill.shards.read.part_bytes import fetch_through
-from tidemill.shards.read.part_reader import PartReader
+from tidemill.shards.read.part_reader import PartReader, fetch_through
 from tidemill.spark.source.batch import check_columns
 from tidemill.spark.source.options import SourceOptions
 from tidemill.spark.stores import shared_objects, shared_stores

@@ -29,7 +29,7 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, range_between, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
-from tidemill.shards.read.part_bytes import fetch_through
+from tidemill.shards.read.part_reader import fetch_through
 from tidemill.spark.stores import Stores
 from tidemill.spark.upsert.diff import check_distinct
 from tidemill.spark.upsert.range_mirror import HashRange

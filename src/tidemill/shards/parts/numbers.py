@@ -1,4 +1,4 @@
-"""Exact conversion of decimals into Arrow, or an error. Pure.
+"""Exact conversion of decimals into Arrow, or an error; conversion of floats to a narrower type. Pure.
 
 Arrow (26) checks too little when it changes a decimal's scale:
 
@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from tidemill.shards.parts.arrow_rows import Mask
 
 DIGITS = 38
 """Digits of a decimal128: a value with at most this many digits in total does not wrap."""
@@ -83,3 +85,16 @@ def _unit(scale: int) -> Decimal:
 def _context(precision: int) -> Context:
     """Return a shared context. Threads change only its flags, which are never read."""
     return Context(prec=precision, traps=[Inexact, InvalidOperation])
+
+
+def narrow_to_float32(doubles: pa.Array) -> tuple[pa.Array, Mask]:
+    """Convert float64s to float32s; also return a mask of the finite values that become infinite."""
+    narrow = doubles.cast(pa.float32(), safe=False)
+    found = is_infinite(narrow)
+    return narrow, found & ~is_infinite(doubles) if found.any() else found
+
+
+def is_infinite(floats: Any) -> Mask:
+    """Return a mask of ±infinity."""
+    found: Mask = np.isinf(floats.to_numpy(zero_copy_only=False))  # null is NaN there
+    return found
