@@ -33,7 +33,7 @@ def sql(
         TemporaryDirectory(prefix="tidemill-sql-") as spill,
         duckdb.connect(config={"temp_directory": spill}) as connection,
     ):
-        from tidemill.query.sql_table_names import find_table_names
+        from tidemill.query.duckdb_views import find_table_names
 
         tables, either = find_table_names(connection, query)
         if not tables | either:

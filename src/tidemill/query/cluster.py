@@ -1,35 +1,39 @@
-"""`connect`: open a cluster's stores for one process."""
+"""`connect`: open a cluster's stores for one process. One time for several of its tables."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.sync_context import SyncContext
-from tidemill.query.common_time import common_time
 from tidemill.query.table import WAIT_S, Moment, Table
 from tidemill.query.table_read import NEWEST_ATTEMPTS
 from tidemill.shards.api import HistoryLostError
+from tidemill.shards.handle import LogShard
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.shards.registry import list_created_shards
+from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.stores import Stores, open_stores
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import duckdb
 
     from tidemill.query.fsspec_bucket import BucketFileSystem
 
 T = TypeVar("T")
+
+IDLE_WAIT_S = 3.0
+"""Time for idle tables to pass the others' time; if their pipelines do not run, the tables are read at the older
+time."""
 
 
 def connect(config: str | Path | None = None, *, objects: str = "", consensus: str = "") -> Cluster:
@@ -153,3 +157,36 @@ def _close(portal: BlockingPortal, stores: Stores, entered: weakref.WeakSet[Sync
             portal.call(stores.aclose())
     finally:
         portal.close()
+
+
+async def common_time(stores: Stores, shards: Sequence[LogShard]) -> int:
+    """Return the newest time that is final in all of them; -1 if none was ever written.
+
+    The time of a table whose source is idle is advanced first, with a short wait. Raises HistoryLostError,
+    UnavailableError.
+    """
+    frontiers = {shard.name: await shard.frontiers() for shard in shards}
+    newest = max((upper for _, upper in frontiers.values()), default=0)
+    moved = [
+        shard
+        for shard in shards
+        if newest - frontiers[shard.name][1] > LAG_MS
+        and await advance_idle(stores.catalogue, stores.remap, shard, frontiers[shard.name][1], newest - 1)
+    ]
+    for shard in moved:
+        await shard.wait_upper(newest - 1, IDLE_WAIT_S)
+        frontiers[shard.name] = await shard.frontiers()
+    if not newest:
+        return -1
+    last, least = min((upper, name) for name, (_, upper) in frontiers.items())
+    since, first = max((since, name) for name, (since, _) in frontiers.items())
+    if not last:
+        raise UnavailableError(
+            f"nothing was written yet: shard={least}.", fix="Wait for its pipeline, or omit the table."
+        )
+    if last <= since:
+        raise HistoryLostError(
+            f"the tables have no time in common: {first} is readable from {since} on, {least} before {last}.",
+            fix=f"Find out why {least} does not advance: tidemill why {least}.",
+        )
+    return last - 1

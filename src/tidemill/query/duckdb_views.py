@@ -1,20 +1,21 @@
-"""Tables at one time as views of a DuckDB connection.
+"""Tables at one time as views of a DuckDB connection, and the names of the tables in a query.
 
 A view is DuckDB's own scan of the Parquet parts, with its columns and filters (`shards.read.read_plan`), and Arrow
 tables of the updates that are not merged. If no exact plan exists, the contents are copied into a temporary table of
 the connection, by ranges. The data of a view is held until another view takes its name or the connection closes: DuckDB
 keeps a reference to the view's Arrow table `live`, and the hold ends with it. (Dropping only the view does not release
-it.)
+it.) DuckDB's own parser finds the names.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.sync_context import SyncContext
@@ -206,3 +207,43 @@ def _check_names(names: list[str], table: str) -> None:
 
 def quote_identifier(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
+
+
+def find_table_names(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set[str], set[str]]:
+    """Return (tables, names that are either a table or defined by a WITH of the query).
+
+    `get_table_names` is used only for statements that cannot be serialized: it also binds, and so rejects every JOIN
+    with USING. Raises InvalidError if the query does not parse.
+    """
+    import duckdb
+
+    try:
+        ((said,),) = connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [query]).fetchall()
+        tree = json.loads(said)
+        if tree.get("error") and tree.get("error_type") == "parser":
+            raise InvalidError(
+                f"the query does not parse: {tree.get('error_message')}.", fix="Correct it; DuckDB's dialect applies."
+            )
+        if tree.get("error"):  # not a SELECT: EXPLAIN, for example
+            return set(connection.get_table_names(query)), set()
+    except duckdb.Error as error:
+        fix = "Correct it; DuckDB's dialect applies."
+        if "single statement" in str(error):
+            fix = "Pass one statement; for a PIVOT name the values: PIVOT t ON column IN (…) USING …."
+        raise InvalidError(f"the query does not parse: {error}.", fix=fix) from error
+    nodes = list(_walk_nodes(tree))
+    tables = {node["table_name"] for node in nodes if node.get("type") == "BASE_TABLE"}
+    called = {each["key"].lower() for node in nodes for each in node.get("cte_map", {}).get("map", [])}
+    either = {name for name in tables if name.lower() in called}
+    return tables - either, either
+
+
+def _walk_nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            yield node
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node

@@ -11,9 +11,8 @@ import pyarrow as pa
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.sync_context import SyncContext
-from tidemill.query.changelog import next_delta, open_changelog
 from tidemill.query.filters import Filter, Where, parse_filter
-from tidemill.query.table_read import ReadSelection, read_rows, select_read
+from tidemill.query.table_read import ReadSelection, next_delta, open_changelog, read_rows, select_read
 from tidemill.shards.api import Delta
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import count_rows

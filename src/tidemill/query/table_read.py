@@ -1,26 +1,33 @@
-"""Read of one shard: its time, its hold, the parts it reads, and their bytes."""
+"""Read of one shard: its time, its hold, the parts it reads, and their bytes; or its changelog, under a hold that moves
+with the reader.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+import structlog
+
+from tidemill.base.clock import Clock
 from tidemill.base.errors import MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import Batch, HistoryLostError
+from tidemill.shards.api import Batch, Delta, HistoryLostError
+from tidemill.shards.handle import LogShard
 from tidemill.shards.read.hash_ranges import cut_ranges, read_range
-from tidemill.shards.read.holds import HOLD_ABOVE_BYTES
+from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_reader import fetch_through
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from tidemill.shards.handle import LogShard
-
 NEWEST_ATTEMPTS = 3
 """Attempts to look up the newest time, because since may pass it before it is held."""
+
+log = structlog.get_logger()
 
 
 class ReadSelection(NamedTuple):
@@ -73,3 +80,38 @@ def read_rows(
             yield from read_range(shard.schema, chosen_range, found.at, fetch, columns)
     except MissingError as error:
         raise portal.call(shard.explain_missing(error, found.batches)) from error
+
+
+@asynccontextmanager
+async def open_changelog(
+    shard: LogShard, clock: Clock, since: int, *, follow: bool
+) -> AsyncIterator[AsyncIterator[Delta]]:
+    """Yield the deltas of `Table.changes`. Inside, history after the last delta is held, however long its reader
+    takes."""
+    hold = MovingHold(shard, shard.reader_name("changes"), clock, ttl_ms=HOLD_TTL_MS, kept=True)
+    until = (await shard.frontiers())[1]
+
+    async def deltas() -> AsyncGenerator[Delta, None]:
+        if until <= since + 1 and not follow:
+            return
+        async for delta in shard.listen(since + 1):
+            yield delta
+            await hold.move_to(delta.upper - 1)
+            if delta.upper >= until and not follow:
+                return
+
+    async with Tasks(lambda _, error: log.warning("hold lapsed", shard=shard.name, cause=str(error))) as tasks:
+        found = deltas()
+        try:
+            if until:
+                await hold.move_to(max(0, since))
+            tasks.spawn(hold.renew_until_cancelled(), name="changes-hold")
+            yield found
+        finally:
+            await found.aclose()
+            await hold.release()
+
+
+async def next_delta(deltas: AsyncIterator[Delta]) -> Delta | None:
+    """Return the next delta; None at the end."""
+    return await anext(deltas, None)
