@@ -30,7 +30,8 @@ from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.progress import Latency
-from tidemill.spark.stores import Stores, StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import Stores, open_stores
 from upsert import RECORDS_PER_BINDING
 from upsert_load import KEY, SCHEMA, Load
 

@@ -24,7 +24,8 @@ from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import Pipeline
 from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.session.session import build_session
-from tidemill.spark.stores import Stores, StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import Stores, open_stores
 from upsert_tree import Tree
 
 CLICKS = ShardSchema((Column("click_id", "int64"), Column("product_id", "int64"), Column("ms", "int64")), ("click_id",))

@@ -44,7 +44,8 @@ from tidemill.cli.demo.environment import prepare
 from tidemill.cli.demo.ports import free_port
 from tidemill.node.supervise.processes import driver_spec as driver_of
 from tidemill.node.supervise.processes import group_by_driver, start_all
-from tidemill.spark.stores import StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import open_stores
 from upsert import DEADLINE_S, Lane
 from upsert_load import KEY, SCHEMA, Load
 from upsert_tree import Tree

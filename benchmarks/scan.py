@@ -30,7 +30,8 @@ from tidemill.base.clock import Rand
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.spark import build_session, read
-from tidemill.spark.stores import StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import open_stores
 from upsert_tree import Tree
 
 BATCHES = 10

@@ -27,7 +27,7 @@ import tidemill
 from harbour import machine
 from scan import fill, spread
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.spark.stores import StoreUrls
+from tidemill.spark.settings import StoreUrls
 
 QUERIES = {
     "count": "SELECT count(*) FROM {}",

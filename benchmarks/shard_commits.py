@@ -18,7 +18,8 @@ from harbour import machine
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.state.codec import encode_state
-from tidemill.spark.stores import StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import open_stores
 
 SCHEMA = ShardSchema((Column("id", "int64"), Column("note", "string")), ("id",))
 

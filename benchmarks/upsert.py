@@ -30,7 +30,8 @@ from harbour import machine, percentile
 from tidemill.shards.parts.consolidate import merge_updates, sum_contents
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.registry import open_shard
-from tidemill.spark.stores import StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import open_stores
 from upsert_load import KEY, SCHEMA, Load
 from upsert_tree import Tree
 

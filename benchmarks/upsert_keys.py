@@ -23,7 +23,8 @@ from harbour import machine, percentile
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.stores import StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import open_stores
 from upsert import FEWEST_REPEATS, REPEATS, Lane
 from upsert_load import KEY, SCHEMA
 

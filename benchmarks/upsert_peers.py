@@ -33,7 +33,8 @@ from harbour import machine
 from tidemill.base.clock import Rand
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.registry import open_shard
-from tidemill.spark.stores import StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import open_stores
 from upsert import Lane
 from upsert_load import check, rows_of, value
 from upsert_tree import Tree

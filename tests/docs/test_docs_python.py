@@ -12,7 +12,8 @@ import pyarrow as pa
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
-from tidemill.spark.stores import StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import open_stores
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 ORDERS = ShardSchema((Column("id", "int64"), Column("status", "string"), Column("total", "decimal(12,2)")), ("id",))

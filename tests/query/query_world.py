@@ -18,7 +18,8 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction import compaction
-from tidemill.spark.stores import Stores, StoreUrls
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import Stores
 
 ORDERS = ShardSchema((Column("id", "int64"), Column("status", "string"), Column("total", "decimal(12,2)")), ("id",))
 Row = tuple[int, str | None, int]

@@ -19,7 +19,8 @@ from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.pipeline.driver import exit_now
-from tidemill.spark.stores import StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import open_stores
 
 SCHEMA = stream_schema("click_id string, product_id long, at timestamp, page string", "click_id")
 

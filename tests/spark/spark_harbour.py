@@ -18,7 +18,8 @@ from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, TopicRow
 from tidemill.shards.api import Binding
 from tidemill.shards.registry import open_remap, open_shard
-from tidemill.spark.stores import Stores, StoreUrls, open_stores
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import Stores, open_stores
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.local_topics import LocalTopics
 

@@ -20,11 +20,10 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.status.board import StatusBoard
-from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.session import executor_probe
 from tidemill.spark.session.code_shipping import set_worker_environment, ship_code, wanted_distributions
 from tidemill.spark.session.session import QUICK_JVM, session_settings
-from tidemill.spark.stores import StoreUrls
+from tidemill.spark.settings import CONSENSUS_VARIABLE, OBJECTS_VARIABLE, StoreUrls
 
 PIPELINE = """
 def build(p):

@@ -22,8 +22,8 @@ from tidemill.shards.read.part_reader import PartReader
 from tidemill.spark import Pipeline
 from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.session.code_shipping import set_worker_environment
+from tidemill.spark.settings import IN_ENVIRONMENT, StoreUrls
 from tidemill.spark.source import register
-from tidemill.spark.stores import IN_ENVIRONMENT, StoreUrls
 
 pytestmark = pytest.mark.spark
 

@@ -11,10 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.client_base import ConsensusClientBase
@@ -26,32 +23,11 @@ from tidemill.objects.factory import local_directory, open_objects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Remap, RunCpuWork, ShardSchema, run_on_pool
-from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.settings import OBJECTS_VARIABLE, StoreUrls, resolve_url
 from tidemill.topics.api import PartitionReader
 
 if TYPE_CHECKING:
     from tidemill.shards.handle import LogShard
-
-
-class StoreUrls(msgspec.Struct, frozen=True):
-    """URLs of the two durable stores. An empty one is read from the environment: workers receive secrets only there."""
-
-    objects: str
-    consensus: str
-
-    def resolve(self) -> StoreUrls:
-        """Fill in empty URLs from the environment. Raises InvalidError if a variable is not set."""
-        return StoreUrls(_resolve_url(self.objects, OBJECTS_VARIABLE), _resolve_url(self.consensus, CONSENSUS_VARIABLE))
-
-
-IN_ENVIRONMENT = StoreUrls("", "")
-
-
-def _resolve_url(url: str, variable: str) -> str:
-    found = url or os.environ.get(variable, "")
-    if not found:
-        raise InvalidError(f"no URL of a store: variable={variable}.", fix="Set it to the URL in tidemill.toml.")
-    return found
 
 
 class Stores:
@@ -174,7 +150,7 @@ def shared_stores(urls: StoreUrls) -> tuple[BlockingPortal, Stores]:
 
 def shared_objects(url: str) -> tuple[BlockingPortal, ObjectStore]:
     """Return the portal and the bucket alone, for a task that only reads batches and writes parts."""
-    here, url = _process_stores(), _resolve_url(url, OBJECTS_VARIABLE)
+    here, url = _process_stores(), resolve_url(url, OBJECTS_VARIABLE)
     if url not in here.objects:
         here.objects[url] = here.portal.call(open_objects(url, SystemClock(), Rand()))
     return here.portal, here.objects[url]

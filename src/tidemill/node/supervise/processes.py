@@ -20,7 +20,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.node.supervise.driver_instances import DRIVER_MODULE, instance_name, process_name
 from tidemill.node.supervise.supervisor import ChildSpec, Supervisor
-from tidemill.spark.environment import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.settings import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 
 NODE_MODULE = "tidemill.cli.serve"
 """Node module, started by name: the layer above adds the console to the node's process."""

@@ -24,7 +24,8 @@ from tidemill.spark.decode.offset_slices import SliceDescriptor
 from tidemill.spark.ingest.fetch_decode import fetch_and_decode, from_ipc, to_ipc
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.unresolved_updates import letters_of_lost
-from tidemill.spark.stores import StoreUrls, shared_objects
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import shared_objects
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, concat_commands
 from tidemill.spark.upsert.range_mirror import HashRange, cut_by_hash, open_range_mirror
 from tidemill.spark.upsert.resolve import Resolved, resolve

@@ -34,8 +34,7 @@ from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.memory_budget import retain_freed_memory
 from tidemill.base.status.logging import configure_logs
-from tidemill.spark.environment import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
-from tidemill.spark.stores import StoreUrls
+from tidemill.spark.settings import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE, StoreUrls
 
 log = structlog.get_logger()
 

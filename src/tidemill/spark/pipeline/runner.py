@@ -38,8 +38,8 @@ from tidemill.spark.pipeline.status_report import StatusReporter
 from tidemill.spark.pipeline.streaming_query import SparkSessionLostError, StreamingQuery
 from tidemill.spark.session.opener import SessionOpener, wait_for_jvm
 from tidemill.spark.session.session import is_local
-from tidemill.spark.settings import DriverSettings
-from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
+from tidemill.spark.settings import IN_ENVIRONMENT, DriverSettings
+from tidemill.spark.stores import open_stores
 
 STOP_TIMEOUT_S = 4.0
 SESSION_THREAD = "session"

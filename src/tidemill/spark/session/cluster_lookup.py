@@ -17,8 +17,7 @@ from pathlib import Path
 
 from tidemill.base.errors import InvalidError
 from tidemill.consensus.factory import sqlite_path_of_url
-from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
-from tidemill.spark.stores import StoreUrls
+from tidemill.spark.settings import CONSENSUS_VARIABLE, OBJECTS_VARIABLE, StoreUrls
 
 FIX = "Set config=/path/of/tidemill.toml, or start with TIDEMILL_CONFIG set, or in the directory of that file."
 

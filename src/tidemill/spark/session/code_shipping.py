@@ -24,10 +24,9 @@ import structlog
 
 import tidemill
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.session import executor_probe
 from tidemill.spark.session.session import PYTHON_SETTING
-from tidemill.spark.stores import StoreUrls
+from tidemill.spark.settings import CONSENSUS_VARIABLE, OBJECTS_VARIABLE, StoreUrls
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

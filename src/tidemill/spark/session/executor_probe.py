@@ -44,7 +44,8 @@ def check_stores() -> str:
     """Do what a task does first: import our code, open the bucket and consensus. Return "", or where and why it
     failed."""
     try:
-        from tidemill.spark.stores import IN_ENVIRONMENT, shared_stores
+        from tidemill.spark.settings import IN_ENVIRONMENT
+        from tidemill.spark.stores import shared_stores
 
         portal, stores = shared_stores(IN_ENVIRONMENT)
         portal.call(stores.consensus.head("metastore/cluster"))

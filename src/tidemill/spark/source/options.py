@@ -9,9 +9,8 @@ from typing import Any
 
 from tidemill.base.errors import InvalidError, unknown_name_fix
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
-from tidemill.spark.environment import OBJECTS_VARIABLE
 from tidemill.spark.session.cluster_lookup import find_cluster
-from tidemill.spark.stores import StoreUrls
+from tidemill.spark.settings import OBJECTS_VARIABLE, StoreUrls
 
 CLUSTER = ("config", "objects", "consensus")
 BATCH = ("shard", "path", "as_of")
