@@ -14,9 +14,8 @@ from typing import Any
 
 from patience import eventually
 from tidemill.cli.demo.ports import free_port
-from tidemill.spark.session.java import find_java
+from tidemill.spark.session.java import ensure_spark_home, find_java
 from tidemill.spark.session.session import QUICK_JVM
-from tidemill.spark.session.spark_home import ensure_spark_home
 
 
 class Cluster:

@@ -19,9 +19,8 @@ from tidemill.shards.read import read_handle
 from tidemill.shards.registry import open_shard
 from tidemill.spark.ingest.fetch_decode import mirror_identity
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.upsert import hydrate, mirror
-from tidemill.spark.upsert.hydrate import build_mirror
-from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert import mirror
+from tidemill.spark.upsert.mirror import Mirror, build_mirror
 
 Update = tuple[int, int, int, int]
 """(key, value, time, diff)"""
@@ -79,7 +78,7 @@ def test_a_mirror_of_parts_has_the_contents_at_any_time(
     upper = data.draw(st.sampled_from(sorted(at))) + 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "ROW_GROUP_ROWS", group_rows)
-        patch.setattr(hydrate, "ADOPT_BYTES", 0 if large else 1 << 30)
+        patch.setattr(mirror, "ADOPT_BYTES", 0 if large else 1 << 30)
         cut = [Batch(b.lower, b.upper, b.parts) for b in batches if b.lower < upper]
         found = build_mirror(SCHEMA, cut, upper, lambda part: part.inline, tmp_path_factory.mktemp("m"))
     assert live(found) == at[upper - 1]
@@ -90,7 +89,7 @@ def test_a_mirror_of_parts_has_the_contents_at_any_time(
 
 def test_what_is_settled_is_taken_a_row_group_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 1_000)
-    monkeypatch.setattr(hydrate, "ADOPT_BYTES", 0)
+    monkeypatch.setattr(mirror, "ADOPT_BYTES", 0)
     taken = []
     fold = Mirror._fold_delta
 
@@ -111,7 +110,7 @@ def test_what_is_settled_is_taken_a_row_group_at_a_time(tmp_path: Path, monkeypa
 def test_two_live_rows_of_a_key_are_found_whichever_batches_they_are_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopt_bytes: int
 ) -> None:
-    monkeypatch.setattr(hydrate, "ADOPT_BYTES", adopt_bytes)
+    monkeypatch.setattr(mirror, "ADOPT_BYTES", adopt_bytes)
     apart = [Batch(0, 1, (part_of([(1, 10, 0, 1), (2, 5, 0, 1)]),)), Batch(1, 2, (part_of([(1, 11, 1, 1)]),))]
     together = [Batch(0, 1, (part_of([(1, 10, 0, 1)]), part_of([(1, 11, 0, 1)])))]
     for batches in (apart, together):
@@ -123,7 +122,7 @@ def test_a_large_table_is_read_under_a_hold_that_ends_with_it(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_handle, "HOLD_ABOVE_BYTES", 0)
-    monkeypatch.setattr(hydrate, "ADOPT_BYTES", 0)
+    monkeypatch.setattr(mirror, "ADOPT_BYTES", 0)
     s = harbour.stores
     shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "t", SCHEMA))
     rows = [(key, 0, 0, 1) for key in range(30_000)]
@@ -152,7 +151,7 @@ def test_a_large_table_is_read_under_a_hold_that_ends_with_it(
 def test_a_read_that_is_cut_off_leaves_no_files_however_often_it_is_tried(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hydrate, "ADOPT_BYTES", 0)
+    monkeypatch.setattr(mirror, "ADOPT_BYTES", 0)
     s = harbour.stores
     shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "t", SCHEMA))
     for time in range(3):
@@ -177,9 +176,9 @@ def test_a_read_that_is_cut_off_leaves_no_files_however_often_it_is_tried(
         assert len(list(directory.iterdir())) == 2, "what the last try had made, and nothing of those before it"
     away[0] = False
     table.hydrate()
-    mirror = table.operator.mirror
-    assert len(live(mirror)) == 60_000
-    assert set(directory.iterdir()) == {run.path for run in mirror.runs if run.path is not None}
+    hydrated = table.operator.mirror
+    assert len(live(hydrated)) == 60_000
+    assert set(directory.iterdir()) == {run.path for run in hydrated.runs if run.path is not None}
     table.save()
     again = TableWriter(harbour.portal, s, harbour.shard("t"), directory)
     monkeypatch.setattr(type(shard), "fetch", None)

@@ -96,7 +96,7 @@ def test_a_table_with_a_key_that_no_record_spells_any_more_is_refused(
     topic = harbour.create_topic("ratios")
     sink = ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
     with monkeypatch.context() as earlier:
-        earlier.setattr("tidemill.spark.decode.command_table.normalize_keys", lambda rows, key: rows)
+        earlier.setattr("tidemill.spark.decode.row_decoder.normalize_keys", lambda rows, key: rows)
         harbour.produce(topic, [(b"", b'{"r":-0.0,"v":1}'), (b"", b'{"r":2,"v":1}')])
         harbour.mint("topic/ratios", 1_000, topic)
         sink.process(sink.latest())
@@ -111,7 +111,7 @@ def test_a_table_whose_key_of_before_is_deleted_is_opened(
     topic = harbour.create_topic("ratios")
     sink = ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
     with monkeypatch.context() as earlier:
-        earlier.setattr("tidemill.spark.decode.command_table.normalize_keys", lambda rows, key: rows)
+        earlier.setattr("tidemill.spark.decode.row_decoder.normalize_keys", lambda rows, key: rows)
         for at, value in enumerate((b'{"r":-0.0,"v":1}', None)):
             harbour.produce(topic, [(b"-0.0", value), (b"", b'{"r":2,"v":1}')])
             harbour.mint("topic/ratios", 1_000 + at, topic)

@@ -11,7 +11,7 @@ from running import mark, pipeline
 from running import until as found_when
 from test_spark_streaming import running, until
 
-from tidemill.spark.pipeline.start_limit import StartLimiter
+from tidemill.spark.pipeline.streaming_query import StartLimiter
 
 TOPICS = 12
 

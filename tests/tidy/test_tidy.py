@@ -29,7 +29,7 @@ RAW_CALLS = {
 CLOCK_HOME = SOURCE / "base" / "clock.py"
 TASK_HOMES = {SOURCE / "base" / "runtime" / "tasks.py", SOURCE / "sim" / "loop.py", SOURCE / "sim" / "world.py"}
 """The simulation makes the loop itself, and tasks in the context of an actor that can die."""
-PURE_NAMES = {"apply.py", "state.py", "commands.py", "flush_tracker.py", "classify.py"}
+PURE_NAMES = {"apply.py", "state.py", "commands.py", "flush_tracker.py", "operator.py"}
 IMPURE_IMPORTS = {"asyncio", "time", "random", "structlog", "logging", "socket", "threading", "os"}
 
 

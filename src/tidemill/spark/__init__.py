@@ -11,7 +11,7 @@ topics or shards: its code runs on executors and uses only the interfaces of the
 Invariant (one live row): a key has at most one live row. The order of commands decides the winner of each (key, time),
 never the batch they arrived in.
 Invariant (three-way rule): a command below the shard's upper is dropped, one at the upper is processed, one above is
-stashed. `upsert.classify` is the only implementation.
+stashed. `upsert.operator.classify` is the only implementation.
 Invariant (mirror of the output): the operator's state mirrors the output shard only, and is tagged with the upper that
 it mirrors.
 Invariant (recompute): a lost compare-and-append is recomputed from the new upper, never trimmed. An abort deletes

@@ -29,10 +29,9 @@ from tidemill.sim.scenarios.shard_readers import again
 from tidemill.sim.scenarios.shard_topic import Topic, bindings
 from tidemill.sim.world import Actor, Violated, World
 from tidemill.spark.upsert.commands import Commands, command_schema, filter_commands, times_of
-from tidemill.spark.upsert.lookup import MirrorLookup
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, UpsertOperator
-from tidemill.spark.upsert.resolve import Resolved, resolve
+from tidemill.spark.upsert.resolve import MirrorLookup, Resolved, resolve
 
 FAULTS = ("restash-below-upper", "trim-batch", "drain-twice", "trust-checkpoint")
 

@@ -1,5 +1,5 @@
-"""JSON objects → rows with fields c0, c1, … by a list of columns; and rows → Arrow columns, with the invalid rows
-named.
+"""JSON objects → rows with fields c0, c1, … by a list of columns; rows → Arrow columns, with the invalid rows named;
+columns → one command table: live rows, then deletions with key columns only, with normalized keys.
 
 The fast path is one call per row and one array per column. A block that cannot be converted is bisected down to the
 rows that the column cannot represent: the others are decoded as if those did not exist.
@@ -13,11 +13,15 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
-from tidemill.shards.api import Column
+from tidemill.shards.api import TIME, Column, ShardSchema
+from tidemill.shards.parts.key_hash import normalize_keys
 from tidemill.shards.parts.schema import arrow_type
+from tidemill.spark.decode.records import Records
+from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schema
 
 FLOATS = frozenset({"float32", "float64"})
 NESTED_MAX = 500
@@ -150,3 +154,34 @@ def _convert_by_bisection(values: Sequence[Any], column: Column, to_arrow: ToArr
             bad.setdefault(first, f"column={column.name}: {error_sentence(error)}")
             parts.append(pa.nulls(1, arrow_type(column.type)))
     return pa.concat_arrays(parts)
+
+
+def build_command_table(
+    schema: ShardSchema,
+    live: Mapping[str, pa.Array],
+    live_at: npt.NDArray[np.int64],
+    absent: Mapping[str, pa.Array],
+    absent_at: npt.NDArray[np.int64],
+    records: Records,
+) -> pa.Table:
+    """Build the table. `live_at` and `absent_at` are places in `records`; the mappings hold their columns."""
+    at = np.concatenate([live_at, absent_at])
+    gone = len(absent_at)
+    meta = {
+        TIME: pa.array(records.times[at]),
+        ORDER: pa.array(records.offsets[at]),
+        PARTITION: pa.array(np.full(len(at), records.partition, dtype=np.int32)),
+        LIVE: pa.array(np.concatenate([np.ones(len(live_at), dtype=bool), np.zeros(gone, dtype=bool)])),
+    }
+    target = command_schema(schema)
+    arrays = []
+    for field in target:
+        if field.name in meta:
+            arrays.append(meta[field.name])
+            continue
+        column = live[field.name]
+        if gone:
+            below = absent[field.name] if field.name in absent else pa.nulls(gone, field.type)
+            column = pa.concat_arrays([column, below])
+        arrays.append(column)
+    return normalize_keys(pa.Table.from_arrays(arrays, schema=target), schema.key)

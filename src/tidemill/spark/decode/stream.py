@@ -27,12 +27,11 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.numbers import decimals_to_arrow, narrow_to_float32
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.block_decoder import Block, ObjectReader, join_blocks, read_plain_texts
-from tidemill.spark.decode.command_table import build_command_table
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
 from tidemill.spark.decode.json_dialect import DeclaredDialect
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.records import Records
-from tidemill.spark.decode.row_decoder import check_nesting, row_decoder, rows_to_columns
+from tidemill.spark.decode.row_decoder import build_command_table, check_nesting, row_decoder, rows_to_columns
 from tidemill.spark.upsert.commands import Commands
 from tidemill.topics.batch import RecordColumns
 

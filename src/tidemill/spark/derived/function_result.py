@@ -22,7 +22,7 @@ from tidemill.spark.derived.group_mirror import groups_of
 from tidemill.spark.upsert.commands import Commands
 from tidemill.spark.upsert.diff import diff_commands
 from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.lookup import MirrorLookup
+from tidemill.spark.upsert.resolve import MirrorLookup
 
 OMITTED = "rows of the result have no unique key"
 

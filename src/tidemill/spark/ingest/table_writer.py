@@ -1,4 +1,5 @@
-"""Writer of one output table: the shard, the operator on its mirror, and the append between them.
+"""Writer of one output table: the shard, the operator on its mirror, and the append between them; and the progress of
+its catch-up, which the driver publishes with its stage statuses.
 
 Called by one thread at a time (a query's). I/O runs on the portal's loop; computing stays on the caller's thread, so
 that a merge never delays status updates and consensus.
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.sync_context import SyncContext
@@ -21,10 +23,8 @@ from tidemill.shards.parts.key_hash import has_unnormalized_keys
 from tidemill.spark.ingest.dead_letter_run import DeadLetterRun
 from tidemill.spark.ingest.fetch_decode import mirror_identity
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.progress import CatchUpProgress
 from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.hydrate import build_mirror
-from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.mirror import Mirror, build_mirror
 from tidemill.spark.upsert.operator import Fault, UpsertOperator
 from tidemill.spark.upsert.resolve import KeyChanges, Resolved
 
@@ -32,6 +32,44 @@ SAVE_EVERY = 500
 """Appends between two saves of the mirror: the most that a restart after a crash has to read again."""
 
 REBUILD_ATTEMPTS = 5
+
+RATE_OVER_S = 10.0
+
+
+class CatchUpProgress:
+    """Catch-up of a table: records read by this process, records remaining, and the estimated time.
+
+    `read` never decreases, so a stage status can show it as movement while one time takes long (status.progress).
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.read = 0
+        self.to_go = 0
+        self._clock = clock
+        self._since_s = clock.monotonic_s()
+        self._at_since = 0
+        self._per_s = 0.0
+
+    def start(self, to_go: int) -> None:
+        self.to_go = to_go
+
+    def add(self, records: int) -> None:
+        self.read += records
+        self.to_go = max(0, self.to_go - records)
+        passed_s = self._clock.monotonic_s() - self._since_s
+        if passed_s > RATE_OVER_S or (self._per_s == 0.0 and passed_s > 0.5):
+            self._per_s = (self.read - self._at_since) / passed_s
+            self._since_s, self._at_since = self._clock.monotonic_s(), self.read
+
+    @property
+    def eta_s(self) -> float | None:
+        return self.to_go / self._per_s if self._per_s > 0 else None
+
+    def sentence(self) -> str:
+        """Return the progress as a sentence, "" if nothing remains."""
+        eta_s = self.eta_s
+        about = f", about {eta_s:.0f} s" if eta_s is not None else ""
+        return f"catching up: {self.read:,} records read, {self.to_go:,} to go{about}" if self.to_go else ""
 
 
 class TableWriter:

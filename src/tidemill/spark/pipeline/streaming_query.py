@@ -1,17 +1,20 @@
 """The one streaming query of a pipeline: its planner waits for the bindings of all sources, any number of them.
 
-Every streaming query starts a Python planner, and Spark's worker factory allows ten seconds for it to connect. Several
-planners that start together on a busy machine exceed that; one planner serves any number of sources. A micro-batch
-names the sources with new bindings and their end times; the sink of each feed reads the records (feed_sink.py). Feeds
-follow their bindings without the query, so its start and its failures delay no row. A sink that raises does not end the
-query: its feed fails under its own stage status.
+Every streaming query starts a Python planner. Spark gives it ten seconds to connect, which no setting changes; several
+that start together on a busy machine exceed that. One planner serves any number of sources, and if several pipelines
+share a JVM, the number of queries that start concurrently is limited: the next one starts once an earlier one has had
+its first batch, has ended, or has taken START_TIMEOUT_S.
+
+A micro-batch names the sources with new bindings and their end times; the sink of each feed reads the records
+(feed_sink.py). Feeds follow their bindings without the query, so its start and its failures delay no row. A sink that
+raises does not end the query: its feed fails under its own stage status.
 """
 
 from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,6 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Backoff, error_sentence, is_fault
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_status_name
-from tidemill.spark.pipeline.start_limit import START_LIMITER
 
 PACE_MS = 500
 """Minimum interval between the starts of two micro-batches."""
@@ -35,6 +37,38 @@ OnSinkFailure = Callable[[str, BaseException], None]
 """(source, the exception of its sink)."""
 
 log = structlog.get_logger()
+
+CONCURRENT_STARTS = 2
+START_TIMEOUT_S = 120.0
+"""A start that takes longer no longer blocks others."""
+
+
+class StartLimiter:
+    """Limiter of starts. Called by the threads of all queries. Times are those of a monotonic clock."""
+
+    def __init__(self, at_once: int = CONCURRENT_STARTS, longest_s: float = START_TIMEOUT_S) -> None:
+        self._at_once = at_once
+        self._longest_s = longest_s
+        self._began_s: dict[Hashable, float] = {}
+        self._lock = threading.Lock()
+
+    def try_start(self, who: Hashable, now_s: float) -> bool:
+        """Return whether `who` may start now; it must call `end` later. False = ask again soon."""
+        with self._lock:
+            self._began_s = {w: at_s for w, at_s in self._began_s.items() if now_s - at_s < self._longest_s}
+            if who not in self._began_s and len(self._began_s) >= self._at_once:
+                return False
+            self._began_s[who] = now_s
+            return True
+
+    def end(self, who: Hashable) -> None:
+        """Release the slot: `who` runs, or has ended."""
+        with self._lock:
+            self._began_s.pop(who, None)
+
+
+START_LIMITER = StartLimiter()
+"""Limiter of this process, which has one JVM, however many pipelines share it."""
 
 
 class SparkSessionLostError(TidemillError):

@@ -1,6 +1,6 @@
 """session: the Spark session of a process: Java, settings, executors.
 
-java, spark_home, cds_archive ─► session ─► opener (once per process)
-code_shipping, executor_probe, executor_watch: executors of a cluster
+java (and SPARK_HOME), cds_archive ─► session ─► opener (once per process)
+code_shipping, executor_probe: executors of a cluster
 cluster_lookup: the tidemill cluster that a reader refers to
 """

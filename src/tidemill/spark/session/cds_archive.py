@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from tidemill.spark.session.java import cache_dir, find_java
-from tidemill.spark.session.spark_home import ensure_spark_home
+from tidemill.spark.session.java import cache_dir, ensure_spark_home, find_java
 
 DUMP_TIMEOUT_S = 600
 _EXERCISE = """

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import tidemill
 from tidemill.base.errors import UnavailableError
 from tidemill.spark.session.cds_archive import archive_options
-from tidemill.spark.session.java import export_java, find_bash, find_java
+from tidemill.spark.session.java import ensure_spark_home, export_java, find_bash, find_java
 from tidemill.spark.session.python_worker import BUILT_SETTING
-from tidemill.spark.session.spark_home import ensure_spark_home
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

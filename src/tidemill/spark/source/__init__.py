@@ -25,9 +25,17 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from tidemill.base.errors import InvalidError
 from tidemill.spark.session.python_worker import check_session_python
 from tidemill.spark.source.batch import ShardReader, shard_schema
-from tidemill.spark.source.catalogue import keep_options, table_options
 from tidemill.spark.source.changes import META, ChangesReader
-from tidemill.spark.source.options import BATCH, CHANGES, STREAM, WRITE, SourceOptions, is_create_table
+from tidemill.spark.source.options import (
+    BATCH,
+    CHANGES,
+    STREAM,
+    WRITE,
+    SourceOptions,
+    is_create_table,
+    keep_options,
+    table_options,
+)
 from tidemill.spark.source.progress_stream import DESCRIPTOR_COLUMNS, ProgressReader
 from tidemill.spark.source.stream import RowReader, stream_columns
 from tidemill.spark.source.write import FrameWriter

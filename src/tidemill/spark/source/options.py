@@ -1,16 +1,25 @@
-"""Options of `format("tidemill")`: text with case-insensitive keys, all of which must be known."""
+"""Options of `format("tidemill")`: text with case-insensitive keys, all of which must be known.
+
+Spark 4.3 passes a Python data source the options of a table of a catalogue (`CREATE TABLE … USING tidemill OPTIONS
+(…)`) when it is created, but when it is read only the schema that the catalogue stores. So the options are stored in
+that schema, as metadata of its first column.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError, unknown_name_fix
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.settings import OBJECTS_VARIABLE, StoreUrls
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
 
 CLUSTER = ("config", "objects", "consensus")
 BATCH = ("shard", "path", "as_of")
@@ -18,6 +27,8 @@ STREAM = ("source", "table", "schema", "key", "rows", "start", "max_rows", "pace
           "mode", "columnnameofcorruptrecord")  # fmt: skip
 CHANGES = ("shard", "path", "changes", "start", "max_rows")
 WRITE = ("shard", "path", "key", "delete", "mergeschema", "beside")
+
+METADATA = "tidemill.options"
 
 
 class SourceOptions:
@@ -109,3 +120,15 @@ def _catalogue_options(options: dict[str, str]) -> dict[str, str]:
         return options
     named = {key.removeprefix("option."): value for key, value in options.items() if key.startswith("option.")}
     return named | {key: value for key, value in options.items() if key == "path"}
+
+
+def keep_options(schema: StructType, options: SourceOptions) -> StructType:
+    schema.fields[0].metadata = {METADATA: json.dumps(options.as_text())}
+    return schema
+
+
+def table_options(schema: StructType) -> dict[str, str]:
+    """Return the options of the table with this schema; empty if it is not a table's schema."""
+    kept = next((f.metadata[METADATA] for f in schema.fields if METADATA in (f.metadata or {})), "{}")
+    found: dict[str, str] = json.loads(kept)
+    return found

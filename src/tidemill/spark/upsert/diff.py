@@ -15,7 +15,7 @@ from tidemill.shards.parts.key_hash import normalize_keys
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
 from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.lookup import MirrorLookup
+from tidemill.spark.upsert.resolve import MirrorLookup
 from tidemill.spark.upsert.sorted_runs import SortedRun
 
 

@@ -6,13 +6,17 @@ after its append landed, `apply` with a peer's updates after the peer's append l
 Runs are ordered from oldest to newest; the newest run that has a key decides. A tiered merge keeps at most RUNS_MAX.
 Small runs stay in memory until `save`; large ones are memory-mapped files, so a mirror can exceed memory and another
 process can open it. A mirror is a cache: any doubt about it costs a rebuild.
+
+A mirror is built from the parts of a shard by following its batches one by one, a row group at a time. Compacted parts
+are already sorted by hash and become a run unchanged. Memory holds a row group, or a batch of at most ADOPT_BYTES, and
+the runs that are too small for a file.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,13 +24,13 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import CorruptError
-from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
+from tidemill.shards.api import DIFF, HASH, TIME, Batch, ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, combine_columns, int64s, rows_at, rows_equal
 from tidemill.shards.parts.row_hash import U64, hash_rows
-from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.parts.schema import contents_schema, part_schema
+from tidemill.shards.read.hash_ranges import FetchPart, read_batch_ordered
 from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.lookup import HashRows
-from tidemill.spark.upsert.resolve import KeyChanges
+from tidemill.spark.upsert.resolve import HashRows, KeyChanges
 from tidemill.spark.upsert.sorted_runs import (
     SortedRun,
     convert_run,
@@ -45,6 +49,9 @@ MERGE_RATIO = 4
 """Ratio of a merge: with too many runs, a run joins all newer ones if it is at most this many times as long as they."""
 MANIFEST = "MANIFEST.json"
 _FILES = itertools.count(1)
+
+ADOPT_BYTES = 4 << 20
+"""Encoded size of a batch. A larger batch is written into a file of the mirror piece by piece."""
 
 
 class _Manifest(msgspec.Struct):
@@ -365,3 +372,31 @@ def _read_manifest(directory: Path) -> _Manifest | None:
         return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Manifest)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def build_mirror(
+    schema: ShardSchema, batches: Sequence[Batch], upper: int, fetch: FetchPart, directory: Path
+) -> Mirror:
+    """Return the contents at upper - 1 of a shard; `batches` are all its batches with any time below `upper`.
+
+    Raises CorruptError if a key has two live rows, SchemaEvolvedError, and as `fetch`.
+    """
+    mirror = Mirror(schema, directory=directory)
+    count = 0
+
+    def updates(batch: Batch) -> Iterator[pa.Table]:
+        nonlocal count
+        for table in read_batch_ordered(schema, batch, upper - 1, fetch):
+            count += int(int64s(table, DIFF).sum())
+            yield table
+
+    for batch in batches:
+        end = min(batch.upper, upper)
+        if sum(part.size_bytes for part in batch.parts) > ADOPT_BYTES:
+            mirror.adopt(updates(batch), mirror.upper, end)
+        else:
+            mirror.apply(pa.concat_tables([part_schema(schema).empty_table(), *updates(batch)]), mirror.upper, end)
+    # A run has each key once even if the shard does not, so an insertion of a live key shows only in the sum.
+    if count != (live := mirror.count_live()):
+        raise CorruptError(f"a key has two live rows in the shard: upper={upper} rows={count} keys={live}.")
+    return mirror

@@ -6,6 +6,16 @@
     committed  our append landed: the mirror applies the pending changes
     feedback   a peer's append landed instead: the pending result is discarded, the mirror applies the peer's updates
 
+Invariant (three-way rule): the action for a command at time t when the shard's upper is p:
+
+    t < p             BELOW  drop: a peer committed this time; its retractions can no longer be computed
+    p ≤ t < through   AT     process: the mirror is complete up to p, the source up to `through`
+    t ≥ through       ABOVE  stash for later
+
+`classify` is its only implementation. It is applied when commands are ingested and again at every drain, because a peer
+may move the upper between the two. If a BELOW command were stashed instead of dropped, it would pin the writer's output
+frontier below the shard's upper permanently: nothing would be appended any more while the source advances.
+
 Invariant (recompute): `drain` does not consume. Commands leave the stash only because they are below the upper, no
 matter which writer moved it, so nothing is emitted twice, and a lost race is recomputed by the next drain, never
 trimmed.
@@ -16,16 +26,27 @@ from __future__ import annotations
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.spark.upsert.classify import AT, BELOW, classify
 from tidemill.spark.upsert.commands import Commands, filter_commands, join_commands, no_commands, times_of
-from tidemill.spark.upsert.lookup import HashRows
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import Resolved, resolve
+from tidemill.spark.upsert.resolve import HashRows, Resolved, resolve
+
+BELOW = np.int8(-1)
+AT = np.int8(0)
+ABOVE = np.int8(1)
+
+
+def classify(times: npt.NDArray[np.int64], upper: int, through: int) -> npt.NDArray[np.int8]:
+    """Return BELOW, AT or ABOVE for each time (ms). `through` is exclusive; if through ≤ upper, nothing is AT."""
+    out = np.full(len(times), ABOVE, dtype=np.int8)
+    out[times < through] = AT
+    out[times < upper] = BELOW
+    return out
 
 
 class Fault(Enum):

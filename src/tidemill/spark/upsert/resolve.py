@@ -15,7 +15,9 @@ boundaries, writers and retries do not influence it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -36,8 +38,26 @@ from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema, update_schema
 from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, concat_commands
 from tidemill.spark.upsert.key_grouping import exact_keys, group_by_key
-from tidemill.spark.upsert.lookup import HashRows, MirrorLookup
 from tidemill.spark.upsert.toast_fill import LostCommand, fill_unchanged, has_unchanged
+
+HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
+
+
+class MirrorLookup(Protocol):
+    """Part of the mirror that `resolve` uses."""
+
+    def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
+        """Return (live rows found, for each given key its row in them or -1). Keys are distinct, sorted by hash."""
+        ...
+
+    def live_rows(self) -> pa.Table:
+        """Return all live rows."""
+        ...
+
+    @property
+    def empty(self) -> bool:
+        """True only if nothing is live."""
+        ...
 
 
 class KeyChanges(msgspec.Struct, frozen=True):

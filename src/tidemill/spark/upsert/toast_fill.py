@@ -13,6 +13,8 @@ key and the contents below them; not on an interval, a writer or a retry.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import numpy as np
 import pyarrow as pa
@@ -22,7 +24,9 @@ from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, Mask, combine_columns, int64s, rows_at, to_mask, values_at
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
 from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.lookup import HashRows, MirrorLookup
+
+if TYPE_CHECKING:
+    from tidemill.spark.upsert.resolve import HashRows, MirrorLookup
 
 
 class LostCommand(msgspec.Struct, frozen=True):

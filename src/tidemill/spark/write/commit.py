@@ -5,8 +5,9 @@ so a repeated commit finds the token and is done.
 Invariant (exact lower): updates are computed at exactly the upper that the append names. After a lost race the contents
 are read and all updates computed again.
 Invariant (quiet time): a shard that a pipeline maintains is written by others only when the user requests it
-(`beside`), and only at a time to which the pipeline's source binds nothing. Otherwise the pipeline would drop the
-updates that it had not yet written up to that time.
+(`beside`), and only at a time to which the pipeline's sources bind nothing. An append covers a whole interval of times,
+and the updates of the pipeline for that interval are then dropped (below the upper). So a write uses an interval of one
+ms to which every source of the table is known to bind nothing.
 
 Writers take turns, so that a writer of many rows is not overtaken indefinitely by writers of few. A turn is a lease
 that only saves work. Memory holds one range: its rows, the shard's rows of that range, and the updates of a part.
@@ -14,7 +15,7 @@ that only saves work. Memory holds one range: its rows, the shard's rows of that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import pyarrow as pa
@@ -24,20 +25,22 @@ from tidemill.base.errors import ConflictError, InvalidError, MissingError, Unav
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.rows.catalogue import source_of
-from tidemill.shards.api import HASH, Batch, HistoryLostError, Part, SchemaEvolvedError
+from tidemill.shards.api import HASH, Batch, HistoryLostError, Part, Remap, SchemaEvolvedError, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.parts.arrow_rows import to_mask
+from tidemill.shards.parts.schema import conform_rows, contents_schema
 from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, range_between, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_reader import fetch_through
 from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.diff import check_distinct
+from tidemill.spark.upsert.commands import LIVE, Commands
+from tidemill.spark.upsert.diff import check_distinct, diff_commands, rows_as_commands
+from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.range_mirror import HashRange
+from tidemill.spark.upsert.resolve import resolve
 from tidemill.spark.write import WRITES
-from tidemill.spark.write.quiet_times import is_quiet_at
 from tidemill.spark.write.schema_match import WriteFrame, required_schema
 from tidemill.spark.write.staging import STAGE_BYTES, Staged, read_staged_rows
-from tidemill.spark.write.updates import compute_updates
 from tidemill.spark.write.write_lease import WriteLease
 
 POINT_LOOKUP_ROWS_MAX = 10_000
@@ -234,3 +237,41 @@ class WriteCommit:
 
     def _get(self, key: str, start: int, end: int) -> bytes:
         return self._portal.call(self._stores.objects.get(key, start, end))
+
+
+async def is_quiet_at(open_remap: Callable[[str], Awaitable[Remap]], sources: Iterable[str], time_ms: int) -> bool:
+    """Return whether none of these sources binds anything to `time_ms`, now or later.
+
+    A source whose bindings end earlier is advanced to that time. Raises HistoryLostError, UnavailableError,
+    UnknownOutcomeError.
+    """
+    for source in sources:
+        remap = await open_remap(source)
+        latest = await remap.advance(time_ms)
+        if latest is None or latest.time_ms < time_ms:
+            return False  # nothing has been bound yet: the first binding may get this time
+        at, before = await remap.at(time_ms), await remap.at(time_ms - 1)
+        if at is None or (before.offsets if before is not None else {}) != at.offsets:
+            return False
+    return True
+
+
+def compute_updates(
+    frame: WriteFrame, schema: ShardSchema, rows: pa.Table, contents: pa.Table, lower: int, at: int
+) -> pa.Table:
+    """Return updates at time `at` for an append of [lower, at + 1), sorted by hash.
+
+    `rows` have the DataFrame's columns and `_live`; `schema` is the shard's and contains them; `contents` are those at
+    `lower` - 1. Raises InvalidError if a key occurs twice, CorruptError if a key has two live rows in the shard.
+    """
+    target = contents_schema(schema)
+    for field in target:
+        if frame.keys_only and field.name not in rows.column_names:
+            rows = rows.append_column(field, pa.nulls(rows.num_rows, field.type))
+    run = check_distinct(schema, conform_rows(rows, target.append(pa.field(LIVE, pa.bool_()))))
+    mirror = Mirror.hydrate(schema, contents, lower)
+    if frame.overwrite:
+        commands = diff_commands(schema, run.rows.select(target.names), mirror, at)
+    else:
+        commands = Commands(rows_as_commands(schema, run.rows, at, to_mask(run.rows.column(LIVE))))
+    return resolve(schema, commands, mirror, lower, at + 1).updates
