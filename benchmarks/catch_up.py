@@ -25,12 +25,12 @@ import pyarrow as pa
 from harbour import machine
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.memory_budget import retain_freed_memory
-from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.ingest.table_writer import Latency, TableWriter
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import Stores, open_stores
+from tidemill.spark.types import stream_schema
 from upsert import RECORDS_PER_BINDING
 from upsert_load import KEY, SCHEMA, Load
 

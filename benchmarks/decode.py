@@ -30,10 +30,9 @@ from tidemill.shards.api import Binding, Column, ShardSchema
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode import block_decoder
 from tidemill.spark.decode.captured import CapturedDecoder
-from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.offset_slices import cut_slices
-from tidemill.spark.decode.records import Records, cut_blocks
+from tidemill.spark.decode.records import Records, cut_blocks, cut_slices
 from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.spark.types import stream_schema
 from tidemill.topics.batch import Record, RecordColumns, decode_opened, encode_batch, open_batch
 
 BATCHES = (5, 20, 100, 1_000, 10_000)

@@ -23,8 +23,7 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.parts import encode_part
 from tidemill.spark.decode import block_decoder
 from tidemill.spark.decode.captured import CapturedDecoder
-from tidemill.spark.decode.offset_slices import Slice
-from tidemill.spark.decode.records import Records, cut_blocks
+from tidemill.spark.decode.records import Records, Slice, cut_blocks
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve

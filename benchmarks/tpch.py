@@ -22,11 +22,11 @@ from harbour import machine
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import Pipeline
-from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.session.session import build_session
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import Stores, open_stores
+from tidemill.spark.types import stream_schema
 from upsert_tree import Tree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "spark"))

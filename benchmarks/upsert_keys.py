@@ -21,10 +21,10 @@ from typing import Any
 
 from harbour import machine, percentile
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import open_stores
+from tidemill.spark.types import stream_schema
 from upsert import FEWEST_REPEATS, REPEATS, Lane
 from upsert_load import KEY, SCHEMA
 

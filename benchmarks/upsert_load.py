@@ -18,8 +18,8 @@ from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import DIFF, TIME, Binding
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.registry import open_remap
-from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.stores import Stores
+from tidemill.spark.types import stream_schema
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.local_topics import LocalTopics
 

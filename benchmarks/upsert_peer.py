@@ -19,7 +19,7 @@ import pyarrow.json as pj
 import pyarrow.parquet as pq
 
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.types import stream_schema
 from upsert_load import KEY, SCHEMA
 
 

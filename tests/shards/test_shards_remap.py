@@ -18,7 +18,7 @@ from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.shards.bindings.reclock import missing_offsets
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.shards.registry import open_remap
-from tidemill.spark.decode.offset_slices import cut_slices
+from tidemill.spark.decode.records import cut_slices
 
 
 async def opened(world: World, consensus: object = None) -> LogRemap:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.status.histogram import StageHistograms
-from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed_sink import FeedSink
@@ -21,6 +20,7 @@ from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.pipeline.driver import exit_now
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import open_stores
+from tidemill.spark.types import stream_schema
 
 SCHEMA = stream_schema("click_id string, product_id long, at timestamp, page string", "click_id")
 

@@ -178,7 +178,7 @@ def test_f304_a_record_with_other_columns_stops_its_table_before_its_time_and_re
 
 
 def test_f308_a_shard_with_another_schema_parks_its_table_and_nothing_else(harbour: Any, tmp_path: Path) -> None:
-    from tidemill.spark.decode.ddl import stream_schema
+    from tidemill.spark.types import stream_schema
 
     harbour.portal.call(harbour.stores.shard("clicks", stream_schema("click_id string, n string", "click_id")))
     topic = harbour.create_topic("clicks")

@@ -10,8 +10,8 @@ import pytest
 from test_spark_sink import clicks_sink, shop_sink
 
 from tidemill.base.errors import UnavailableError
-from tidemill.spark.ingest import feed_sink, prefetch, step_planner
-from tidemill.spark.ingest.prefetch import PrefetchedStep, Prefetcher
+from tidemill.spark.ingest import feed_sink, fetch_decode, step_planner
+from tidemill.spark.ingest.fetch_decode import PrefetchedStep, Prefetcher
 
 IDS = range(10, 25)
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_ahead_is_read_in_its_turn(
     def away(*_: Any) -> Any:
         raise UnavailableError("the bucket is away.")
 
-    monkeypatch.setattr(prefetch, "fetch_table", away)
+    monkeypatch.setattr(fetch_decode, "fetch_table", away)
     found = clicks_sink(harbour, tmp_path / "s")
     found.process(found.latest())
     assert clicks(harbour) == expected and used == []

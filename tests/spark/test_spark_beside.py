@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tidemill.spark.decode import records
-from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.offset_slices import Slice, SliceDescriptor
+from tidemill.spark.decode.records import Slice, SliceDescriptor
 from tidemill.spark.ingest import fetch_decode
 from tidemill.spark.ingest.fetch_decode import BLOCKS_IN_FLIGHT, MIN_PARALLEL_RECORDS, _map_concurrently, decode
 from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.types import stream_schema
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
 

@@ -104,7 +104,8 @@ def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_
     from test_spark_sink import shop_sink
 
     from tidemill.spark.ingest import feed_sink as sink
-    from tidemill.spark.ingest import oversized_step, step_planner
+    from tidemill.spark.ingest import step_planner
+    from tidemill.spark.ingest.large_steps import oversized_step
 
     tables = {"public.t": [("id", "integer", 0), ("v", "numeric(4,1)", -1)]}
     topic = harbour.capture("shop", tables)["public.t"]
@@ -148,7 +149,8 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
 
     from tidemill.base.errors import CorruptError
     from tidemill.spark.ingest import feed_sink as sink
-    from tidemill.spark.ingest import oversized_step, step_planner
+    from tidemill.spark.ingest import step_planner
+    from tidemill.spark.ingest.large_steps import oversized_step
 
     topic = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "integer", -1)]})["public.t"]
     monkeypatch.setattr(step_planner, "STEP_RECORDS", 10)

@@ -21,13 +21,13 @@ from test_spark_sink import dead_letters, writer
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.registry import open_remap
+from tidemill.spark import types
 from tidemill.spark.decode import block_decoder as objects_module
-from tidemill.spark.decode import ddl
-from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
+from tidemill.spark.types import stream_schema
 from tidemill.topics.batch.columns import columns_from_fields
 
 DEAD = "a dead letter"
@@ -37,7 +37,7 @@ US = datetime.datetime(2026, 11, 22, 1, 2, 3, 123456, tzinfo=datetime.UTC)
 
 @lru_cache(maxsize=64)
 def decoder_of(kind: str) -> StreamDecoder:
-    return StreamDecoder(ShardSchema((Column("k", "string"), *ddl.parse_ddl(f"v {kind}")), ("k",)))
+    return StreamDecoder(ShardSchema((Column("k", "string"), *types.parse_ddl(f"v {kind}")), ("k",)))
 
 
 def read(kind: str, value: str, few: int, around: str = "null", *, times: int = 3) -> Any:
@@ -177,7 +177,7 @@ def test_the_edges_of_a_type_are_the_same_alone_and_in_a_batch(kind: str) -> Non
 
 
 def test_every_documented_type_has_edges() -> None:
-    assert {ddl._TYPES[kind] for kind in EDGES if "(" not in kind} == set(ddl._TYPES.values())
+    assert {types._TYPES[kind] for kind in EDGES if "(" not in kind} == set(types._TYPES.values())
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_an_engine_reads_the_same_json_and_decimals_from_the_record_itself() -> 
         '{"k":"b","j":"text","d":"-0.000000000000000001"}',
         '{"k":"c","j":null,"d":12.5}',
     ] * 50
-    schema = ShardSchema(ddl.parse_ddl("k string, j json, d decimal(38,18)"), ("k",))
+    schema = ShardSchema(types.parse_ddl("k string, j json, d decimal(38,18)"), ("k",))
     columns = columns_from_fields([None] * len(records), [r.encode() for r in records])
     commands, dead = StreamDecoder(schema).decode(Records("t", 0, columns.offsets + 1, columns))
     ours = commands.rows.sort_by("_order").select(["k", "j", "d"])

@@ -18,8 +18,8 @@ from test_spark_sink import clicks_sink, shop_sink
 from upsert_world import SCHEMA
 
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
-from tidemill.spark.decode.offset_slices import Slice, SliceDescriptor
-from tidemill.spark.ingest import distributed_step, shuffle
+from tidemill.spark.decode.records import Slice, SliceDescriptor
+from tidemill.spark.ingest.large_steps import distributed_step, shuffle
 from tidemill.spark.ingest.step_planner import Step, split_descriptors
 from tidemill.spark.upsert import range_mirror
 from tidemill.spark.upsert.range_mirror import HashRange, RangeMirrorCache, cut_by_hash

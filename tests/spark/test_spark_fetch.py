@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError
 from tidemill.objects.memory import MemoryObjects
-from tidemill.spark.decode.offset_slices import Slice, SliceDescriptor
+from tidemill.spark.decode.records import Slice, SliceDescriptor
 from tidemill.spark.ingest.fetch_decode import fetch_batches
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch

@@ -22,10 +22,9 @@ from tidemill.shards.api import Column
 from tidemill.shards.parts.key_hash import has_unnormalized_keys, normalize_keys
 from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import block_decoder as objects_module
-from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
-from tidemill.spark.types import spark_schema
+from tidemill.spark.types import spark_schema, stream_schema
 from tidemill.spark.write.schema_match import WriteFrame
 
 OTHER_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0001))[0]

@@ -12,7 +12,7 @@ import pytest
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.shards.api import HistoryLostError
 from tidemill.shards.bindings.remap import LogRemap
-from tidemill.spark.decode.offset_slices import SliceDescriptor
+from tidemill.spark.decode.records import SliceDescriptor
 from tidemill.spark.source import stream
 from tidemill.spark.source.bindings import SourceBindings
 from tidemill.spark.source.options import SourceOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidemill.spark.pipeline.scratch import sweep_scratch
+from tidemill.spark.ingest.pipeline_context import sweep_scratch
 
 
 def made(scratch: Path, *names: str) -> None:

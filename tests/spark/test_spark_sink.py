@@ -18,13 +18,13 @@ from tidemill.shards.api import DIFF, TIME, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.registry import open_remap, open_shard
-from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS, DeadLetter, dead_letter_table
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import captured_feed, stream_feed
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.pipeline.streaming_query import planned_ends
+from tidemill.spark.types import stream_schema
 
 CLICKS = stream_schema("click_id string, product_id long", "click_id")
 

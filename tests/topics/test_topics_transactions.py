@@ -14,8 +14,7 @@ from topics_world import World, batch, eventually, fetch, run, values_of
 
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.metastore.rows.partitions import AbortedRow
-from tidemill.spark.decode.offset_slices import Slice
-from tidemill.spark.decode.records import cut_blocks
+from tidemill.spark.decode.records import Slice, cut_blocks
 from tidemill.topics.api import (
     Fetched,
     FetchRead,

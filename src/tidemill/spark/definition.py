@@ -26,7 +26,7 @@ import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
-from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.types import stream_schema
 
 Names = str | tuple[str, ...]
 DerivedFunction = Callable[..., Any]

@@ -8,8 +8,7 @@ from pathlib import Path
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import TIME, Binding, Remap
-from tidemill.spark.decode.offset_slices import cut_slices
-from tidemill.spark.decode.records import cut_blocks
+from tidemill.spark.decode.records import cut_blocks, cut_slices
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION

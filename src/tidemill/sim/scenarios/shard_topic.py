@@ -22,7 +22,7 @@ from tidemill.sim.clock import EPOCH_MS
 from tidemill.sim.oracles.shards import Command
 from tidemill.sim.scenarios.shard_nodes import Node
 from tidemill.sim.world import World
-from tidemill.spark.decode.offset_slices import cut_slices
+from tidemill.spark.decode.records import cut_slices
 
 SOURCE = "topic/t"
 TOPIC = "t"

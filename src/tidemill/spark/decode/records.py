@@ -1,4 +1,10 @@
-"""Record batches cut to a slice: columns of the records in [start, end), each with its time.
+"""Slices of offsets, and record batches cut to a slice: columns of the records in [start, end), each with its time.
+
+A record gets the smallest time whose binding of remap passes its offset. For [lower, upper) there is one slice per
+partition:
+
+    base      the binding in force at lower - 1: the offsets covered before
+    bindings  those with lower ≤ time < upper, oldest first, contiguous
 
 A batch that cannot be read for any reason is one letter for its range of offsets, at the time of its first offset.
 Invariant (one letter per batch): the slice that holds the first offset reports it, so every writer reports it once,
@@ -15,8 +21,8 @@ import numpy.typing as npt
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.objects.store import Buffer
+from tidemill.shards.api import Binding
 from tidemill.spark.decode.dead_letter_rows import DeadLetter
-from tidemill.spark.decode.offset_slices import Slice
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import RecordColumns, decode_opened, open_batch, parse_header
 from tidemill.topics.batch.columns import empty_columns
@@ -26,6 +32,75 @@ from tidemill.topics.batch.records import Headers
 BLOCK_RECORDS = 20_000
 BLOCK_BYTES = 8 << 20
 """A block has at most this many records, and bytes of values (a larger record is a block)."""
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """Offsets [start, end) of one partition; an offset below ends[i] (and not below ends[i-1]) has times[i].
+
+    Both tuples increase strictly; ends[-1] == end. `begins_ms`: the time of the first binding that knows this topic, if
+    it is in the interval: the table's contents before that time come from an earlier topic. Else -1.
+    """
+
+    topic: str
+    topic_id: str
+    partition: int
+    start: int
+    end: int
+    ends: tuple[int, ...]
+    times: tuple[int, ...]
+    begins_ms: int = -1
+
+    def times_of(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        at = np.searchsorted(np.array(self.ends, dtype=np.int64), offsets, side="right")
+        return np.array(self.times, dtype=np.int64)[at]
+
+
+class SliceDescriptor(msgspec.Struct, frozen=True):
+    """A slice and the positions of its record batches: all that an executor needs apart from the bucket."""
+
+    slice: Slice
+    refs: tuple[BatchRef, ...]
+
+
+def cut_slices(
+    base: Binding | None, bindings: Sequence[Binding], topic: str, topic_id: str, *, begins_first: bool = True
+) -> list[Slice]:
+    """Return the non-empty slices of a topic, by partition; a topic that begins here without records has one empty
+    slice.
+
+    `begins_first`: the topic begins here even if no topic was bound before it. For a stream that is false: the contents
+    of its table before that time do not come from an earlier topic but were written into it, and stay.
+    """
+    if not bindings:
+        return []
+    before = base.offsets.get(topic_id, ()) if base is not None else ()
+    known = [b.time_ms for b in bindings if topic_id in b.offsets]
+    begins_ms = known[0] if known and not before else -1
+    if not begins_first and not any(b.offsets for b in (base, *bindings) if b is not None and b.time_ms < begins_ms):
+        begins_ms = -1
+    count = max(len(b.offsets.get(topic_id, ())) for b in bindings)
+    out = []
+    for partition in range(count):
+        start = at = before[partition] if partition < len(before) else 0
+        ends: list[int] = []
+        times: list[int] = []
+        for binding in bindings:
+            offsets = binding.offsets.get(topic_id, ())
+            end = offsets[partition] if partition < len(offsets) else at
+            if end > at:
+                ends.append(end)
+                times.append(binding.time_ms)
+                at = end
+        if ends:
+            out.append(Slice(topic, topic_id, partition, start, at, tuple(ends), tuple(times), begins_ms))
+    if begins_ms >= 0 and not out:
+        out.append(Slice(topic, topic_id, 0, 0, 0, (0,), (begins_ms,), begins_ms))
+    return out
+
+
+def record_count(slices: Sequence[Slice]) -> int:
+    """Return an upper bound of the number of records (compacted topics have gaps)."""
+    return sum(s.end - s.start for s in slices)
 
 
 class Records(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ Invariant (scratch checkpoint): a replay after a crash (p ≥ end) does nothing,
 is simply read, and a batch id never identifies anything.
 
 Small steps are computed here, larger ones by Spark tasks through the same functions, with the append still here. While
-a step is resolved and written, the next one is fetched and decoded (prefetch.py). A lost race is recomputed from the
+a step is resolved and written, the next one is fetched and decoded (`Prefetcher`). A lost race is recomputed from the
 peer's upper, never trimmed. Tables share only a round, so that a hundred small ones cost one round trip; they fail
 independently (table_schedule.py). A time that is too large for a step is processed in a separate thread.
 """
@@ -32,17 +32,14 @@ from tidemill.base.runtime.tasks import error_sentence
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.api import Remap
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.ingest.dead_letter_run import StepDeadLetters
-from tidemill.spark.ingest.dead_letters import DeadLetterWriter
-from tidemill.spark.ingest.distributed_step import DistributedStep
-from tidemill.spark.ingest.fetch_decode import DECODERS, Batches, Decoded, decode, fetch_batches
-from tidemill.spark.ingest.oversized_step import OversizedStep
-from tidemill.spark.ingest.prefetch import Prefetcher
+from tidemill.spark.ingest.dead_letters import DeadLetterWriter, StepDeadLetters, letters_of_lost
+from tidemill.spark.ingest.fetch_decode import DECODERS, Batches, Decoded, Prefetcher, decode, fetch_batches
+from tidemill.spark.ingest.large_steps.distributed_step import DistributedStep
+from tidemill.spark.ingest.large_steps.oversized_step import OversizedStep
 from tidemill.spark.ingest.schema_growth import SourceSchemaGrewError
 from tidemill.spark.ingest.step_planner import STEP_BYTES, STEP_RECORDS, Step, StepPlanner
 from tidemill.spark.ingest.table_schedule import IDLE_MOVE_S, ScheduledTable, TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.ingest.unresolved_updates import letters_of_lost
 from tidemill.spark.stores import Stores
 from tidemill.spark.upsert.commands import Commands
 

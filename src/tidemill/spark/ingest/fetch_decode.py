@@ -1,8 +1,13 @@
-"""Fetching and decoding of record batches: inline on the driver or in a Spark task (shuffle.py), by the same
-functions."""
+"""Fetching and decoding of record batches: inline on the driver or in a Spark task (shuffle.py), by the same functions;
+and one step ahead, while the current step is resolved, written and appended.
+
+Bindings and the topic alone determine a step, so it can be read before the table has reached it. When its turn comes,
+the caller checks whether it is the table's next step, and discards it otherwise. One step at a time: memory holds two.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -17,15 +22,15 @@ import pyarrow as pa
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.shards.api import TIME
+from tidemill.shards.api import TIME, Remap
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.spark.decode.captured import CapturedDecoder, Stop
 from tidemill.spark.decode.dead_letter_rows import no_dead_letters
-from tidemill.spark.decode.offset_slices import SliceDescriptor, record_count
-from tidemill.spark.decode.records import Records, cut_blocks
+from tidemill.spark.decode.records import Records, SliceDescriptor, cut_blocks, record_count
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.stores import shared_objects
+from tidemill.spark.ingest.step_planner import Step, StepPlanner
+from tidemill.spark.stores import Stores, shared_objects
 from tidemill.spark.upsert.commands import (
     BEFORE_ALL,
     Commands,
@@ -185,3 +190,68 @@ def mirror_identity(life: str) -> str:
     """Return the identity under which a mirror on disk is saved and trusted: this boot, and this life of consensus.
     After a restore, consensus may accept appends that do not continue the mirror's contents."""
     return f"{boot_id()} {life}".strip()
+
+
+class PrefetchedStep(msgspec.Struct, frozen=True):
+    step: Step
+    decoded: Decoded
+
+
+class Prefetcher:
+    """Prefetcher of one feed. Called by one thread at a time."""
+
+    def __init__(self, portal: BlockingPortal, stores: Stores, remap: Remap, helpers: Executor | None = None) -> None:
+        self._portal = portal
+        self._helpers = helpers
+        self._stores = stores
+        # A separate planner, because a planner's round belongs to one caller.
+        self._planner = StepPlanner(stores, remap)
+        self._of: tuple[str, TopicFeed, int] | None = None
+        self._under_way: Future[PrefetchedStep | None] | None = None
+        self.bytes = 0
+        """Stored bytes of the prefetched step."""
+
+    def start(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> None:
+        """Start to read the table's step from `lower`, at most to `end`; a step of more than `most_records` is not
+        read."""
+        self.discard()
+        if self._under_way is not None:
+            return  # the discarded prefetch has not ended yet
+        self._of = (table, feed, lower)
+        self._under_way = under_way = Future[PrefetchedStep | None]()
+
+        def run() -> None:
+            try:
+                under_way.set_result(self._read(table, feed, lower, end, most_records))
+            except BaseException as error:  # of any type: `wait_result` handles it
+                under_way.set_exception(error)
+
+        # A daemon thread, because it may wait for storage when the process ends.
+        threading.Thread(target=run, name="ahead", daemon=True).start()
+
+    def is_for(self, table: str, feed: TopicFeed, lower: int) -> bool:
+        return self._of == (table, feed, lower)
+
+    def wait_result(self) -> PrefetchedStep | None:
+        """Wait for the step and return it; None if it is too large or could not be read: then the caller reads it
+        itself, and reports the error."""
+        under_way, self._of = self._under_way, None
+        error = under_way.exception() if under_way is not None else None
+        self._under_way, self.bytes = None, 0
+        return under_way.result() if under_way is not None and error is None else None
+
+    def discard(self) -> None:
+        """Discard the step."""
+        self._of = None
+        if self._under_way is not None and self._under_way.done():
+            self._under_way = None
+            self.bytes = 0
+
+    def _read(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> PrefetchedStep | None:
+        self._planner.start_round()
+        step = self._portal.call(self._planner.next(table, feed, lower, end))
+        if step.large or step.records > most_records or not step.slices:
+            return None
+        self.bytes = step.bytes
+        batches = fetch_table(self._portal, self._stores.objects, step.descriptors)
+        return PrefetchedStep(step, decode(feed, step.descriptors, batches, self._helpers))

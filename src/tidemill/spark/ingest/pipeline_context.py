@@ -1,10 +1,23 @@
-"""Context that the parts of one pipeline's process share: settings, stores, the session, and the end of the process."""
+"""Context that the parts of one pipeline's process share: settings, stores, the session, the end of the process, and
+its scratch directory.
+
+All of the scratch directory is a cache; a driver removes what is no longer used when it starts.
+
+mirrors/TABLE    mirrors of the pipeline's tables; those of former tables are removed
+  pending-…      runs of tasks whose results never arrived
+derived/         inputs of derived tables, by group; every process creates them again
+large/           an oversized step that was interrupted
+checkpoints/     every process creates them again
+archive/         code that is sent to executors that lack it (code_shipping.py)
+spark-local/     Spark's shuffle files; a killed JVM leaves its files behind
+"""
 
 from __future__ import annotations
 
 import fcntl
+import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +32,7 @@ from tidemill.base.status.freshness import REFUSED_SEPARATOR
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.base.status.status import StatusTracker
 from tidemill.shards.api import ShardSchema
+from tidemill.spark.ingest.large_steps.distributed_step import sweep_pending
 from tidemill.spark.ingest.schema_growth import evolve_shard, keep_shard_types
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.table_ownership import TableOwnership
@@ -37,6 +51,8 @@ STORAGE_RETRY_S = 1.0
 log = structlog.get_logger()
 
 T = TypeVar("T")
+
+RECREATED = ("derived", "large", "checkpoints", "spark-local", "archive")
 
 
 class PipelineContext:
@@ -132,6 +148,11 @@ def feed_status_name(pipeline: str, source: str) -> str:
     return f"pipeline:{pipeline}:{source}"
 
 
+def executors_status_name(pipeline: str) -> str:
+    """Return the name of the status that reports that a cluster has no executor left."""
+    return f"pipeline:{pipeline}:executors"
+
+
 def _is_context_stopped(spark: SparkSession) -> bool:
     """Return whether Spark has stopped the context, as it does when the master removed it; it never restarts one."""
     try:
@@ -170,3 +191,16 @@ def lock_scratch_directory(scratch: Path) -> Iterator[None]:
                     ) from error
                 threading.Event().wait(0.1)
         yield
+
+
+def sweep_scratch(scratch: Path, tables: Collection[str]) -> None:
+    """Remove unused files. The caller holds the directory's lock. Files that cannot be removed are left for the next
+    start."""
+    for name in RECREATED:
+        shutil.rmtree(scratch / name, ignore_errors=True)
+    mirrors = scratch / "mirrors"
+    for directory in mirrors.iterdir() if mirrors.is_dir() else ():
+        if directory.name not in tables:
+            shutil.rmtree(directory, ignore_errors=True)
+        else:
+            sweep_pending(directory)

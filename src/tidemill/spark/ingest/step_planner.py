@@ -1,4 +1,5 @@
-"""Planner of steps: choose an interval of time with a bounded number of records and bytes.
+"""Planner of steps: choose an interval of time with a bounded number of records and bytes, and locate its data:
+bindings, slices, and the positions of their record batches.
 
     [upper, end) → the bindings of one page → the last of them within STEP_RECORDS → the last within STEP_BYTES
 
@@ -17,11 +18,10 @@ import numpy as np
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import Binding, BindingsPage, Remap
-from tidemill.spark.decode.offset_slices import Slice, SliceDescriptor, cut_slices, record_count
-from tidemill.spark.ingest.offset_ranges import locate_batches
+from tidemill.spark.decode.records import Slice, SliceDescriptor, cut_slices, record_count
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.stores import Stores
-from tidemill.topics.api import BatchRef
+from tidemill.topics.api import BatchRef, PartitionReader
 
 STEP_RECORDS = 100_000
 STEP_BYTES = 32 << 20
@@ -29,6 +29,8 @@ STEP_BYTES = 32 << 20
 
 BINDINGS_PAGE = 2_000
 """Bindings read in one page: a minute and a half of a capture that binds every 50 ms."""
+
+CONCURRENT_PLANS = 32
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -169,3 +171,35 @@ def split_descriptors(descriptors: Sequence[SliceDescriptor], most_bytes: int) -
         for refs in groups:
             yield SliceDescriptor(msgspec.structs.replace(piece, begins_ms=begins_ms), tuple(refs))
             begins_ms = -1
+
+
+async def locate_batches(topics: PartitionReader, slices: Sequence[Slice]) -> list[SliceDescriptor]:
+    """Return each slice with its record batches. Raises OffsetOutOfRangeError, MissingError, UnavailableError."""
+    turns = asyncio.Semaphore(CONCURRENT_PLANS)
+
+    async def one(s: Slice) -> Sequence[BatchRef]:
+        async with turns:
+            return await topics.plan(s.topic_id, s.partition, s.start, s.end)
+
+    found = await asyncio.gather(*map(one, slices))
+    return [SliceDescriptor(s, tuple(refs)) for s, refs in zip(slices, found, strict=True)]
+
+
+async def plan_interval(
+    topics: PartitionReader, remap: Remap, names: Sequence[tuple[str, str]], start: int, end: int
+) -> list[SliceDescriptor]:
+    """Locate the records of [start, end), by topic and partition; `names` are (topic, topic id)."""
+    base, bindings = await _bindings_in(remap, start, end)
+    return await locate_batches(
+        topics, [piece for name, topic_id in names for piece in cut_slices(base, bindings, name, topic_id)]
+    )
+
+
+async def _bindings_in(remap: Remap, start: int, end: int) -> tuple[Binding | None, list[Binding]]:
+    """Return the binding in force before `start`, and every binding with start ≤ time < end, oldest first."""
+    page = await remap.page(start)
+    base, out = page.base, list(page.bindings)
+    while page.bindings and out[-1].time_ms < end - 1:
+        page = await remap.page(out[-1].time_ms + 1)
+        out += page.bindings
+    return base, [binding for binding in out if binding.time_ms < end]

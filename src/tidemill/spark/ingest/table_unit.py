@@ -17,7 +17,7 @@ from contextlib import suppress
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.base.runtime.tasks import Backoff, error_sentence, run_unit_thread
 from tidemill.shards.api import SchemaEvolvedError
-from tidemill.spark.ingest.dead_letter_run import DeadLetterRun
+from tidemill.spark.ingest.dead_letters import DeadLetterRun
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.pipeline_context import PipelineContext
 from tidemill.spark.ingest.schema_growth import GROWTH_CHECK_S, SourceSchemaGrewError

@@ -20,7 +20,7 @@ from tidemill.objects.store import Buffer
 from tidemill.shards.api import HistoryLostError, Part, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.key_hash import has_unnormalized_keys
-from tidemill.spark.ingest.dead_letter_run import DeadLetterRun
+from tidemill.spark.ingest.dead_letters import DeadLetterRun
 from tidemill.spark.ingest.fetch_decode import mirror_identity
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.stores import Stores

@@ -1,5 +1,5 @@
 """pipeline: the driver process, which assembles pipelines, runs them and reports their status.
 
 driver ─► runner (one pipeline) or shared_driver (several on one session) ─► ingest, derived ─► status_report
-table_ownership: one source per table; scratch: local caches; parked: a pipeline that does not run
+parked: a pipeline that does not run
 """

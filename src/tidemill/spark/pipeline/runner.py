@@ -1,9 +1,13 @@
 """Runner of one pipeline: feeds with their tables, derived tables, the session and the report, each a unit of failure.
 
 Threads: the caller waits for the end; one opens the JVM; one runs the streaming query (streaming_query.py); one per
-feed (feed.py); one per table (table_unit.py); one per derived table; one publishes statuses. An exception of a unit is
-reported under its stage status, and the unit is restarted (keep_thread). The run ends when `stopping` is set, or when
-Spark's JVM is gone, because only a new process gets another JVM.
+feed (feed.py); one per table (table_unit.py); one per derived table; one publishes statuses; one watches the executors
+of a cluster. An exception of a unit is reported under its stage status, and the unit is restarted (keep_thread). The
+run ends when `stopping` is set, or when Spark's JVM is gone, because only a new process gets another JVM.
+
+A Spark job without an executor waits indefinitely. So when a cluster has no executor left, the jobs are cancelled, and
+the driver computes their steps. A cancelled step is not lost: the feed computes it inline (distributed_step.py), and a
+derived table retries.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -29,17 +33,24 @@ from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed import Feed
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.pipeline_context import MIRRORS, PipelineContext, lock_scratch_directory
+from tidemill.spark.ingest.pipeline_context import (
+    MIRRORS,
+    PipelineContext,
+    executors_status_name,
+    lock_scratch_directory,
+    sweep_scratch,
+)
 from tidemill.spark.ingest.table_ownership import TableOwnership
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.pipeline.executor_watch import watch_executors
-from tidemill.spark.pipeline.scratch import sweep_scratch
 from tidemill.spark.pipeline.status_report import StatusReporter
 from tidemill.spark.pipeline.streaming_query import SparkSessionLostError, StreamingQuery
 from tidemill.spark.session.opener import SessionOpener, wait_for_jvm
 from tidemill.spark.session.session import is_local
 from tidemill.spark.settings import IN_ENVIRONMENT, DriverSettings
 from tidemill.spark.stores import open_stores
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
 
 STOP_TIMEOUT_S = 4.0
 SESSION_THREAD = "session"
@@ -49,6 +60,10 @@ REFUSAL_CHECK_S = 5.0
 """Interval of that check while the pipeline may not maintain one of its tables."""
 
 log = structlog.get_logger()
+
+CHECK_S = 1.0
+REPLACEMENT_WAIT_S = 5.0
+"""Time in which a cluster may replace a lost executor."""
 
 
 class PipelineRunner(PipelineContext):
@@ -301,3 +316,32 @@ def _log_failure(call: Callable[[], Any]) -> None:
             log.warning("closing failed", error=str(error))
     except Exception as error:
         log.warning("closing failed", error=str(error).splitlines()[0][:200])
+
+
+def watch_executors(host: PipelineContext) -> None:
+    """Watch until the pipeline ends, once Spark's context exists. While no executor is left, report it under
+    `executors_status_name`.
+
+    If Spark itself requests executors on demand (dynamic allocation), having none is normal, and nothing is watched.
+    """
+    while host.spark is None:
+        if host.ending.wait(CHECK_S):
+            return
+    if host.spark.sparkContext.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
+        return
+    context, clock, mark = host.spark.sparkContext, host.stores.clock, executors_status_name(host.settings.name)
+    seen_s = clock.monotonic_s()
+    while not host.ending.wait(CHECK_S):
+        if executor_count(context):
+            seen_s = clock.monotonic_s()
+            host.tracker.clear_failure(mark)
+        elif clock.monotonic_s() - seen_s > REPLACEMENT_WAIT_S:
+            if host.tracker.failure(mark) is None:
+                why = f"no executor is left: the driver computes everything: master={context.master}."
+                host.tracker.fail(mark, why, now_ms=clock.now_ms(), held_by=context.master)
+            context.cancelAllJobs()
+
+
+def executor_count(context: SparkContext) -> int:
+    """Return the number of executors, without the driver, which Spark includes."""
+    return int(context._jsc.sc().getExecutorMemoryStatus().size()) - 1

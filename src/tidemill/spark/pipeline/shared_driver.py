@@ -22,10 +22,9 @@ import structlog
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, ends_process
 from tidemill.base.runtime.tasks import Backoff, error_sentence, needs_operator
-from tidemill.spark.ingest.pipeline_context import lock_scratch_directory
+from tidemill.spark.ingest.pipeline_context import lock_scratch_directory, sweep_scratch
 from tidemill.spark.pipeline.parked import publish_failure
 from tidemill.spark.pipeline.runner import STOP_TIMEOUT_S, PipelineRunner, run_with_timeout
-from tidemill.spark.pipeline.scratch import sweep_scratch
 from tidemill.spark.pipeline.streaming_query import SparkSessionLostError
 from tidemill.spark.session.opener import SessionOpener
 from tidemill.spark.settings import DriverSettings

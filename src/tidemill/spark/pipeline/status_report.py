@@ -34,10 +34,10 @@ from tidemill.base.status.status import argmin
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.spark.derived.function_result import OMITTED
-from tidemill.spark.ingest.dead_letter_run import DEAD_RUN_TEXT
+from tidemill.spark.ingest.dead_letters import DEAD_RUN_TEXT
+from tidemill.spark.ingest.pipeline_context import executors_status_name
 from tidemill.spark.ingest.step_planner import STEP_BYTES
 from tidemill.spark.ingest.table_unit import TableUnit
-from tidemill.spark.pipeline.executor_watch import status_name
 
 if TYPE_CHECKING:
     from tidemill.spark.derived.derivation import Derivation
@@ -267,7 +267,7 @@ class StatusReporter:
     def _update_derived(self, name: str, found: Derivation | None) -> TableProgress:
         if found is None:
             # Blocked by the session that cannot start, or by its executors, whose environment is checked.
-            marks = (f"pipeline:{self._runner.settings.name}:spark", status_name(self._runner))
+            marks = (f"pipeline:{self._runner.settings.name}:spark", executors_status_name(self._runner.settings.name))
             failing = next((mark for mark in marks if self._tracker.failure(mark) is not None), "")
             return self._update_opening(name, failing, "Spark is starting", bool(failing))
         if not found.recomputed and not found.error and found.writer is None:

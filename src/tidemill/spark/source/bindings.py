@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
 from tidemill.shards.api import Binding, Remap
-from tidemill.spark.decode.offset_slices import SliceDescriptor
-from tidemill.spark.ingest.offset_ranges import plan_interval
+from tidemill.spark.decode.records import SliceDescriptor
+from tidemill.spark.ingest.step_planner import plan_interval
 from tidemill.spark.stores import Stores
 
 

@@ -20,14 +20,13 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Column
-from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.offset_slices import SliceDescriptor
+from tidemill.spark.decode.records import SliceDescriptor
 from tidemill.spark.ingest.sources import SourceNotReadyError, TopicFeed, captured_feed, stream_feed
 from tidemill.spark.source.bindings import SourceBindings
 from tidemill.spark.source.corrupt import CorruptRecordMode
 from tidemill.spark.source.options import SourceOptions
 from tidemill.spark.stores import Stores, shared_stores
-from tidemill.spark.types import COMMAND_META
+from tidemill.spark.types import COMMAND_META, stream_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -15,9 +15,9 @@ import structlog
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.shards.api import Part
 from tidemill.spark.decode.dead_letter_rows import no_dead_letters
-from tidemill.spark.decode.offset_slices import SliceDescriptor
+from tidemill.spark.decode.records import SliceDescriptor
 from tidemill.spark.ingest.fetch_decode import from_ipc, mirror_identity
-from tidemill.spark.ingest.shuffle import (
+from tidemill.spark.ingest.large_steps.shuffle import (
     PENDING_RUN_NAME,
     RangeResult,
     StepPiece,

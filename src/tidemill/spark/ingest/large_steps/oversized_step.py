@@ -23,10 +23,10 @@ from tidemill.shards.parts.arrow_rows import Index, int64s
 from tidemill.shards.parts.checksums import checksum
 from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
 from tidemill.spark.decode.captured import Stop
+from tidemill.spark.ingest.dead_letters import letters_of_lost
 from tidemill.spark.ingest.fetch_decode import decode_blocks, fetch_table
 from tidemill.spark.ingest.step_planner import STEP_BYTES, Step, split_descriptors
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.ingest.unresolved_updates import letters_of_lost
 from tidemill.spark.stores import Stores
 from tidemill.spark.upsert.commands import (
     RECORD_KEY,

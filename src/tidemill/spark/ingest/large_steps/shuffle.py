@@ -20,10 +20,10 @@ from tidemill.shards.api import Part, ShardSchema
 from tidemill.shards.parts.arrow_rows import combine_columns
 from tidemill.shards.parts.parts import store_part
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.decode.offset_slices import SliceDescriptor
+from tidemill.spark.decode.records import SliceDescriptor
+from tidemill.spark.ingest.dead_letters import letters_of_lost
 from tidemill.spark.ingest.fetch_decode import fetch_and_decode, from_ipc, to_ipc
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.ingest.unresolved_updates import letters_of_lost
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import shared_objects
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, concat_commands
