@@ -34,15 +34,15 @@ from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.upsert.commands import ORDER, PARTITION, Commands
 from tidemill.spark.upsert.toast_fill import LostCommand
 
-log = structlog.get_logger()
-
-_Place = tuple[str, int]
-
 RUN_RECORDS_MIN = 10
 """A run of this many dead letters without a good record is no accident; for a table that holds nothing, one
 suffices."""
 DEAD_RUN_TEXT = "its newest records are all dead letters"
 _SHIFT = 20
+
+log = structlog.get_logger()
+
+_Place = tuple[str, int]
 
 
 class DeadLetterWriter:

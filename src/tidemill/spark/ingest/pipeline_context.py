@@ -45,14 +45,13 @@ if TYPE_CHECKING:
 
 MIRRORS = "mirrors"
 """Name of the directory of mirrors in a pipeline's scratch directory."""
+RECREATED = ("derived", "large", "checkpoints", "spark-local", "archive")
 LOCK_ATTEMPTS = 50
 STORAGE_RETRY_S = 1.0
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
-
-RECREATED = ("derived", "large", "checkpoints", "spark-local", "archive")
 
 
 class PipelineContext:

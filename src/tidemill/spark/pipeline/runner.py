@@ -58,12 +58,11 @@ REGISTRATION_CHECK_S = 30.0
 """Interval at which a driver checks that its row still exists."""
 REFUSAL_CHECK_S = 5.0
 """Interval of that check while the pipeline may not maintain one of its tables."""
-
-log = structlog.get_logger()
-
-CHECK_S = 1.0
+EXECUTOR_CHECK_S = 1.0
 REPLACEMENT_WAIT_S = 5.0
 """Time in which a cluster may replace a lost executor."""
+
+log = structlog.get_logger()
 
 
 class PipelineRunner(PipelineContext):
@@ -325,13 +324,13 @@ def watch_executors(host: PipelineContext) -> None:
     If Spark itself requests executors on demand (dynamic allocation), having none is normal, and nothing is watched.
     """
     while host.spark is None:
-        if host.ending.wait(CHECK_S):
+        if host.ending.wait(EXECUTOR_CHECK_S):
             return
     if host.spark.sparkContext.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
         return
     context, clock, mark = host.spark.sparkContext, host.stores.clock, executors_status_name(host.settings.name)
     seen_s = clock.monotonic_s()
-    while not host.ending.wait(CHECK_S):
+    while not host.ending.wait(EXECUTOR_CHECK_S):
         if executor_count(context):
             seen_s = clock.monotonic_s()
             host.tracker.clear_failure(mark)

@@ -45,13 +45,12 @@ from tidemill.spark.upsert.sorted_runs import (
 RUNS_MAX = 6
 SPILL_BYTES = 16 << 20
 """A run of at least this size is written to a file immediately."""
+ADOPT_BYTES = 4 << 20
+"""Encoded size of a batch. A larger batch is written into a file of the mirror piece by piece."""
 MERGE_RATIO = 4
 """Ratio of a merge: with too many runs, a run joins all newer ones if it is at most this many times as long as they."""
 MANIFEST = "MANIFEST.json"
 _FILES = itertools.count(1)
-
-ADOPT_BYTES = 4 << 20
-"""Encoded size of a batch. A larger batch is written into a file of the mirror piece by piece."""
 
 
 class _Manifest(msgspec.Struct):
