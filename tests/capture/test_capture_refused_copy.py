@@ -270,7 +270,7 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
             return await real(*args, **settings)
 
         monkeypatch.setattr(table_adder, "publish_tables", publish)
-        monkeypatch.setattr(table_adder, "Restarts", Never)
+        monkeypatch.setattr(table_adder, "Backoff", Never)
         async with other, world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             if known:
