@@ -156,6 +156,27 @@ def describe(client: RawClient, components: list[tuple[str, int, str | None]], *
     return client.ask(48, 1, encode(fields(schema, components=parts, strict=strict)))
 
 
+def test_a_quota_is_updated_although_the_table_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = FakeBroker()
+    assert broker.server is not None
+    monkeypatch.setattr("tidemill.security.quota_cache.QUOTAS_MAX", 2)
+    alice = [("user", "alice")]
+    with RawClient(broker.port) as client:
+
+        def code(*ops: tuple[str, float, bool]) -> int:
+            return int(alter(client, alice, list(ops)).error_code)
+
+        assert code((PRODUCE, 1.0, False), (CONSUME, 1.0, False)) == 0
+        assert code((PRODUCE, 2.0, False), (CONSUME, 2.0, False)) == 0, "both exist"
+        assert code((REQUEST, 3.0, False)) == 42, "a third one"
+        assert code((REQUEST, 3.0, False), (CONSUME, 1.0, True)) == 0, "in the place of another"
+        assert code((CONSUME, 1.0, True)) == 0, "absent already"
+        assert code((PRODUCE, 4.0, False), (CONSUME, 4.0, False)) == 42, "one of them would be a third"
+    stored = {(each.name, each.value) for each in broker.portal.call(broker.server.quotas.list())}
+    assert stored == {(PRODUCE, 2.0), (REQUEST, 3.0)}
+    broker.close()
+
+
 def test_quotas_are_altered_described_and_removed_as_kip_546_says() -> None:
     broker = FakeBroker()
     with RawClient(broker.port) as client:

@@ -47,12 +47,19 @@ class QuotaCache:
         """Put and remove quotas atomically. The values of `removed` are ignored. Raises InvalidError."""
         for quota in put:
             check_quota(quota)
-        if put and len(await self._metastore.rows(QUOTAS)) + len(put) > QUOTAS_MAX:
-            raise InvalidError(f"too many quotas: limit={QUOTAS_MAX}.", fix="Use defaults.")
+        if put:
+            known = {_key(row) for row in await self._metastore.rows(QUOTAS)}
+            changed = set(map(_key, put))
+            if changed - known and len((known | changed) - set(map(_key, removed))) > QUOTAS_MAX:
+                raise InvalidError(f"too many quotas: limit={QUOTAS_MAX}.", fix="Use defaults.")
         rows = [QUOTAS.encode(QuotaRow(each.user, each.client, each.name, each.value)) for each in put]
         rows += [(QUOTAS.key(each.user, each.client, each.name), b"") for each in removed]
         await write_rows(self._metastore, self._clock, rows, _FIX)
         await self.refresh()
+
+
+def _key(quota: Quota | QuotaRow) -> tuple[str, str, str]:
+    return quota.user, quota.client, quota.name
 
 
 def _quota(row: QuotaRow) -> Quota:
