@@ -8,8 +8,9 @@ from typing import Any
 from test_kafka_groups_consumer_core import See
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups import classic, consumer, protocol_dispatch
-from tidemill.kafka.groups.classic_state import (
+from tidemill.kafka.groups import protocol_dispatch
+from tidemill.kafka.groups.classic import requests as classic
+from tidemill.kafka.groups.classic.state import (
     Answer,
     ClassicGroup,
     GroupLimits,
@@ -19,7 +20,8 @@ from tidemill.kafka.groups.classic_state import (
     SyncAnswer,
     SyncRequest,
 )
-from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, Topic
+from tidemill.kafka.groups.consumer import requests as consumer
+from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, Topic
 from tidemill.kafka.groups.group_records import (
     classic_rows,
     consumer_rows,

@@ -19,9 +19,8 @@ from test_kafka_sasl import add, gate
 
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings, error_codes
-from tidemill.kafka.groups.classic_state import GroupLimits
-from tidemill.kafka.groups.config_cache import GroupConfigCache
-from tidemill.kafka.groups.configs import HEARTBEAT, SESSION, apply_configs, check_change
+from tidemill.kafka.groups.classic.state import GroupLimits
+from tidemill.kafka.groups.configs import HEARTBEAT, SESSION, GroupConfigCache, apply_configs, check_change
 from tidemill.security.acls import Operation, Resource
 from tidemill.topics.config.alter import AlterOp
 

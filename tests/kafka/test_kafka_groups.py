@@ -21,7 +21,7 @@ from harness import Cluster, RealBroker, eventually
 
 from patience import DEADLINE_S
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.consumer.state import ConsumerGroup
 
 PARTITIONS = 4
 SETTINGS = KafkaSettings(

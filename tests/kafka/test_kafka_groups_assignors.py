@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tidemill.kafka.groups.assignors import ASSIGNORS, Assignor, assign_ranges, assign_uniform
+from tidemill.kafka.groups.consumer.assignors import ASSIGNORS, Assignor, assign_ranges, assign_uniform
 
 SUBSCRIPTIONS = st.dictionaries(
     st.text("xyz", min_size=1, max_size=3), st.frozensets(st.sampled_from("abc")), max_size=7

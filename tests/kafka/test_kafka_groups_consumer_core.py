@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups import consumer
-from tidemill.kafka.groups.assignors import Partitions
-from tidemill.kafka.groups.classic_state import ClassicGroup, GroupLimits, HeartbeatAnswer, Phase
-from tidemill.kafka.groups.consumer_state import (
+from tidemill.kafka.groups.classic.state import ClassicGroup, GroupLimits, HeartbeatAnswer, Phase
+from tidemill.kafka.groups.consumer import requests as consumer
+from tidemill.kafka.groups.consumer.assignors import Partitions
+from tidemill.kafka.groups.consumer.state import (
     ConsumerGroup,
     HeartbeatRequest,
     Topic,

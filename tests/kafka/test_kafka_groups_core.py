@@ -9,8 +9,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups import classic, classic_rebalance
-from tidemill.kafka.groups.classic_state import (
+from tidemill.kafka.groups.classic import rebalance
+from tidemill.kafka.groups.classic import requests as classic
+from tidemill.kafka.groups.classic.state import (
     ClassicGroup,
     GroupLimits,
     JoinAnswer,
@@ -78,7 +79,7 @@ class World:
 
     def later(self, ms: int) -> None:
         self.now += ms
-        classic_rebalance.tick(self.group, self.now)
+        rebalance.tick(self.group, self.now)
         self.settle()
 
     def leave(self, member: str, instance_id: str | None = None) -> int:
@@ -168,7 +169,7 @@ def test_who_is_not_heard_of_is_evicted_and_who_is_stays() -> None:
     assert list(world.group.members) == [heard]
     assert world.group.phase is Phase.PREPARING
     assert quiet not in world.group.members
-    assert classic_rebalance.next_due_ms(world.group) is not None
+    assert rebalance.next_due_ms(world.group) is not None
 
 
 def test_an_assignment_is_told_only_once_it_is_durable() -> None:
@@ -389,7 +390,7 @@ def test_whatever_members_do_each_is_answered_once_and_a_generation_is_one(
     # Every wait ends, though nobody says anything any more.
     for _ in range(40):
         world.store()
-        due = classic_rebalance.next_due_ms(world.group)
+        due = rebalance.next_due_ms(world.group)
         if due is None:
             break
         world.later(max(0, due - world.now))

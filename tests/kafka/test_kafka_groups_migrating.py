@@ -30,7 +30,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import protocol_dispatch
-from tidemill.kafka.groups.classic_state import (
+from tidemill.kafka.groups.classic.state import (
     ClassicGroup,
     GroupLimits,
     HeartbeatAnswer,
@@ -38,7 +38,7 @@ from tidemill.kafka.groups.classic_state import (
     Phase,
     SyncRequest,
 )
-from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, iterate_places
+from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, iterate_places
 from tidemill.kafka.groups.subscriptions import decode_assignment, decode_subscription, encode_assignment
 from tidemill.kafka.schema.primitives import I32, MalformedFrameError
 

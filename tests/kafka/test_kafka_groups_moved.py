@@ -16,8 +16,8 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import group_runner as led_module
-from tidemill.kafka.groups.classic_state import GroupLimits, JoinRequest, Phase, SyncAnswer, SyncRequest
-from tidemill.kafka.groups.consumer_state import HeartbeatRequest, Topic
+from tidemill.kafka.groups.classic.state import GroupLimits, JoinRequest, Phase, SyncAnswer, SyncRequest
+from tidemill.kafka.groups.consumer.state import HeartbeatRequest, Topic
 from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.registers import migrate_offsets

@@ -65,8 +65,7 @@ def alter(
     as_json: JsonOption = False,
 ) -> None:
     """Set configs of one group, even before it has members. The group's coordinator applies them within a moment."""
-    from tidemill.kafka.groups.config_cache import GroupConfigCache
-    from tidemill.kafka.groups.configs import GROUP
+    from tidemill.kafka.groups.configs import GROUP, GroupConfigCache
     from tidemill.kafka.groups.coordinator import is_group_name
     from tidemill.node.settings_from_config import kafka_settings
     from tidemill.topics.config.alter import apply_changes

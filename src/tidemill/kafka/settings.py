@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.limits import KAFKA_REQUEST_BYTES, MIB
-from tidemill.kafka.groups.classic_state import GroupLimits
+from tidemill.kafka.groups.classic.state import GroupLimits
 
 
 class KafkaSettings(msgspec.Struct, frozen=True):

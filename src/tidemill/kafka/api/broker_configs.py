@@ -14,7 +14,7 @@ import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.groups.assignors import ASSIGNORS
+from tidemill.kafka.groups.consumer.assignors import ASSIGNORS
 from tidemill.topics.config.alter import InvalidConfigRequestError
 from tidemill.topics.config.configs import SETTINGS
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tidemill.kafka.api.coordinator_lookup import CoordinatorLookup
     from tidemill.kafka.fetch_sessions.implicit import ImplicitSessions
     from tidemill.kafka.fetch_sessions.sessions import FetchSessions
-    from tidemill.kafka.groups.config_cache import GroupConfigCache
+    from tidemill.kafka.groups.configs import GroupConfigCache
     from tidemill.kafka.groups.coordinator import GroupCoordinator
     from tidemill.kafka.groups.topic_patterns import TopicPatterns
     from tidemill.kafka.transactions.coordinator import TransactionCoordinator

@@ -18,7 +18,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence
 from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_state import GroupLimits
+from tidemill.kafka.groups.classic.state import GroupLimits
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.group_store import NO_FAULTS, GroupFencedError, GroupStore
 from tidemill.metastore.metastore import Metastore

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tidemill.kafka.groups.classic_state import ClassicGroup, ClassicMember, GroupLimits, Phase
-from tidemill.kafka.groups.consumer_state import ClassicSubscription, ConsumerGroup, ConsumerGroupMember, iterate_places
+from tidemill.kafka.groups.classic.state import ClassicGroup, ClassicMember, GroupLimits, Phase
+from tidemill.kafka.groups.consumer.state import ClassicSubscription, ConsumerGroup, ConsumerGroupMember, iterate_places
 from tidemill.kafka.groups.protocol_migration import begin_durable_rebalance
 from tidemill.metastore.rows import GROUP_MEMBERS
 from tidemill.metastore.rows.groups import ConsumerMember, GroupMemberRow, GroupRow

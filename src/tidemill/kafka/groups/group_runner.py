@@ -22,8 +22,9 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import FencedError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks, is_own_fault_of_await
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups import classic, consumer, protocol_dispatch
-from tidemill.kafka.groups.classic_state import (
+from tidemill.kafka.groups import protocol_dispatch
+from tidemill.kafka.groups.classic import requests as classic
+from tidemill.kafka.groups.classic.state import (
     ClassicGroup,
     GroupLimits,
     HeartbeatAnswer,
@@ -33,7 +34,8 @@ from tidemill.kafka.groups.classic_state import (
     SyncAnswer,
     SyncRequest,
 )
-from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, TopicSnapshot
+from tidemill.kafka.groups.consumer import requests as consumer
+from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, TopicSnapshot
 from tidemill.kafka.groups.group_records import CLASSIC, CONSUMER, Rows, in_protocol, restore_group
 from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore, GroupTakeover
 

@@ -14,8 +14,8 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, FencedError, UnknownOutcomeError
-from tidemill.kafka.groups.classic_state import ClassicGroup
-from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.classic.state import ClassicGroup
+from tidemill.kafka.groups.consumer.state import ConsumerGroup
 from tidemill.kafka.groups.group_records import Rows, classic_rows, consumer_rows, deleted_member_rows, head_row
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS

@@ -6,8 +6,10 @@ Each function that may change the protocol returns the resulting group, which in
 from __future__ import annotations
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups import classic, classic_members, classic_rebalance, consumer, protocol_migration
-from tidemill.kafka.groups.classic_state import (
+from tidemill.kafka.groups import protocol_migration
+from tidemill.kafka.groups.classic import rebalance
+from tidemill.kafka.groups.classic import requests as classic
+from tidemill.kafka.groups.classic.state import (
     Answer,
     ClassicGroup,
     HeartbeatAnswer,
@@ -16,7 +18,9 @@ from tidemill.kafka.groups.classic_state import (
     SyncRequest,
     Waiter,
 )
-from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, TopicSnapshot
+from tidemill.kafka.groups.consumer import classic_members
+from tidemill.kafka.groups.consumer import requests as consumer
+from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, TopicSnapshot
 
 AnyGroup = ClassicGroup | ConsumerGroup
 
@@ -104,14 +108,14 @@ def commit_error(
 
 def next_due_ms(group: AnyGroup) -> int | None:
     """Return the earliest time at which `tick` has something to do."""
-    return consumer.next_due_ms(group) if isinstance(group, ConsumerGroup) else classic_rebalance.next_due_ms(group)
+    return consumer.next_due_ms(group) if isinstance(group, ConsumerGroup) else rebalance.next_due_ms(group)
 
 
 def tick(group: AnyGroup, now: int) -> AnyGroup:
     if isinstance(group, ConsumerGroup):
         consumer.tick(group, now)
         return protocol_migration.downgrade_if_classic(group, now)
-    classic_rebalance.tick(group, now)
+    rebalance.tick(group, now)
     return group
 
 

@@ -18,8 +18,8 @@ member has joined again without it.
 from __future__ import annotations
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups import classic_members, classic_rebalance, consumer_reconciliation
-from tidemill.kafka.groups.classic_state import (
+from tidemill.kafka.groups.classic import rebalance
+from tidemill.kafka.groups.classic.state import (
     Answer,
     ClassicGroup,
     ClassicMember,
@@ -30,7 +30,8 @@ from tidemill.kafka.groups.classic_state import (
     SyncAnswer,
     error_answer_for,
 )
-from tidemill.kafka.groups.consumer_state import (
+from tidemill.kafka.groups.consumer import classic_members, reconciliation
+from tidemill.kafka.groups.consumer.state import (
     ClassicSubscription,
     ConsumerGroup,
     ConsumerGroupMember,
@@ -141,7 +142,7 @@ def downgrade_by_replacement(group: ConsumerGroup, now: int, ask: JoinRequest) -
     """Remove the last member of the consumer protocol, which `is_last_consumer_replaced` found to be replaced, and
     downgrade the group.
     """
-    consumer_reconciliation.remove_member(group, group.members[group.instances[ask.instance_id or ""]])
+    reconciliation.remove_member(group, group.members[group.instances[ask.instance_id or ""]])
     return downgrade(group, now)
 
 
@@ -177,7 +178,7 @@ def downgrade(group: ConsumerGroup, now: int) -> ClassicGroup:
 def begin_durable_rebalance(group: ClassicGroup, now: int) -> None:
     """Begin a rebalance that is durable as members without a protocol."""
     group.phase, group.protocol = Phase.STABLE, ""
-    classic_rebalance.begin_rebalance(group, now)
+    rebalance.begin_rebalance(group, now)
 
 
 def _outdated_answer(said: Answer) -> Answer:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from tidemill.kafka.groups.classic_state import ClassicGroup, Phase
-from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.classic.state import ClassicGroup, Phase
+from tidemill.kafka.groups.consumer.state import ConsumerGroup
 from tidemill.kafka.schema.primitives import I16, I32, MalformedFrameError, read_i16, truncated_frame_error
 
 CONSUMER: Final = "consumer"

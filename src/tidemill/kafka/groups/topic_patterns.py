@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.kafka.groups.consumer_state import Topic
+from tidemill.kafka.groups.consumer.state import Topic
 from tidemill.kafka.metadata.topic_cache import TopicCache
 
 PATTERN_CHARS: Final = 1_000
@@ -33,7 +33,7 @@ process hides pandas.
 
 
 class TopicView(NamedTuple):
-    """All topics, and the matches of some patterns that the client may see: a `consumer_state.TopicSnapshot`.
+    """All topics, and the matches of some patterns that the client may see: a `consumer.state.TopicSnapshot`.
 
     It must be used before the next await, because it reads `cache`.
     """

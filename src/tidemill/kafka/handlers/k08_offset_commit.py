@@ -13,7 +13,7 @@ from typing import Any
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.consumer.state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow

@@ -15,7 +15,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.consumer.state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.handlers.k08_offset_commit import find_topic, missing_partition_code
 from tidemill.kafka.schema.codec_compiler import Body

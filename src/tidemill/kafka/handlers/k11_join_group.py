@@ -12,8 +12,8 @@ from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.groups.classic_state import JoinAnswer, JoinRequest
-from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.classic.state import JoinAnswer, JoinRequest
+from tidemill.kafka.groups.consumer.state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import decode_subscription

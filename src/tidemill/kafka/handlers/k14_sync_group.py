@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.groups.classic_state import SyncAnswer, SyncRequest
+from tidemill.kafka.groups.classic.state import SyncAnswer, SyncRequest
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 

@@ -14,7 +14,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
-from tidemill.kafka.groups.classic_state import ClassicGroup, ClassicMember, Phase
+from tidemill.kafka.groups.classic.state import ClassicGroup, ClassicMember, Phase
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_records import CLASSIC
 from tidemill.kafka.schema.codec_compiler import Body

@@ -9,7 +9,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.groups.classic_state import Phase
+from tidemill.kafka.groups.classic.state import Phase
 from tidemill.kafka.groups.group_records import kind_of
 from tidemill.kafka.schema.codec_compiler import Body
 

@@ -14,9 +14,9 @@ from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.groups.assignors import Partitions
-from tidemill.kafka.groups.classic_state import ClassicGroup, HeartbeatAnswer
-from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest
+from tidemill.kafka.groups.classic.state import ClassicGroup, HeartbeatAnswer
+from tidemill.kafka.groups.consumer.assignors import Partitions
+from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_topics

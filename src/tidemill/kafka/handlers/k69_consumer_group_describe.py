@@ -11,9 +11,9 @@ from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
-from tidemill.kafka.groups.assignors import Partitions
-from tidemill.kafka.groups.classic_state import GroupLimits
-from tidemill.kafka.groups.consumer_state import ConsumerGroup, ConsumerGroupMember
+from tidemill.kafka.groups.classic.state import GroupLimits
+from tidemill.kafka.groups.consumer.assignors import Partitions
+from tidemill.kafka.groups.consumer.state import ConsumerGroup, ConsumerGroupMember
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_records import CONSUMER, restore_group
 from tidemill.kafka.handlers.k15_describe_groups import NO_OPERATIONS

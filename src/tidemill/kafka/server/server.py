@@ -30,7 +30,7 @@ from tidemill.kafka.api.context import Broker, Context, Nodes
 from tidemill.kafka.api.coordinator_lookup import CoordinatorLookup
 from tidemill.kafka.fetch_sessions.implicit import ImplicitSessions
 from tidemill.kafka.fetch_sessions.sessions import FetchSessions
-from tidemill.kafka.groups.config_cache import GroupConfigCache
+from tidemill.kafka.groups.configs import GroupConfigCache
 from tidemill.kafka.groups.coordinator import GroupCoordinator
 from tidemill.kafka.groups.registers import migrate_offsets
 from tidemill.kafka.groups.topic_patterns import TopicPatterns

@@ -64,8 +64,8 @@ class GroupRow(msgspec.Struct, frozen=True):
 
 
 class ConsumerMember(msgspec.Struct, frozen=True, array_like=True):
-    """State of a member of the consumer protocol (`kafka.groups.consumer_state.Consumer`). held, revoking, target:
-    topic id → partitions."""
+    """State of a member of the consumer protocol (`kafka.groups.consumer.state.ConsumerGroupMember`). held, revoking,
+    target: topic id → partitions."""
 
     epoch: int = 0
     previous: int = -1

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_state import JoinAnswer, JoinRequest, SyncAnswer, SyncRequest
+from tidemill.kafka.groups.classic.state import JoinAnswer, JoinRequest, SyncAnswer, SyncRequest
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.transactions.group_offsets import store_offsets
 from tidemill.kafka.transactions.state import GroupOffset, Offsets

@@ -11,8 +11,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_state import HeartbeatAnswer
-from tidemill.kafka.groups.consumer_state import EPOCH_LEAVE, HeartbeatRequest
+from tidemill.kafka.groups.classic.state import HeartbeatAnswer
+from tidemill.kafka.groups.consumer.state import EPOCH_LEAVE, HeartbeatRequest
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.sim.scenarios.groups import AGAIN, GROUP, TOPIC, Shared, Topics, call, led, read

@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeVar
 from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_state import GroupLimits, JoinRequest, SyncRequest
-from tidemill.kafka.groups.consumer_state import Topic
+from tidemill.kafka.groups.classic.state import GroupLimits, JoinRequest, SyncRequest
+from tidemill.kafka.groups.consumer.state import Topic
 from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_places, encode_assignment

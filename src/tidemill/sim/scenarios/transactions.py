@@ -24,7 +24,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_state import GroupLimits
+from tidemill.kafka.groups.classic.state import GroupLimits
 from tidemill.kafka.groups.coordinator import GroupCoordinator
 from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, store_offsets

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from tidemill.kafka.groups.assignors import Partitions
-from tidemill.kafka.groups.classic_state import Answer, GroupLimits, Phase, Protocols, Waiter, metadata_bytes
+from tidemill.kafka.groups.classic.state import Answer, GroupLimits, Phase, Protocols, Waiter, metadata_bytes
+from tidemill.kafka.groups.consumer.assignors import Partitions
 
 EPOCH_LEAVE: Final = -1
 EPOCH_LEAVE_TEMPORARILY: Final = -2
@@ -124,7 +124,7 @@ class ConsumerWrite(NamedTuple):
 class ConsumerGroup:
     """State of a group.
 
-    Only `consumer`, `classic_members` and `consumer_reconciliation` change it. All times are monotonic milliseconds.
+    Only `requests`, `classic_members` and `reconciliation` change it. All times are monotonic milliseconds.
 
     epoch, target_epoch    the group's epoch; the epoch for which the members' targets were computed
     owners                 (topic id, partition) → the member that holds it: the inverse of `held` of all members

@@ -153,7 +153,7 @@ def metadata_bytes(protocols: Protocols) -> int:
 
 
 class ClassicGroup:
-    """State of a group. Only `classic_rebalance` and `classic` change it. All times are monotonic milliseconds.
+    """State of a group. Only `rebalance` and `requests` change it. All times are monotonic milliseconds.
 
     expected      member ids that were assigned (KIP-394), and the times until which their joins are expected
     join_until    while PREPARING: when members that have not joined are removed

@@ -14,8 +14,8 @@ Source: KIP-848, "Assignment" and "Member reconciliation".
 
 from __future__ import annotations
 
-from tidemill.kafka.groups.assignors import ASSIGNORS, DEFAULT, Partitions
-from tidemill.kafka.groups.consumer_state import (
+from tidemill.kafka.groups.consumer.assignors import ASSIGNORS, DEFAULT, Partitions
+from tidemill.kafka.groups.consumer.state import (
     ConsumerGroup,
     ConsumerGroupMember,
     TopicSnapshot,

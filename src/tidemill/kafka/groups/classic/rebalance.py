@@ -10,7 +10,7 @@ A group that was empty waits briefly for more members before its first generatio
 from __future__ import annotations
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_state import ClassicGroup, JoinAnswer, Phase, SyncAnswer
+from tidemill.kafka.groups.classic.state import ClassicGroup, JoinAnswer, Phase, SyncAnswer
 
 
 def begin_rebalance(group: ClassicGroup, now: int) -> None:

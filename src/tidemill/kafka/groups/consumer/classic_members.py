@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups import consumer_reconciliation
-from tidemill.kafka.groups.assignors import Partitions
-from tidemill.kafka.groups.classic_state import JoinAnswer, JoinRequest, SyncAnswer, SyncRequest, metadata_bytes
-from tidemill.kafka.groups.consumer import ID_BYTES, member_error
-from tidemill.kafka.groups.consumer_state import (
+from tidemill.kafka.groups.classic.state import JoinAnswer, JoinRequest, SyncAnswer, SyncRequest, metadata_bytes
+from tidemill.kafka.groups.consumer import reconciliation
+from tidemill.kafka.groups.consumer.assignors import Partitions
+from tidemill.kafka.groups.consumer.requests import ID_BYTES, member_error
+from tidemill.kafka.groups.consumer.state import (
     ClassicSubscription,
     ConsumerGroup,
     ConsumerGroupMember,
@@ -44,8 +44,8 @@ def join(group: ConsumerGroup, now: int, ask: JoinRequest, seen: TopicSnapshot) 
     subscription = decode_subscription(ask.protocols[0][1])
     member = _joining_member(group, ask)
     _update_member(group, member, ask, subscription)
-    consumer_reconciliation.update_target(group, seen)
-    consumer_reconciliation.reconcile(group, now, member, by_topic_id(subscription.owned, seen), is_join=True)
+    reconciliation.update_target(group, seen)
+    reconciliation.reconcile(group, now, member, by_topic_id(subscription.owned, seen), is_join=True)
     member.until_ms, member.owes_until_ms = now + ask.session_ms, now + ask.rebalance_ms
     return JoinAnswer(0, member.member_id, member.epoch, CONSUMER, ask.protocols[0][0], NO_LEADER)
 
@@ -111,7 +111,7 @@ def _joining_member(group: ConsumerGroup, ask: JoinRequest) -> ConsumerGroupMemb
         found = group.members.get(ask.member_id)
         member = found or ConsumerGroupMember(ask.member_id or ask.new_id, ask.instance_id)
         if found is None:
-            consumer_reconciliation.note_subscription_change(group)
+            reconciliation.note_subscription_change(group)
     group.members[member.member_id] = member
     if member.instance_id is not None:
         group.instances[member.instance_id] = member.member_id
@@ -126,7 +126,7 @@ def _update_member(
     member.classic = ClassicSubscription(ask.session_ms, ask.protocols)
     if (member.topics, member.pattern, member.assignor) != (subscription.topics, "", None):
         member.topics, member.pattern, member.assignor = subscription.topics, "", None
-        consumer_reconciliation.note_subscription_change(group)
+        reconciliation.note_subscription_change(group)
     group.changed.add(member.member_id)
     group.unstored = True
 
@@ -210,5 +210,5 @@ def leave(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
         return code
     if not group.speaks_classic(member_id):
         return error_codes.UNKNOWN_MEMBER_ID
-    consumer_reconciliation.remove_member(group, group.members[member_id])
+    reconciliation.remove_member(group, group.members[member_id])
     return 0

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups import consumer_reconciliation
-from tidemill.kafka.groups.assignors import ASSIGNORS
-from tidemill.kafka.groups.classic_state import Answer, HeartbeatAnswer, Waiter, error_answer_for
-from tidemill.kafka.groups.consumer_state import (
+from tidemill.kafka.groups.classic.state import Answer, HeartbeatAnswer, Waiter, error_answer_for
+from tidemill.kafka.groups.consumer import reconciliation
+from tidemill.kafka.groups.consumer.assignors import ASSIGNORS
+from tidemill.kafka.groups.consumer.state import (
     EPOCH_LEAVE,
     EPOCH_LEAVE_TEMPORARILY,
     ConsumerGroup,
@@ -49,8 +49,8 @@ def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: Topic
     member = group.members[ask.member_id]
     _update_member(group, member, ask)
     member.until_ms = now + group.limits.consumer_session_ms
-    consumer_reconciliation.update_target(group, seen)
-    changed = consumer_reconciliation.reconcile(group, now, member, ask.owned)
+    reconciliation.update_target(group, seen)
+    changed = reconciliation.reconcile(group, now, member, ask.owned)
     # A member that sends its full state, or an outdated epoch, may not have received its last answer.
     is_whole = ask.owned is not None and (ask.topics is not None or ask.pattern is not None)
     tells = changed or is_whole or ask.epoch != member.epoch
@@ -118,18 +118,18 @@ def _reset_member(group: ConsumerGroup, ask: HeartbeatRequest) -> None:
     """
     member = group.members.get(ask.member_id)
     if member is not None and member.instance_id != ask.instance_id:
-        consumer_reconciliation.remove_member(group, member)
+        reconciliation.remove_member(group, member)
         member = None
     if member is None and ask.instance_id is not None and ask.instance_id in group.instances:
         # A static member returned in time: the other members see no change (KIP-848, "Static membership").
         member = group.members.pop(group.instances[ask.instance_id])
-        consumer_reconciliation.free_partitions(group, member, member.held)
+        reconciliation.free_partitions(group, member, member.held)
         group.changed.discard(member.member_id)
         member.member_id = ask.member_id
     is_new = member is None
     if member is None:
         member = ConsumerGroupMember(ask.member_id, ask.instance_id)
-    consumer_reconciliation.free_partitions(group, member, member.held)
+    reconciliation.free_partitions(group, member, member.held)
     member.revoking, member.away = {}, False
     member.classic, member.owes_until_ms = None, 0
     member.epoch, member.previous = 0, -1
@@ -139,7 +139,7 @@ def _reset_member(group: ConsumerGroup, ask: HeartbeatRequest) -> None:
         group.instances[ask.instance_id] = ask.member_id
     _mark_changed(group, member)
     if is_new:
-        consumer_reconciliation.note_subscription_change(group)
+        reconciliation.note_subscription_change(group)
 
 
 def _update_member(group: ConsumerGroup, member: ConsumerGroupMember, ask: HeartbeatRequest) -> None:
@@ -155,7 +155,7 @@ def _update_member(group: ConsumerGroup, member: ConsumerGroupMember, ask: Heart
     member.assignor = ask.assignor if ask.assignor is not None else member.assignor
     if (member.topics, member.pattern, member.assignor) != wanted:
         _mark_changed(group, member)
-        consumer_reconciliation.note_subscription_change(group)
+        reconciliation.note_subscription_change(group)
 
 
 def _mark_changed(group: ConsumerGroup, member: ConsumerGroupMember) -> None:
@@ -203,7 +203,7 @@ def _leave(group: ConsumerGroup, now: int, ask: HeartbeatRequest) -> HeartbeatAn
         return HeartbeatAnswer(code, "The member is not in the group.")
     member = group.members[ask.member_id]
     if ask.epoch == EPOCH_LEAVE:
-        consumer_reconciliation.remove_member(group, member)
+        reconciliation.remove_member(group, member)
     else:
         member.away = True
         member.until_ms = now + group.limits.consumer_session_ms
@@ -239,7 +239,7 @@ def tick(group: ConsumerGroup, now: int) -> None:
     """Fence members that do not send a heartbeat, revoke, join or sync in time."""
     for member in _members_with_timeouts(group):
         if _deadline_ms(member) <= now:
-            consumer_reconciliation.remove_member(group, member)
+            reconciliation.remove_member(group, member)
 
 
 def next_due_ms(group: ConsumerGroup) -> int | None:

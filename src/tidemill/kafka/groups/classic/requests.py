@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.classic_rebalance import (
+from tidemill.kafka.groups.classic.rebalance import (
     begin_rebalance,
     complete_if_joined,
     drop_assignment,
@@ -22,7 +22,7 @@ from tidemill.kafka.groups.classic_rebalance import (
     send_assignments,
     sync_answer,
 )
-from tidemill.kafka.groups.classic_state import (
+from tidemill.kafka.groups.classic.state import (
     Answer,
     ClassicGroup,
     ClassicMember,
