@@ -13,6 +13,7 @@ Codes: https://kafka.apache.org/protocol#protocol_error_codes
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Final
 
 from tidemill.base.errors import (
@@ -22,6 +23,7 @@ from tidemill.base.errors import (
     FencedError,
     InvalidError,
     MissingError,
+    TidemillError,
     UnavailableError,
     UnknownOutcomeError,
 )
@@ -160,3 +162,23 @@ def code_of(error: BaseException) -> int:
 
 def is_expected(error: BaseException) -> bool:
     return any(isinstance(error, kind) for kind, _ in _CODES)
+
+
+async def code_of_work(work: Awaitable[int], *, too_large: int = INVALID_REQUEST) -> int:
+    """Return the code of a transaction's `work`, or COORDINATOR_NOT_AVAILABLE if it failed.
+
+    Clients retry after that code even if the work was done: the repeated request finds its result.
+    """
+    try:
+        return await work
+    except InvalidError:
+        return too_large
+    except TidemillError:
+        return COORDINATOR_NOT_AVAILABLE
+
+
+def fenced_code(code: int, *, known: bool) -> int:
+    """Return the code for the request's version: before KIP-588, which added PRODUCER_FENCED, it was
+    INVALID_PRODUCER_EPOCH.
+    """
+    return INVALID_PRODUCER_EPOCH if code == PRODUCER_FENCED and not known else code

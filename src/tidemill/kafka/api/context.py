@@ -1,35 +1,46 @@
-"""Shared context of all handlers: the rooms below, the node's own name and settings, and the shared caches."""
+"""Shared context of all handlers: the rooms below, the node's own name and settings, the shared caches, and the
+coordinators of groups and transactional ids.
+
+Groups and transactional ids are assigned to coordinating nodes by rendezvous hashing over the live nodes, as partitions
+are assigned to leaders. Equal views give equal owners, and views converge within a poll. While they differ, two nodes
+may both claim a group or id. Their writes are fenced (groups) or compare-and-set (transactions), so at most one of them
+makes progress.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.coop import STRETCH_S, CoopBudget
+from tidemill.kafka import error_codes
 from tidemill.kafka.api.authorizer import RequestAuthorizer
 from tidemill.kafka.metadata.encoded_partitions import EncodedPartitions
 from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.kafka.net.listeners import DEFAULT, AdvertisedListener
 from tidemill.kafka.settings import KafkaSettings
+from tidemill.kafka.transactions.state import key_of
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.security.audit import Audit
 from tidemill.security.quota_cache import QuotaCache
 from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
+from tidemill.topics.membership import rendezvous_leader
 from tidemill.topics.produce.producer_ids import ProducerIds
 
 if TYPE_CHECKING:
-    from tidemill.kafka.api.coordinator_lookup import CoordinatorLookup
     from tidemill.kafka.fetch_sessions.implicit import ImplicitSessions
     from tidemill.kafka.fetch_sessions.sessions import FetchSessions
     from tidemill.kafka.groups.configs import GroupConfigCache
     from tidemill.kafka.groups.coordinator import GroupCoordinator
     from tidemill.kafka.groups.topic_patterns import TopicPatterns
     from tidemill.kafka.transactions.coordinator import TransactionCoordinator
+
+_KEY_BYTES_MAX: Final = 900
 
 
 class NodeAddress(Protocol):
@@ -137,3 +148,38 @@ class Context:
             if member.name != self.own.name and port > 0:
                 found[member.node_id] = Broker(member.node_id, member.name, host, port)
         return [found[node_id] for node_id in sorted(found)]
+
+
+class CoordinatorLookup:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def group_coordinator(self, group: str) -> Broker:
+        return self._coordinator_of(f"group/{group}")
+
+    def transaction_coordinator(self, transactional_id: str) -> Broker:
+        return self._coordinator_of(f"transaction/{transactional_id}")
+
+    def coordinates_group(self, group: str) -> bool:
+        return self.group_coordinator(group).name == self._context.own.name
+
+    def coordinates_transaction(self, transactional_id: str) -> bool:
+        return self.transaction_coordinator(transactional_id).name == self._context.own.name
+
+    def _coordinator_of(self, place: str) -> Broker:
+        """Return the owner of a place.
+
+        A node that has not joined yet, or has left, coordinates nothing as long as there is another one.
+        """
+        brokers = self._context.coordinator_nodes()
+        if len(brokers) == 1:
+            return brokers[0]
+        name = rendezvous_leader([broker.name for broker in brokers], place, 0)
+        return next(broker for broker in brokers if broker.name == name)
+
+
+def coordinator_error(context: Context, transactional_id: str) -> int:
+    """Return the error code if this node cannot serve the id, else 0."""
+    if not transactional_id or len(key_of(transactional_id)) > _KEY_BYTES_MAX:
+        return error_codes.INVALID_REQUEST
+    return 0 if context.owners.coordinates_transaction(transactional_id) else error_codes.NOT_COORDINATOR

@@ -1,6 +1,6 @@
 """Handler of FindCoordinator (10), versions 0 to 6.
 
-For a group or a transactional id, the answer is the node that the live nodes agree on (`api.coordinator_lookup`), with
+For a group or a transactional id, the answer is the node that the live nodes agree on (`api.context`), with
 its address at the client's listener. A node without that listener is COORDINATOR_NOT_AVAILABLE. Share groups are
 rejected by INVALID_REQUEST.
 """

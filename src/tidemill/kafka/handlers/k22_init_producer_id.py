@@ -11,9 +11,8 @@ from typing import Final
 
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
-from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.context import Context, coordinator_error
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.handlers.transaction_errors import coordinator_error, fenced_code
 from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 4
@@ -23,7 +22,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     answer: Body = {"error_code": 0, "producer_id": -1, "producer_epoch": -1}
     if body["transactional_id"] is not None:
         code, producer_id, epoch = await _init_transactional(context, body)
-        code = fenced_code(code, known=request.version >= FIRST_WITH_FENCED)
+        code = error_codes.fenced_code(code, known=request.version >= FIRST_WITH_FENCED)
         return {"error_code": code, "producer_id": producer_id, "producer_epoch": epoch}
     try:
         producer_id = await context.producer_ids.allocate()

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.context import Context, coordinator_error
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.handlers.k08_offset_commit import find_topic, missing_partition_code
-from tidemill.kafka.handlers.transaction_errors import code_of_work, coordinator_error, fenced_code
 from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 2
@@ -42,8 +41,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         code = error_codes.OPERATION_NOT_ATTEMPTED
     elif not code:
         identity = (body["v3_and_below_producer_id"], body["v3_and_below_producer_epoch"])
-        code = await code_of_work(context.transactions.add(transactional_id, *identity, partitions=places))
-        code = fenced_code(code, known=request.version >= FIRST_WITH_FENCED)
+        code = await error_codes.code_of_work(context.transactions.add(transactional_id, *identity, partitions=places))
+        code = error_codes.fenced_code(code, known=request.version >= FIRST_WITH_FENCED)
     return _answer(body, code, codes if code == error_codes.OPERATION_NOT_ATTEMPTED else {})
 
 

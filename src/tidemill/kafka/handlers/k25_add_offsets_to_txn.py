@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.kafka.api.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context, coordinator_error
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.handlers.transaction_errors import code_of_work, coordinator_error, fenced_code
 from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 2
@@ -17,8 +17,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     code = coordinator_error(context, transactional_id)
     if not code:
         identity = (body["producer_id"], body["producer_epoch"])
-        code = await code_of_work(context.transactions.add_group(transactional_id, *identity, body["group_id"]))
-    return {"error_code": fenced_code(code, known=request.version >= FIRST_WITH_FENCED)}
+        code = await error_codes.code_of_work(
+            context.transactions.add_group(transactional_id, *identity, body["group_id"])
+        )
+    return {"error_code": error_codes.fenced_code(code, known=request.version >= FIRST_WITH_FENCED)}
 
 
 def error_answer(body: Body, code: int) -> Body:

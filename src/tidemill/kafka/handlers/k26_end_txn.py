@@ -10,9 +10,8 @@ from typing import Final
 
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
-from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.context import Context, coordinator_error
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.handlers.transaction_errors import code_of_work, coordinator_error, fenced_code
 from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 2
@@ -26,8 +25,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     if not code and request.version >= FIRST_THAT_BUMPS:
         return await _end_bumping(context, transactional_id, identity, commit=body["committed"])
     if not code:
-        code = await code_of_work(context.transactions.end(transactional_id, *identity, commit=body["committed"]))
-    return error_answer(body, fenced_code(code, known=request.version >= FIRST_WITH_FENCED))
+        code = await error_codes.code_of_work(
+            context.transactions.end(transactional_id, *identity, commit=body["committed"])
+        )
+    return error_answer(body, error_codes.fenced_code(code, known=request.version >= FIRST_WITH_FENCED))
 
 
 async def _end_bumping(context: Context, transactional_id: str, identity: tuple[int, int], *, commit: bool) -> Body:

@@ -18,7 +18,6 @@ from tidemill.kafka.handlers.k08_offset_commit import (
     missing_partition_code,
     settle_topics,
 )
-from tidemill.kafka.handlers.transaction_errors import code_of_work
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.kafka.transactions.group_offsets import store_offsets
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
@@ -62,7 +61,7 @@ async def _store_offsets(context: Context, body: Body, offsets: Offsets, *, adds
     keeping = store_offsets(
         context.groups, context.transactions, identity, body["group_id"], member, offsets, adds=adds
     )
-    code = await code_of_work(keeping, too_large=error_codes.OFFSET_METADATA_TOO_LARGE)
+    code = await error_codes.code_of_work(keeping, too_large=error_codes.OFFSET_METADATA_TOO_LARGE)
     # The code of Kafka's group coordinators for a fenced producer.
     return error_codes.INVALID_PRODUCER_EPOCH if code == error_codes.PRODUCER_FENCED else code
 

@@ -6,9 +6,8 @@ from functools import partial
 
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
-from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.context import Context, coordinator_error
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items
-from tidemill.kafka.handlers.transaction_errors import coordinator_error
 from tidemill.kafka.schema.codec_compiler import Body
 
 

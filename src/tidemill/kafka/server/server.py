@@ -26,8 +26,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.kafka import handlers
 from tidemill.kafka.api.authorizer import RequestAuthorizer
-from tidemill.kafka.api.context import Broker, Context, Nodes
-from tidemill.kafka.api.coordinator_lookup import CoordinatorLookup
+from tidemill.kafka.api.context import Broker, Context, CoordinatorLookup, Nodes
 from tidemill.kafka.fetch_sessions.implicit import ImplicitSessions
 from tidemill.kafka.fetch_sessions.sessions import FetchSessions
 from tidemill.kafka.groups.configs import GroupConfigCache
