@@ -14,8 +14,8 @@ from tidemill.base.errors import ConflictError, InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, map_items, run_with_timeout
-from tidemill.kafka.api.replica_assignments import InvalidReplicaAssignmentError, check_assignments
 from tidemill.kafka.handlers.k32_describe_configs import topic_entries
+from tidemill.kafka.handlers.k37_create_partitions import InvalidReplicaAssignmentError, check_assignments
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import PARTITIONS_MAX, TopicRow, check_topic_name
 from tidemill.topics.config.configs import parse_topic_config

@@ -3,20 +3,47 @@
 It writes the topic's row with its new count, which every node sees within a moment (`topic_cache`, `topics.log`,
 `node.binder`). Existing records are not moved, as in Kafka. The partition count of a captured table's topic is fixed
 (INVALID_PARTITIONS), because the writer's mapping of keys to partitions preserves the order of each key. A manual
-assignment is checked as in Kafka but has no effect: the lease determines the leader.
+assignment is checked by Kafka's rules, here and in CreateTopics, but has no effect: a partition has one leader, which
+its lease names, and the bucket replicates the data.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.kafka import error_codes
-from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.context import Broker, Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded, run_with_timeout
-from tidemill.kafka.api.replica_assignments import InvalidReplicaAssignmentError, check_assignments
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow, with_partitions
+
+
+class InvalidReplicaAssignmentError(InvalidError):
+    """Error with the code INVALID_REPLICA_ASSIGNMENT."""
+
+
+def check_assignments(lists: Sequence[Sequence[int]], count: int, brokers: Sequence[Broker]) -> None:
+    """Check `lists`, the broker ids of each of `count` partitions. Raises InvalidReplicaAssignmentError."""
+    if len(lists) != count:
+        raise InvalidReplicaAssignmentError(
+            f"every new partition needs an assignment: partitions={count} assignments={len(lists)}."
+        )
+    known = {broker.node_id for broker in brokers}
+    for ids in lists:
+        if not ids:
+            raise InvalidReplicaAssignmentError("an assignment names no broker.")
+        if len(set(ids)) != len(ids):
+            raise InvalidReplicaAssignmentError(f"an assignment names a broker twice: brokers={list(ids)}.")
+        if len(ids) != len(lists[0]):
+            raise InvalidReplicaAssignmentError(
+                f"the assignments have different replication factors: brokers={list(ids)}."
+            )
+        if unknown := sorted(set(ids) - known):
+            raise InvalidReplicaAssignmentError(
+                f"an assignment names unknown brokers: brokers={unknown}.", fix=f"Use brokers of {sorted(known)}."
+            )
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
