@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kafka.net.buffer_pool import LARGEST_BYTES, SMALLEST_BYTES, BufferPool
-from tidemill.kafka.net.framing import FIRST_BYTES, HEAD_BYTES, Frame, FrameReader
+from tidemill.kafka.net.framing import (
+    FIRST_BYTES,
+    HEAD_BYTES,
+    LARGEST_BYTES,
+    SMALLEST_BYTES,
+    BufferPool,
+    Frame,
+    FrameReader,
+)
 from tidemill.kafka.schema.primitives import MalformedFrameError
 
 LIMIT = 32 << 20

@@ -46,9 +46,8 @@ from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import API_VERSIONS, Reply, Request, Stall, peek_header, read_request, response_head
 from tidemill.kafka.api.sasl_step import advance_authentication
 from tidemill.kafka.handlers.k18_api_versions import unsupported_version
-from tidemill.kafka.net.buffer_pool import BufferPool
 from tidemill.kafka.net.connection import Connection
-from tidemill.kafka.net.framing import Frame, FrameReader
+from tidemill.kafka.net.framing import BufferPool, Frame, FrameReader
 from tidemill.kafka.net.listener_security import (
     SASL_AUTHENTICATE,
     UNAUTHENTICATED_REQUEST_BYTES,

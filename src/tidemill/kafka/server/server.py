@@ -34,8 +34,8 @@ from tidemill.kafka.groups.coordinator import GroupCoordinator
 from tidemill.kafka.groups.registers import migrate_offsets
 from tidemill.kafka.groups.topic_patterns import TopicPatterns
 from tidemill.kafka.metadata.topic_cache import TopicCache
-from tidemill.kafka.net.buffer_pool import BufferPool
 from tidemill.kafka.net.connection_limits import ConnectionLimits
+from tidemill.kafka.net.framing import BufferPool
 from tidemill.kafka.net.listener_security import ConnectionRejectedError, ListenerSecurity
 from tidemill.kafka.net.listeners import DEFAULT, AdvertisedListener, Listener
 from tidemill.kafka.net.memory_budget import MemoryBudget
