@@ -38,6 +38,7 @@ from tidemill.kafka.net.connection import Connection
 from tidemill.kafka.net.framing import FrameReader
 from tidemill.kafka.server import client_session
 from tidemill.kafka.server.client_session import ClientSession
+from tidemill.kafka.server.request_quotas import ClientThrottle
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import create_metastore
 from tidemill.objects import local
@@ -72,7 +73,7 @@ STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
         LOOP,
         ((client_session, "peek"), (client_session, "read_request"), (k00_produce, "decode")),
     ),
-    ("who may, quota", LOOP, ((k00_produce, "_look_up"), (k00_produce, "_allowed"), (ClientSession, "_charge"))),
+    ("who may, quota", LOOP, ((k00_produce, "_look_up"), (k00_produce, "_allowed"), (ClientThrottle, "charge"))),
     ("begin: slot, futures, the rest of the request", LOOP, ((ClientSession, "_begin"), (k00_produce, "_reserve_one"))),
     ("check: batch header", LOOP, ((k00_produce, "_refuse"), (leader, "check_header"))),
     ("check: checksum, every record", LOOP, ((validator_pool, "check_records"),)),

@@ -24,8 +24,7 @@ they use memory and loop time. The largest answers of concurrent reads fit toget
 (`KafkaSettings.concurrent_reads_max`). After a request that changes cluster metadata (a barrier) nothing begins until
 it has ended, so a client that requests the changed object next, without waiting, sees it.
 
-Invariant (throttling): a client that exceeded its quota is answered immediately and then muted for the time that the
-answer states: no request of the connection begins and nothing is read.
+Invariant (throttling): while the client is muted (`request_quotas`) no request begins and nothing is read.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import structlog
-from prometheus_client import Counter
 
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.kafka import handlers
@@ -56,23 +54,16 @@ from tidemill.kafka.net.listener_security import (
 )
 from tidemill.kafka.net.memory_budget import MemoryBudget
 from tidemill.kafka.net.tls_socket import TlsConnection, TlsSocket
-from tidemill.kafka.schema.codec_compiler import throttle_offset
-from tidemill.kafka.schema.fetch import set_throttle
 from tidemill.kafka.schema.primitives import I32, MalformedFrameError, reset_element_count
-from tidemill.kafka.schema.produce import set_throttle as set_produce_throttle
-from tidemill.kafka.server.cpu_meter import Metered
+from tidemill.kafka.server.request_quotas import PRODUCE, ClientThrottle, Metered
 from tidemill.objects.store import Buffer
 from tidemill.security import quotas
-from tidemill.security.principals import USER
 from tidemill.security.scram import AuthenticationFailedError
 
 log = structlog.get_logger()
 
-PRODUCE = 0
-FETCH = 1
 OTHER_REQUEST_BYTES = 4 << 20
 """Largest request of any API but Produce: only Produce carries records."""
-_THROTTLED = Counter("tidemill_kafka_throttled_seconds", "Time for which clients were muted", ("quota",))
 
 
 class _Slot:
@@ -111,8 +102,7 @@ class ClientSession:
         self._backlog: deque[Frame] = deque()
         """Frames that are received but not begun: empty except within a call, or while a request stalls."""
         self._stalled = False
-        self._muted = False
-        self._muted_until_s = 0.0
+        self._throttle = ClientThrottle(context, self.visitor, lambda: self._connection.closed, self._unmuted)
         self._answered_bytes = 0
         """Bytes in slots that wait for an earlier slot."""
         self._turns: dict[int, asyncio.Semaphore] = {}
@@ -184,7 +174,7 @@ class ClientSession:
             held > settings.connection_bytes_max
             or self._requests >= settings.connection_requests_max
             or self._stalled
-            or self._muted
+            or self._throttle.muted
             or not self._budget.can_read(self, self._reader.growth_bytes)
         ):
             self._connection.pause()
@@ -211,7 +201,7 @@ class ClientSession:
         for frame in frames:
             self._begin_frame(len(frame.view))
         self._backlog += frames
-        if not self._stalled and not self._muted:
+        if not self._stalled and not self._throttle.muted:
             self._begin_backlog()
 
     def _begin_frame(self, size: int) -> None:
@@ -231,7 +221,7 @@ class ClientSession:
     def _begin_backlog(self) -> None:
         """Begin the received requests, in order, up to one that stalls."""
         beginnings = self._context.beginnings
-        while self._backlog and not self._connection.closed and not self._muted:
+        while self._backlog and not self._connection.closed and not self._throttle.muted:
             if beginnings.is_used_up:
                 self._pause_until(beginnings.wait_for_turn())
                 break
@@ -314,7 +304,7 @@ class ClientSession:
         if of_time:
             request.spent_s = clock.monotonic_s() - began_s
         if key == PRODUCE and not self._context.quotas.limits.is_empty:
-            request.throttle_ms = self._charge(request, quotas.PRODUCE, len(frame.view))
+            request.throttle_ms = self._throttle.charge(request, quotas.PRODUCE, len(frame.view))
         slot = self._new_slot() if request.answered else None
         if isinstance(work, asyncio.Future):
             work.add_done_callback(lambda done: self._request_done(done, request, slot, frame))
@@ -404,7 +394,7 @@ class ClientSession:
             )
             self._close_after_answers()
             return
-        self._write_throttle(request, done.result())
+        self._throttle.write_throttle(request, done.result())
         if slot is not None:
             self._answer(slot, request.key, request.version, request.correlation_id, done.result())
         if request.key == SASL_AUTHENTICATE:
@@ -413,45 +403,7 @@ class ClientSession:
             self._close_after_answers(ConnectionRejectedError(self.visitor.rejected) if self.visitor.rejected else None)
         self.consider_reading()
 
-    def _charge(self, request: Request, name: str, amount: float) -> int:
-        """Charge a quota and return the milliseconds for which the client is muted from now on."""
-        user, now_s = self.visitor.principal.removeprefix(USER), self._context.clock.monotonic_s()
-        throttle_ms = self._context.quotas.limits.record_usage(name, user, request.client_id, amount, now_s)
-        if throttle_ms:
-            _THROTTLED.labels(name).inc(throttle_ms / 1000)
-            self._muted_until_s = max(self._muted_until_s, now_s + throttle_ms / 1000)
-            if not self._muted:
-                self._muted = True
-                asyncio.get_running_loop().call_later(throttle_ms / 1000, self._unmute)
-        return throttle_ms
-
-    def _write_throttle(self, request: Request, reply: Reply) -> None:
-        """Write the throttle time into the answer (KIP-219).
-
-        A Produce is charged when it arrives, a Fetch by its answer, and any request by its loop time.
-        """
-        throttle_ms, limits = request.throttle_ms, self._context.quotas.limits
-        if request.key == FETCH and not limits.is_empty:
-            throttle_ms = self._charge(request, quotas.CONSUME, sum(map(len, reply)))
-        if request.spent_s and self.visitor.known:
-            throttle_ms = max(throttle_ms, self._charge(request, quotas.REQUEST, 100 * request.spent_s))
-        if not throttle_ms or not request.answered:
-            return
-        if request.key == PRODUCE:
-            set_produce_throttle(reply, request.version, throttle_ms)
-        elif request.key == FETCH:
-            set_throttle(reply, throttle_ms)
-        elif (at := throttle_offset(request.key, request.version)) >= 0:
-            set_throttle(reply, throttle_ms, at)
-
-    def _unmute(self) -> None:
-        left_s = self._muted_until_s - self._context.clock.monotonic_s()
-        if not self._muted or self._connection.closed:
-            return
-        if left_s > 0:
-            asyncio.get_running_loop().call_later(left_s, self._unmute)
-            return
-        self._muted = False
+    def _unmuted(self) -> None:
         if not self._stalled:
             self._begin_backlog()
 
