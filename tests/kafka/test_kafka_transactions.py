@@ -318,7 +318,7 @@ def test_kafka_pythons_producer_and_consumer(broker: RealBroker) -> None:
 
 def test_an_operators_abort_is_carried_out_by_the_nodes_that_run() -> None:
     from tidemill.base.clock import Rand, SystemClock
-    from tidemill.kafka.transactions.admin import abort
+    from tidemill.kafka.transactions.store import abort
 
     cluster = Cluster("n1", "n2")
     try:

@@ -63,7 +63,7 @@ def abort(
 ) -> None:
     """Abort an open transaction and fence its producer. The abort is decided immediately and completed by the running
     nodes."""
-    from tidemill.kafka.transactions.admin import abort as abort_transaction
+    from tidemill.kafka.transactions.store import abort as abort_transaction
 
     with open_consensus_only(config) as opened:
         aborting = abort_transaction(opened.consensus, opened.clock, opened.rand, transactional_id, wait_s=wait_s)

@@ -1,7 +1,7 @@
 """Coordinator of Kafka's transactions (KIP-98, KIP-360, KIP-890).
 
     request ─► coordinator ─► transitions (pure) ─► state ─► store (one register per transactional id)
-    group_offsets: offsets inside a transaction;  hints: notices between nodes;  admin: aborts by an operator
+    group_offsets: offsets inside a transaction;  hints: notices between nodes
 
 Invariant (one register): a transaction is one register, changed by compare-and-set only. Any node may change it without
 asking another node, and its next coordinator reads its complete state there.

@@ -1,5 +1,7 @@
 """Registers of transactional ids, changed by compare-and-set, and the index of the ids that a group was added to.
 
+Any process that has access to consensus may read and change them; `abort` is an operator's.
+
 register   kafka/transaction-groups/<group, percent-encoded>    msgpack array of the fields of `GroupTransactionIds`
 
 The index finds the undecided offsets of a group without a scan of all transactions. An id is added to it before its
@@ -9,6 +11,7 @@ pause: if it is added again in between, the register changes and the second step
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Set
 from typing import Final
@@ -17,15 +20,19 @@ from urllib.parse import quote, unquote
 import msgspec
 import structlog
 
-from tidemill.base.clock import Rand
-from tidemill.base.errors import ConflictError, TidemillError, UnknownOutcomeError
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import ConflictError, MissingError, TidemillError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, Versioned, resolve_cas
+from tidemill.kafka import error_codes
 from tidemill.kafka.transactions import transitions
+from tidemill.kafka.transactions.hints import send
 from tidemill.kafka.transactions.state import PREFIX, State, Transaction, decode, encode, id_of, key_of
 from tidemill.kafka.transactions.transitions import Decision
+from tidemill.topics.membership import LEASE_PREFIX
 
 GROUPS_PREFIX: Final = "kafka/transaction-groups/"
 LEAVE_MS: Final = 600_000
+POLL_S: Final = 0.1
 
 
 class GroupTransactionIds(msgspec.Struct, frozen=True, array_like=True):
@@ -93,6 +100,32 @@ async def read_all(consensus: Consensus) -> dict[str, tuple[int, Transaction]]:
             continue
         if transaction is not None:
             found[transactional_id] = (version.seq, transaction)
+    return found
+
+
+async def abort(consensus: Consensus, clock: Clock, rand: Rand, transactional_id: str, *, wait_s: float) -> Transaction:
+    """Abort an open transaction and fence its producer. Wait at most `wait_s` until the nodes have completed the abort.
+
+    Raises MissingError for an unknown id, ConflictError if no transaction is open, UnavailableError.
+    """
+    decision, found = await change(
+        consensus, rand, transactional_id, lambda before: transitions.abort(before, clock.now_ms())
+    )
+    if decision.code == error_codes.TRANSACTIONAL_ID_NOT_FOUND or found is None:
+        raise MissingError(
+            f"no such transactional id: id={transactional_id!r}.", fix="List them with: tidemill txn list"
+        )
+    if decision.code:
+        raise ConflictError(
+            f"no transaction is open: id={transactional_id!r} state={found.state.kafka_name}.", current=None
+        )
+    for lease in await consensus.leases(LEASE_PREFIX):
+        if lease.live:
+            await send(consensus, rand, lease.name.removeprefix(LEASE_PREFIX), transactional_id)
+    until_s = clock.monotonic_s() + wait_s
+    while found.state is State.PREPARE_ABORT and clock.monotonic_s() < until_s:
+        await asyncio.sleep(POLL_S)
+        found = await read(consensus, transactional_id) or found
     return found
 
 
