@@ -159,7 +159,7 @@ def describe(client: RawClient, components: list[tuple[str, int, str | None]], *
 def test_a_quota_is_updated_although_the_table_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = FakeBroker()
     assert broker.server is not None
-    monkeypatch.setattr("tidemill.security.quota_cache.QUOTAS_MAX", 2)
+    monkeypatch.setattr("tidemill.security.quotas.QUOTAS_MAX", 2)
     alice = [("user", "alice")]
     with RawClient(broker.port) as client:
 

@@ -36,9 +36,8 @@ from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.listener_security import UNAUTHENTICATED_REQUEST_BYTES, ListenerSecurity
-from tidemill.security.auth_throttle import AuthFailureThrottle
 from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
-from tidemill.security.sasl import MECHANISMS, Authenticator
+from tidemill.security.sasl import MECHANISMS, Authenticator, AuthFailureThrottle
 from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer, derive_credential
 from tidemill.security.users import Users
 
@@ -568,7 +567,7 @@ MESSAGES = st.lists(
 def test_whatever_is_said_nobody_comes_in(
     plain: FakeBroker, monkeypatch: pytest.MonkeyPatch, mechanism: str, version: int, messages: list[bytes]
 ) -> None:
-    monkeypatch.setattr("tidemill.security.auth_throttle.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("tidemill.security.sasl.FIRST_DELAY_S", 0.0)
     client = Dialogue(plain)
     assert client.handshake(mechanism, version) == 0
     for message in messages:

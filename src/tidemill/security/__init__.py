@@ -1,7 +1,7 @@
 """security: authentication, authorization, quotas and TLS, with one set of rules for every server of a node.
 
     certificate, SASL, token ─► principals ─► acls (acl_cache) ─► allow or deny ─► audit
-    quotas (quota_cache);  auth_throttle: delay after failed attempts
+    quotas: usage of one client;  sasl: also delays after failed attempts
 
 Owns principals and their mapping from certificates, users and their credentials, SASL mechanisms, tokens, ACLs, quotas,
 TLS contexts and their renewal, audit log lines. Does not own a wire protocol (`kafka`, `node`) or the meaning of a

@@ -1,4 +1,4 @@
-"""Client quotas: how much one client may use per second on one node. Pure: the current time is passed in.
+"""Client quotas: how much one client may use per second on one node. `QuotaLimits` is pure: it is given the time.
 
 An entity is a user, a client id, or both; each is given by name, or is the default for names without their own quota.
 The first of these that has a quota applies, as in Kafka (KIP-55, KIP-257):
@@ -14,18 +14,27 @@ The rate of a request time quota (KIP-124) is a percentage of one event loop's t
 maximum, as in Kafka.
 
 At most BUCKETS_MAX buckets are kept; the least recently used is forgotten first, which resets it to full.
+
+The quotas of a cluster are rows of the metastore (rows/security). Each process caches them and re-reads them when one
+changes. Each node applies the full quota independently of the others, as Kafka's brokers do.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
+from tidemill.metastore.cached_rows import refresh_forever
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import QUOTAS
+from tidemill.metastore.rows.security import QuotaRow
 from tidemill.security.principals import NAME_CHARS_MAX
+from tidemill.security.retrying_write import write_rows
 
 PRODUCE: Final = "producer_byte_rate"
 CONSUME: Final = "consumer_byte_rate"
@@ -36,6 +45,9 @@ DEFAULT: Final = "*"
 BURST_S: Final = 1.0
 THROTTLE_MAX_MS: Final = {PRODUCE: 30_000, CONSUME: 30_000, REQUEST: 1_000}
 BUCKETS_MAX: Final = 10_000
+REFRESH_S: Final = 2.0
+QUOTAS_MAX: Final = 10_000
+_FIX: Final = "Describe the quotas to check."
 
 
 def stored_name(name: str | None) -> str:
@@ -122,3 +134,47 @@ class QuotaLimits:
             if rate is not None:
                 return (name, at_user and u, at_client and c), rate
         return None
+
+
+class QuotaCache:
+    def __init__(self, metastore: Metastore, clock: Clock) -> None:
+        self._metastore = metastore
+        self._clock = clock
+        self._rows: Sequence[QuotaRow] | None = None
+        self.limits = QuotaLimits()
+
+    async def refresh(self, *, fresh: bool = True) -> None:
+        """Re-read the quotas if a row changed. Raises Unavailable."""
+        rows = await self._metastore.rows(QUOTAS, fresh=fresh)
+        if rows is not self._rows:
+            self.limits.replace(map(_quota, rows))
+            self._rows = rows
+
+    async def run(self) -> None:
+        """Refresh indefinitely."""
+        await refresh_forever(self, REFRESH_S, "access.quotas_not_read")
+
+    async def list(self) -> Sequence[Quota]:
+        return [_quota(row) for row in await self._metastore.rows(QUOTAS)]
+
+    async def change(self, put: Sequence[Quota], removed: Sequence[Quota]) -> None:
+        """Put and remove quotas atomically. The values of `removed` are ignored. Raises InvalidError."""
+        for quota in put:
+            check_quota(quota)
+        if put:
+            known = {_key(row) for row in await self._metastore.rows(QUOTAS)}
+            changed = set(map(_key, put))
+            if changed - known and len((known | changed) - set(map(_key, removed))) > QUOTAS_MAX:
+                raise InvalidError(f"too many quotas: limit={QUOTAS_MAX}.", fix="Use defaults.")
+        rows = [QUOTAS.encode(QuotaRow(each.user, each.client, each.name, each.value)) for each in put]
+        rows += [(QUOTAS.key(each.user, each.client, each.name), b"") for each in removed]
+        await write_rows(self._metastore, self._clock, rows, _FIX)
+        await self.refresh()
+
+
+def _key(quota: Quota | QuotaRow) -> tuple[str, str, str]:
+    return quota.user, quota.client, quota.name
+
+
+def _quota(row: QuotaRow) -> Quota:
+    return Quota(row.user, row.client, row.name, row.value)

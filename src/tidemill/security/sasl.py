@@ -8,12 +8,14 @@ principal or with AuthenticationFailedError.
 Invariant: neither a reply nor its timing reveals whether a user exists. An unknown user is checked against a decoy
 credential.
 
-Key derivation is expensive: at most DERIVED_AT_ONCE passwords are derived concurrently, in threads.
+Key derivation is expensive: at most DERIVED_AT_ONCE passwords are derived concurrently, in threads. Failed
+authentications, of any kind, are delayed by client address: each failure is answered more slowly than the one before.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from typing import Final, Protocol
 
 import msgspec
@@ -37,6 +39,12 @@ OAUTHBEARER: Final = "OAUTHBEARER"
 MECHANISMS: Final = (PLAIN, *NAMES.values(), OAUTHBEARER)
 DERIVED_AT_ONCE: Final = 2
 PASSWORD_CHARS_MAX: Final = 1_024
+FIRST_DELAY_S: Final = 0.1
+LONGEST_DELAY_S: Final = 2.0
+FORGOTTEN_AFTER_S: Final = 60.0
+ADDRESSES_MAX: Final = 1_000
+"""Limit of addresses whose failures are remembered."""
+
 _STRONGEST_FIRST: Final = (SCRAM_SHA_512, SCRAM_SHA_256)
 
 
@@ -140,3 +148,18 @@ class _OauthBearer:
         if authzid and USER + authzid != found.principal:
             raise AuthenticationFailedError("authorization id differs from the principal", found.principal)
         return SaslStep(b"", found.principal, found.expires_ms)
+
+
+class AuthFailureThrottle:
+    """Failure counts by address, and the delay that they cause: it doubles with each failure. Pure and bounded."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def delay_s(self, host: str, now_s: float) -> float:
+        count, last_s = self._counts.pop(host, (0, now_s))
+        count = 1 if now_s - last_s > FORGOTTEN_AFTER_S else count + 1
+        self._counts[host] = (count, now_s)
+        if len(self._counts) > ADDRESSES_MAX:
+            self._counts.popitem(last=False)
+        return float(min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(count - 1, 10)))

@@ -26,7 +26,7 @@ from tidemill.kafka.settings import KafkaSettings
 from tidemill.kafka.transactions.state import key_of
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.security.audit import Audit
-from tidemill.security.quota_cache import QuotaCache
+from tidemill.security.quotas import QuotaCache
 from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
 from tidemill.topics.membership import rendezvous_leader

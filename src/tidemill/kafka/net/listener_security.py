@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from tidemill.kafka.net.tls_socket import TlsSocket
-from tidemill.security.auth_throttle import AuthFailureThrottle
 from tidemill.security.principals import ANONYMOUS, PrincipalOf, principal_rules
-from tidemill.security.sasl import Authenticator, SaslExchange
+from tidemill.security.sasl import Authenticator, AuthFailureThrottle, SaslExchange
 from tidemill.security.tls import ServerCertificates, subject_of
 
 SASL_HANDSHAKE: Final = 17

@@ -47,7 +47,7 @@ from tidemill.kafka.transactions.hints import TransactionHints
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.audit import Audit
-from tidemill.security.quota_cache import QuotaCache
+from tidemill.security.quotas import QuotaCache
 from tidemill.security.tls import ServerCertificates
 from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog

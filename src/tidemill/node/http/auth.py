@@ -37,8 +37,7 @@ from tidemill.registry.http.requests import plain_subject, split_path
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
 from tidemill.security.audit import Audit
-from tidemill.security.auth_throttle import AuthFailureThrottle
-from tidemill.security.sasl import Authenticator
+from tidemill.security.sasl import Authenticator, AuthFailureThrottle
 from tidemill.security.scram import AuthenticationFailedError
 from tidemill.shapes.definition.permissions import AccessDeniedError, Requester
 from tidemill.shapes.http.authorization import NAME_PARAM, REQUESTER_SCOPE_KEY, ShapeAuthorizer, client_host, is_signed
