@@ -27,8 +27,7 @@ from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
-from tidemill.registry.registrar import LocalSchemaRegistrar
-from tidemill.registry.registry import Registry
+from tidemill.registry.registry import LocalSchemaRegistrar, Registry
 from tidemill.registry.schema_types import SubmittedSchema
 from tidemill.shards.api import run_inline
 from tidemill.topics.batch import Record

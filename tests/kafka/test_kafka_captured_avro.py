@@ -16,8 +16,7 @@ from test_kafka_captured import TABLE, TOPIC, Captured, by_confluent
 
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
-from tidemill.registry.registrar import LocalSchemaRegistrar
-from tidemill.registry.registry import Registry
+from tidemill.registry.registry import LocalSchemaRegistrar, Registry
 from tidemill.shards.api import run_on_pool
 
 pytestmark = pytest.mark.postgres

@@ -28,7 +28,7 @@ from tidemill.metastore.factory import create_metastore
 from tidemill.node.http.auth import AuthDependencies, AuthMiddleware, RequiredPermission, required_permissions
 from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
-from tidemill.registry.http.requests import parse_subject
+from tidemill.registry.http.messages import parse_subject
 from tidemill.registry.http.routes import RegistryApi
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, AclRule, Authorizer, Operation, Resource

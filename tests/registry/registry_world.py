@@ -20,8 +20,8 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http import registry_routes
+from tidemill.registry.limits import RegistrySettings
 from tidemill.registry.registry import Registry
-from tidemill.registry.settings import RegistrySettings
 from tidemill.shards.api import run_inline
 
 T = TypeVar("T")

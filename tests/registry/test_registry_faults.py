@@ -13,10 +13,10 @@ from registry_world import Cluster, Faulty, Rest, record, run
 from tidemill.base.clock import Rand
 from tidemill.base.errors import FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.registry.errors import RegistryError
+from tidemill.registry.limits import RegistrySettings
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.registry import Registry
 from tidemill.registry.schema_types import SubmittedSchema, parse_schema
-from tidemill.registry.settings import RegistrySettings
 
 STRINGS = {"type": "string"}
 CHAIN = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(2_000)}

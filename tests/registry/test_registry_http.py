@@ -11,8 +11,8 @@ from registry_world import STRING, Rest, record
 
 from patience import DEADLINE_S, eventually
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
-from tidemill.registry.http import requests
-from tidemill.registry.settings import RegistrySettings
+from tidemill.registry.http import messages
+from tidemill.registry.limits import RegistrySettings
 
 A = record("a:int")
 A_B = record("a:int", "b:int=0")
@@ -65,7 +65,7 @@ def test_a_subject_may_have_any_name(rest: Rest, subject: str) -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(messages, "BODY_TIMEOUT_S", 0.1)
     head = "POST /subjects/s/versions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", rest.port), timeout=DEADLINE_S) as client:
         client.sendall(f"{head}content-length: 1000\r\n\r\n{{".encode())

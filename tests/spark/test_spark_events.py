@@ -27,8 +27,7 @@ from tidemill.capture.encode.debezium_json import OPS, SNAPSHOT_OP, EventEncoder
 from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.session.capture import Capture
 from tidemill.cli.verify.table import verify_captured
-from tidemill.registry.registrar import LocalSchemaRegistrar
-from tidemill.registry.registry import Registry
+from tidemill.registry.registry import LocalSchemaRegistrar, Registry
 from tidemill.shards.api import ShardSchema, run_inline
 from tidemill.shards.parts.pg_columns import column_for
 from tidemill.shards.registry import open_remap

@@ -60,7 +60,7 @@ def list_schemas(
 @app.command("show")
 def show(subject: Subject, version: Version = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show one version of a subject."""
-    from tidemill.registry.http.responses import version_body
+    from tidemill.registry.http.messages import version_body
 
     with open_stores(config) as opened:
         found = opened.portal.call(_open_registry(opened).find(subject, version, deleted=bool(version)))
@@ -145,7 +145,7 @@ def _open_registry(opened: OpenStores) -> Registry:
 
 
 def _checked_subject(subject: str) -> str:
-    from tidemill.registry.http.requests import parse_subject
+    from tidemill.registry.http.messages import parse_subject
 
     return parse_subject(subject)
 

@@ -77,8 +77,7 @@ from tidemill.node.topic_binder import TopicBinder
 from tidemill.objects.factory import open_objects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.registry.http import registry_routes
-from tidemill.registry.registrar import LocalSchemaRegistrar
-from tidemill.registry.registry import Registry
+from tidemill.registry.registry import LocalSchemaRegistrar, Registry
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.sasl import Authenticator
 from tidemill.security.users import Users

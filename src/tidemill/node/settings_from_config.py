@@ -16,7 +16,7 @@ from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.kafka.net.listeners import DEFAULT, Listener
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.node.http.limits import HttpLimits
-from tidemill.registry.settings import RegistrySettings
+from tidemill.registry.limits import RegistrySettings
 from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
 from tidemill.security.principals import principal_rules
 from tidemill.security.sasl import Authenticator

@@ -1,6 +1,7 @@
-"""Limits of the work on an untrusted schema: depth and size of its text, steps of a comparison.
+"""Limits of the registry. A request beyond a limit is refused with the number and the limit.
 
-A thread cannot be ended from outside, so the code counts its own work.
+`RegistrySettings` are the configurable ones. The work on an untrusted schema is limited in the depth and size of its
+text and in the steps of a comparison: a thread cannot be ended from outside, so the code counts its own work.
 """
 
 from __future__ import annotations
@@ -8,9 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import orjson
 
-from tidemill.registry.errors import RegistryError, invalid_schema
+from tidemill.base.limits import METASTORE_VALUE_BYTES
+from tidemill.registry.errors import invalid_schema
+
+SUBJECT_BYTES = 512
+"""Bytes of a subject's name in UTF-8. The metastore's keys contain it, with every zero byte doubled."""
+
+REFERENCES_MAX = 64
+"""Number of schemas to which one schema refers, directly or not."""
+
+SCHEMA_BYTES_MAX = METASTORE_VALUE_BYTES - (16 << 10)
+"""Bytes of a schema. One row holds it with its references."""
+
+WRITE_BUDGET_S = 20.0
+"""Time for which a write is retried when it meets other writers and changes of leadership."""
 
 DEPTH = 100
 """Levels of nesting in a schema's JSON. Code that walks it recurses a few frames per level, far below Python's
@@ -26,6 +41,21 @@ MESSAGES = 100
 """Number of differences in one response."""
 
 T = TypeVar("T")
+
+
+class RegistrySettings(msgspec.Struct, frozen=True):
+    """Configurable limits of the registry."""
+
+    schema_bytes: int = 192 << 10
+    subjects: int = 20_000
+    versions_per_subject: int = 1_000
+    versions: int = 200_000
+    schemas: int = 100_000
+    waiting: int = 64
+    """Requests in one process that parse or compare schemas, or wait to."""
+
+    parsed_bytes: int = 4 << 20
+    """Bytes of the texts of schemas whose models are cached; a model is some ten times as large."""
 
 
 class StepBudget:
@@ -76,6 +106,3 @@ def shorten(value: object) -> str:
     """Format an untrusted value for a message."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-__all__ = ["DEPTH", "MESSAGES", "NODES", "STEPS", "RegistryError", "StepBudget", "load_json", "run_bounded", "shorten"]

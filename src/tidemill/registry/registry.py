@@ -1,5 +1,6 @@
 """The registry of one process: reads for requests, and decisions on changes. Any number of processes may have one;
-they share nothing but rows."""
+they share nothing but rows. `LocalSchemaRegistrar` registers a process's own schemas, for capture
+(capture/encode/avro_schemas.py)."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from tidemill.registry.errors import (
     subject_not_found,
     version_not_found,
 )
+from tidemill.registry.limits import SCHEMA_BYTES_MAX, RegistrySettings
 from tidemill.registry.parse_pool import ParsePool
 from tidemill.registry.parsed_schema import ParsedSchema
 from tidemill.registry.schema_types import SubmittedSchema, submitted_from_row
-from tidemill.registry.settings import SCHEMA_BYTES_MAX, RegistrySettings
 from tidemill.registry.store import RegistryStore
 from tidemill.registry.transitions import Change, live_versions
 from tidemill.registry.writer import RegistryWriter
@@ -305,3 +306,14 @@ class Registry:
                 f"One or more references exist to the schema {{subject={subject}, version={version}}}: "
                 f"ids={sorted(ids)[:20]}.",
             )
+
+
+class LocalSchemaRegistrar:
+    """Registrar of schemas for other parts of this process."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def register(self, subject: str, schema: str) -> int:
+        """Return the id under which the subject has this Avro schema now. Raises the errors of Registry."""
+        return (await self._registry.register(subject, SubmittedSchema("AVRO", schema))).version.id

@@ -27,8 +27,8 @@ from tidemill.metastore.rows.registry import (
     VersionRow,
 )
 from tidemill.registry.errors import invalid_schema, schema_not_found
+from tidemill.registry.limits import REFERENCES_MAX
 from tidemill.registry.schema_types import Place
-from tidemill.registry.settings import REFERENCES_MAX
 from tidemill.registry.transitions import SchemaUsage, live_versions
 
 HEAD = REGISTRY_HEADS.key("head")

@@ -31,8 +31,8 @@ from tidemill.metastore.rows.registry import (
     VersionRow,
 )
 from tidemill.registry.errors import RegistryError, operation_not_permitted, subject_not_found, version_not_found
+from tidemill.registry.limits import RegistrySettings
 from tidemill.registry.parsed_schema import ParsedSchema
-from tidemill.registry.settings import RegistrySettings
 
 MODES = ("READWRITE", "READONLY", "IMPORT")
 LAST_ID = 2**31 - 1

@@ -15,7 +15,7 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import REGISTRY_HEADS
 from tidemill.metastore.rows.registry import RegistryHeadRow
 from tidemill.registry.errors import RegistryError
-from tidemill.registry.settings import WRITE_BUDGET_S
+from tidemill.registry.limits import WRITE_BUDGET_S
 from tidemill.registry.store import HEAD, RegistryStore
 from tidemill.registry.transitions import Change
 

@@ -77,7 +77,7 @@ class FreshnessSection(Section):
 
 
 class RegistrySection(Section):
-    """See `registry.settings.RegistrySettings`, created by `node.settings_from_config`."""
+    """See `registry.limits.RegistrySettings`, created by `node.settings_from_config`."""
 
     enabled: bool = True
     schema_kb: int = Field(192, ge=1, le=240)

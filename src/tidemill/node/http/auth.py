@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.registry.http.requests import plain_subject, split_path
+from tidemill.registry.http.messages import plain_subject, split_path
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
 from tidemill.security.audit import Audit

@@ -26,20 +26,24 @@ from starlette.routing import BaseRoute, Route
 from tidemill.base.errors import TidemillError
 from tidemill.registry.compat_levels import DEFAULT
 from tidemill.registry.errors import RegistryError, schema_not_found, subject_not_found
-from tidemill.registry.http.requests import (
+from tidemill.registry.http.messages import (
     LIST_MAX,
     bool_param,
+    error_response,
     int_field,
+    json_response,
     paginate,
     parse_subject,
     parse_submitted_schema,
     parse_version,
     read_body,
     refuse_unsupported,
+    schema_body,
+    schema_text,
     split_path,
     string_field,
+    version_body,
 )
-from tidemill.registry.http.responses import error_response, json_response, schema_body, schema_text, version_body
 from tidemill.registry.parsed_schema import SCHEMA_TYPES
 from tidemill.registry.registry import GLOBAL_SUBJECT, Registry
 

@@ -1,4 +1,4 @@
-"""Parsing and validation of requests: parts of the path, parameters, body."""
+"""Messages of the interface: parts of the path, parameters and body of a request, bodies of responses and errors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from urllib.parse import unquote
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from tidemill.metastore.rows.registry import Reference
+from tidemill.base.errors import TidemillError, UnknownOutcomeError
+from tidemill.metastore.rows.registry import Reference, SchemaRow, VersionRow
 from tidemill.registry.errors import RegistryError, invalid_schema, operation_not_permitted
-from tidemill.registry.limits import shorten
+from tidemill.registry.limits import SUBJECT_BYTES, shorten
+from tidemill.registry.protobuf.parse import encode_descriptor
 from tidemill.registry.schema_types import SubmittedSchema
-from tidemill.registry.settings import SUBJECT_BYTES
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
 ACCEPTED_MEDIA_TYPES = ("application/json", "application/vnd.schemaregistry", "application/octet-stream")
@@ -160,3 +162,41 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
     for name in UNSUPPORTED_CONFIG_FIELDS:
         if body.get(name):
             raise operation_not_permitted(f"{name} is not supported by this registry.")
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    headers = {"cache-control": "no-store"}
+    return Response(orjson.dumps(value), status, headers, media_type=MEDIA_TYPE)
+
+
+def error_response(error: TidemillError) -> Response:
+    """Return the error response. A fault of the store is a 500, which clients of the registry know, and may be
+    retried."""
+    if isinstance(error, RegistryError):
+        return json_response({"error_code": error.code, "message": error.message}, error.status)
+    code = 50002 if isinstance(error, UnknownOutcomeError) else 50001
+    response = json_response({"error_code": code, "message": str(error)}, 500)
+    response.headers["retry-after"] = "1"
+    return response
+
+
+def schema_text(row: SchemaRow, form: str) -> str:
+    """Return the text of a schema. With `form` "serialized" it is a Protobuf descriptor in base64, for clients
+    without a parser for the text."""
+    if row.descriptor and (form == "serialized" or not row.text):
+        return encode_descriptor(row.descriptor)
+    return row.text
+
+
+def schema_body(row: SchemaRow, form: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"schema": schema_text(row, form)}
+    if row.kind != "AVRO":
+        found["schemaType"] = row.kind
+    if row.references:
+        found["references"] = [{"name": r.name, "subject": r.subject, "version": r.version} for r in row.references]
+    return found
+
+
+def version_body(version: VersionRow, row: SchemaRow, form: str) -> dict[str, Any]:
+    found = {"subject": version.subject, "version": version.version, "id": version.id, **schema_body(row, form)}
+    return {**found, "deleted": True} if version.deleted else found
