@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from registry_world import record
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
-from tidemill.registry.compat_levels import find_problems, versions_to_compare
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import StepBudget
 from tidemill.registry.parsed_schema import ParsedSchema
-from tidemill.registry.schema_types import SubmittedSchema, parse_schema
+from tidemill.registry.schema_types import SubmittedSchema, find_problems, parse_schema, versions_to_compare
 
 
 def avro(text: str) -> ParsedSchema:

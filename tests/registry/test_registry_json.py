@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
-from tidemill.registry.compat_levels import find_problems
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import StepBudget
 from tidemill.registry.parsed_schema import ParsedSchema
-from tidemill.registry.schema_types import SubmittedSchema, parse_schema
+from tidemill.registry.schema_types import SubmittedSchema, find_problems, parse_schema
 
 
 def parsed(schema: Any) -> ParsedSchema:

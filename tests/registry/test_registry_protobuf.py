@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
-from tidemill.registry.compat_levels import find_problems
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import StepBudget
 from tidemill.registry.parsed_schema import ParsedSchema
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.protobuf.parse import encode_descriptor
-from tidemill.registry.schema_types import SubmittedSchema, parse_schema, submitted_from_row
+from tidemill.registry.schema_types import SubmittedSchema, find_problems, parse_schema, submitted_from_row
 
 pytestmark = pytest.mark.processes
 

@@ -1,6 +1,6 @@
 """registry: schemas by subject and version: Confluent's REST interface over the metastore, on every node.
 
-    http ─► registry ─► parse_pool ─► avro | jsonschema | protobuf ─► compat_levels
+    http ─► registry ─► parse_pool ─► schema_types ─► avro | jsonschema | protobuf
               └─► writer ─► transitions (pure) ─► store (rows)
 
 The room owns the meaning of schemas, the rules by which two are compatible, and the HTTP routes. It does not own row

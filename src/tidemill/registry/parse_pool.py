@@ -7,10 +7,9 @@ from typing import TypeVar
 
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.rows.registry import SchemaRow
-from tidemill.registry.compat_levels import find_problems
 from tidemill.registry.limits import RegistrySettings, StepBudget
 from tidemill.registry.parsed_schema import ParsedSchema
-from tidemill.registry.schema_types import Place, SubmittedSchema, parse_schema
+from tidemill.registry.schema_types import Place, SubmittedSchema, find_problems, parse_schema
 from tidemill.registry.store import RecentCache
 from tidemill.shards.api import RunCpuWork
 

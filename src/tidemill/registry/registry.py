@@ -14,7 +14,6 @@ from tidemill.base.runtime.coop import CoopBudget
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.registry import RegistryConfigRow, RegistryHeadRow, SchemaRow, VersionRow
 from tidemill.registry import transitions
-from tidemill.registry.compat_levels import DEFAULT, LEVELS, versions_to_compare
 from tidemill.registry.errors import (
     RegistryError,
     operation_not_permitted,
@@ -26,7 +25,7 @@ from tidemill.registry.errors import (
 from tidemill.registry.limits import SCHEMA_BYTES_MAX, RegistrySettings
 from tidemill.registry.parse_pool import ParsePool
 from tidemill.registry.parsed_schema import ParsedSchema
-from tidemill.registry.schema_types import SubmittedSchema, submitted_from_row
+from tidemill.registry.schema_types import DEFAULT, LEVELS, SubmittedSchema, submitted_from_row, versions_to_compare
 from tidemill.registry.store import RegistryStore
 from tidemill.registry.transitions import Change, live_versions
 from tidemill.registry.writer import RegistryWriter

@@ -1,17 +1,27 @@
-"""Parsing of a schema with everything it refers to. Pure and bounded; the caller runs it on a thread."""
+"""Types of schemas: for each, how a schema is parsed with everything it refers to, and how two are compared. Pure and
+bounded; the caller runs it on a thread.
+
+A level of compatibility says which earlier versions a schema is compared with, and in which direction:
+
+    BACKWARD      the new schema reads what the previous one wrote    FORWARD  the reverse    FULL  both
+    …_TRANSITIVE  the same with every earlier version                 NONE     nothing is compared
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
+from tidemill.registry.avro.compat import find_differences as avro_differences
 from tidemill.registry.avro.parse import parse as parse_avro
-from tidemill.registry.errors import RegistryError, invalid_schema
+from tidemill.registry.errors import invalid_schema
+from tidemill.registry.jsonschema.compat import find_differences as json_differences
 from tidemill.registry.jsonschema.parse import parse as parse_json
-from tidemill.registry.limits import run_bounded
-from tidemill.registry.parsed_schema import ParsedSchema, ResolvedReference
+from tidemill.registry.limits import StepBudget, run_bounded
+from tidemill.registry.parsed_schema import Difference, ParsedSchema, ResolvedReference
+from tidemill.registry.protobuf.compat import find_differences as protobuf_differences
 from tidemill.registry.protobuf.parse import encode_descriptor
 from tidemill.registry.protobuf.parse import parse as parse_protobuf
 
@@ -20,6 +30,15 @@ Place = tuple[str, int]
 
 Parse = Callable[[str, Sequence[Reference], Sequence[ResolvedReference], bool], ParsedSchema]
 _PARSE: dict[str, Parse] = {"AVRO": parse_avro, "JSON": parse_json, "PROTOBUF": parse_protobuf}
+
+LEVELS = ("BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FORWARD_TRANSITIVE", "FULL", "FULL_TRANSITIVE", "NONE")
+DEFAULT = "BACKWARD"
+
+_DIFFERENCES: dict[str, Callable[[Any, Any, StepBudget], list[Difference]]] = {
+    "AVRO": avro_differences,
+    "JSON": json_differences,
+    "PROTOBUF": protobuf_differences,
+}
 
 
 class SubmittedSchema(NamedTuple):
@@ -77,4 +96,27 @@ class _SchemaParser:
             found[reference.name] = ResolvedReference(reference.name, self._parsed[place])
 
 
-__all__ = ["Place", "RegistryError", "SubmittedSchema", "parse_schema", "submitted_from_row"]
+def versions_to_compare(level: str, versions: Sequence[int]) -> Sequence[int]:
+    """Return those of the live versions, given in ascending order, with which `level` compares, the newest first."""
+    if level == "NONE":
+        return ()
+    newest_first = list(reversed(versions))
+    return newest_first if level.endswith("_TRANSITIVE") else newest_first[:1]
+
+
+def find_problems(level: str, new: ParsedSchema, old: ParsedSchema, steps: StepBudget) -> list[str]:
+    """Return why the two are not compatible at this level, one sentence each; empty when they are. Raises
+    RegistryError."""
+    if level == "NONE":
+        return []
+    if new.kind != old.kind:
+        return [f'{{errorType:"TYPE_CHANGED", description:"{old.kind} became {new.kind}", path:"/"}}']
+    if new.digest == old.digest:
+        return []
+    found: list[Difference] = []
+    compare = _DIFFERENCES[new.kind]
+    if not level.startswith("FORWARD"):
+        found += run_bounded(lambda: compare(new.model, old.model, steps))
+    if not level.startswith("BACKWARD"):
+        found += run_bounded(lambda: compare(old.model, new.model, steps))
+    return [difference.message() for difference in dict.fromkeys(found)]

@@ -24,7 +24,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from tidemill.base.errors import TidemillError
-from tidemill.registry.compat_levels import DEFAULT
 from tidemill.registry.errors import RegistryError, schema_not_found, subject_not_found
 from tidemill.registry.http.messages import (
     LIST_MAX,
@@ -46,6 +45,7 @@ from tidemill.registry.http.messages import (
 )
 from tidemill.registry.parsed_schema import SCHEMA_TYPES
 from tidemill.registry.registry import GLOBAL_SUBJECT, Registry
+from tidemill.registry.schema_types import DEFAULT
 
 METHODS = ("GET", "POST", "PUT", "DELETE")
 TOPS = ("subjects", "schemas", "config", "mode", "compatibility", "contexts")
