@@ -40,10 +40,10 @@ from tidemill.objects.factory import open_objects
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.format import L1Region
 from tidemill.topics.l1.row_transitions import AddRequest
-from tidemill.topics.partition.apply import apply
-from tidemill.topics.partition.codec import encode_state
-from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.apply import apply
+from tidemill.topics.partition.state_machine.codec import encode_state
+from tidemill.topics.partition.state_machine.commands import Advance, PlaceBatches, Placeholder
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 PER_TOPIC = 100
 SPAN = 1_000

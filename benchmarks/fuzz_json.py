@@ -29,7 +29,7 @@ from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.batch.columns import columns_from_fields
+from tidemill.topics.batch.records import columns_from_fields
 
 MEMORY_LIMIT_MIB = 300
 BLOCK_LIMIT_S = 2.0

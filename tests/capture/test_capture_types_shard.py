@@ -27,7 +27,7 @@ from tidemill.spark.upsert.commands import Commands
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
 from tidemill.topics.batch import Record
-from tidemill.topics.batch.columns import columns_from_fields
+from tidemill.topics.batch.records import columns_from_fields
 
 pytestmark = pytest.mark.postgres
 

@@ -27,10 +27,10 @@ from tidemill.topics.lifecycle.restore import restore_partition
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.lost_objects import drop_lost_object
 from tidemill.topics.membership import SingleNodeAssignment
-from tidemill.topics.partition.codec import decode_command
-from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.codec import decode_command
+from tidemill.topics.partition.state_machine.commands import Rollup
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 T = TypeVar("T")
 

@@ -32,8 +32,8 @@ from tidemill.shards.state.state import ShardState, check_invariants
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition.row_codec import rebuild_state
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.row_codec import rebuild_state
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "int64")), ("k",))
 Rows = dict[bytes, bytes]

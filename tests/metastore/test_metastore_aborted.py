@@ -18,12 +18,12 @@ from tidemill.metastore.rows.partitions import AbortedRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.lifecycle.checkpoint import PartitionFollower
 from tidemill.topics.lifecycle.restore import restore_partition
-from tidemill.topics.partition.codec import encode_command
-from tidemill.topics.partition.commands import PlaceBatches, Placeholder
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.row_codec import rebuild_state
-from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition.transactions import ABORT, PLAIN, TRANSACTIONAL
+from tidemill.topics.partition.state_machine.codec import encode_command
+from tidemill.topics.partition.state_machine.commands import PlaceBatches, Placeholder
+from tidemill.topics.partition.state_machine.row_codec import rebuild_state
+from tidemill.topics.partition.state_machine.state import PartitionState
+from tidemill.topics.partition.state_machine.transactions import ABORT, PLAIN, TRANSACTIONAL
 
 LOG = partition_log("t", 0)
 

@@ -27,7 +27,7 @@ from tidemill.shards.state.restore import restore_bindings, restore_shard
 from tidemill.topics.lifecycle.checkpoint import PartitionFollower
 from tidemill.topics.lifecycle.restore import restore_partition
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 
 def run(body: Callable[[World], Awaitable[None]], domains: int = 1, **settings: int) -> None:

@@ -26,7 +26,7 @@ from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l1.extent_store import ExtentStore, PartitionRows
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler
-from tidemill.topics.partition.row_codec import rebuild_state
+from tidemill.topics.partition.state_machine.row_codec import rebuild_state
 from tidemill.topics.partition_reader import LogPartitionReader
 
 

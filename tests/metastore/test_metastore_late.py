@@ -18,10 +18,10 @@ from tidemill.metastore.rows import CHECKPOINTS, PARTITIONS
 from tidemill.shards.bindings.remap import remap_log_name
 from tidemill.shards.state.state_machine import shard_log_name
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.partition.producer_state import ProducerState, RememberedBatch
 from tidemill.topics.partition.recovery import partition_log
-from tidemill.topics.partition.row_codec import build_partition_row, decode_producers
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.producer_state import ProducerState, RememberedBatch
+from tidemill.topics.partition.state_machine.row_codec import build_partition_row, decode_producers
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 
 def run(body: Callable[[World], Awaitable[None]]) -> None:

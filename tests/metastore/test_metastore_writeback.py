@@ -19,7 +19,7 @@ from tidemill.topics.api import FetchRead
 from tidemill.topics.lifecycle.restore import newest_epoch, restore_partition, restore_registers
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.state import PartitionState
 from tidemill.topics.partition_reader import LogPartitionReader
 from tidemill.topics.produce.producer_ids import ProducerIds
 

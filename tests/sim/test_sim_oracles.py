@@ -30,8 +30,8 @@ from tidemill.sim.oracles.shards import (
 from tidemill.sim.oracles.topics import Durable, check_acknowledged, check_log, check_producer, check_stable
 from tidemill.sim.oracles.transactions import Fate, Sent, check_order, check_transaction
 from tidemill.sim.world import Violated
-from tidemill.topics.partition.codec import encode_command as topic_command
-from tidemill.topics.partition.commands import PlaceBatches, Placeholder
+from tidemill.topics.partition.state_machine.codec import encode_command as topic_command
+from tidemill.topics.partition.state_machine.commands import PlaceBatches, Placeholder
 
 START = (0, b"")
 

@@ -28,7 +28,7 @@ from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.types import stream_schema
-from tidemill.topics.batch.columns import columns_from_fields
+from tidemill.topics.batch.records import columns_from_fields
 
 DEAD = "a dead letter"
 DECIMALS = ((38, 0), (38, 18), (38, 37), (38, 38), (19, 2), (18, 18), (6, 2), (1, 0))

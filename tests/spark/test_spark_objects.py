@@ -18,7 +18,7 @@ from tidemill.spark.decode.newline_text import STRETCH_LINES
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.batch.columns import columns_from_fields
+from tidemill.topics.batch.records import columns_from_fields
 
 SCHEMA = ShardSchema(
     (

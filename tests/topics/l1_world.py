@@ -17,7 +17,7 @@ from tidemill.topics.l1.reconciler import Reconciler, RoundResult
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Assignment
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.state import PartitionState
 from tidemill.topics.partition_reader import LogPartitionReader
 
 

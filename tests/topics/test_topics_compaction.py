@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tidemill.topics.api import BatchRef, InvalidRecordsError, Marker
 from tidemill.topics.batch import Record, decode_batch, encode_batch, parse_header
-from tidemill.topics.batch.columns import columns_from_fields
 from tidemill.topics.batch.control_batch import as_transactional, encode_marker
+from tidemill.topics.batch.records import columns_from_fields
 from tidemill.topics.batch.validation import check_body
 from tidemill.topics.compaction.clean import PassRules, StoredBatch, collect_keys, compact_batches
 from tidemill.topics.compaction.hashes import LONG_BYTES, KeyHash

@@ -6,8 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.topics.batch.header import MAX_SEQUENCE, add_sequence
-from tidemill.topics.partition.producer_state import ProducerState, Refusal, RememberedBatch, judge_sequence, with_batch
 from tidemill.topics.partition.sequence_gaps import GAP_EXPIRY_S, GAPS_LIMIT, SequenceGaps
+from tidemill.topics.partition.state_machine.producer_state import (
+    ProducerState,
+    Refusal,
+    RememberedBatch,
+    judge_sequence,
+    with_batch,
+)
 
 
 def after(*batches: tuple[int, int], epoch: int = 0) -> ProducerState | None:

@@ -13,7 +13,7 @@ from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import FetchRead, NotLeaderError
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition.state import PARTITION_BYTES
+from tidemill.topics.partition.state_machine.state import PARTITION_BYTES
 from tidemill.topics.status_report import OWN_STATUSES_MAX
 
 WEEK_MS = 604_800_000

@@ -13,8 +13,8 @@ from tidemill.base.clock import ManualClock
 from tidemill.base.errors import MissingError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.memory import MemoryObjects
-from tidemill.topics.l0 import shared_reads
-from tidemill.topics.l0.shared_reads import READ_BEFORE_BYTES, READS_IN_FLIGHT_MAX, SharedReads
+from tidemill.topics.l0 import object_cache
+from tidemill.topics.l0.object_cache import READ_BEFORE_BYTES, READS_IN_FLIGHT_MAX, SharedReads
 
 DATA = bytes(range(256)) * 1024
 KEY = "l0/e/o"
@@ -205,5 +205,5 @@ def test_whatever_readers_ask_for_each_has_its_bytes(
         assert held == shared.held_bytes <= limit_bytes
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shared_reads, "READ_BEFORE_BYTES", 100)
+        patched.setattr(object_cache, "READ_BEFORE_BYTES", 100)
         run(body, limit_bytes=limit_bytes)

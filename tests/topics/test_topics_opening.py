@@ -12,10 +12,10 @@ from topics_world import World, batch, eventually, read_all, run
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import LogHead
 from tidemill.topics.api import FetchRead, NotLeaderError
-from tidemill.topics.partition import rollup_scheduler
-from tidemill.topics.partition.codec import decode_command
-from tidemill.topics.partition.commands import Rollup
+from tidemill.topics.partition import rollup
 from tidemill.topics.partition.recovery import partition_log
+from tidemill.topics.partition.state_machine.codec import decode_command
+from tidemill.topics.partition.state_machine.commands import Rollup
 from tidemill.topics.status_report import OWN_STATUSES_MAX
 
 
@@ -206,8 +206,8 @@ def test_a_roll_up_with_too_long_a_tail_is_given_up_and_tried_again(monkeypatch:
         world = World(rollup_records=4)
         node = world.node()
         row = await world.topic(partitions=1)
-        monkeypatch.setattr(rollup_scheduler, "TAIL_BYTES", 100)
-        monkeypatch.setattr(rollup_scheduler, "RETRY_RECORDS", 10)
+        monkeypatch.setattr(rollup, "TAIL_BYTES", 100)
+        monkeypatch.setattr(rollup, "RETRY_RECORDS", 10)
         put = world.objects.put
         gate = asyncio.Event()
 

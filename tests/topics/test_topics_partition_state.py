@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tidemill.base.errors import CorruptError
 from tidemill.topics.api import OffsetOutOfRangeError
-from tidemill.topics.partition.apply import Rejected, apply
-from tidemill.topics.partition.codec import decode_command, decode_state, encode_command, encode_state
-from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder, Rollup
-from tidemill.topics.partition.producer_state import PRODUCER_EXPIRY_MS
-from tidemill.topics.partition.state import PRODUCERS_LIMIT, PartitionState
+from tidemill.topics.partition.state_machine.apply import Rejected, apply
+from tidemill.topics.partition.state_machine.codec import decode_command, decode_state, encode_command, encode_state
+from tidemill.topics.partition.state_machine.commands import Advance, PlaceBatches, Placeholder, Rollup
+from tidemill.topics.partition.state_machine.producer_state import PRODUCER_EXPIRY_MS
+from tidemill.topics.partition.state_machine.state import PRODUCERS_LIMIT, PartitionState
 
 
 def placed(

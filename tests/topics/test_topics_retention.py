@@ -11,11 +11,11 @@ from tidemill.topics.api import OffsetOutOfRangeError
 from tidemill.topics.config.configs import TopicConfig
 from tidemill.topics.lifecycle.retention import retained_start
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition.apply import apply
-from tidemill.topics.partition.codec import decode_state, encode_state
-from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.apply import apply
+from tidemill.topics.partition.state_machine.codec import decode_state, encode_state
+from tidemill.topics.partition.state_machine.commands import Advance, PlaceBatches, Placeholder
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 DAY_MS = 86_400_000
 

@@ -24,12 +24,12 @@ from tidemill.topics.api import (
     OutOfOrderSequenceError,
 )
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition import state as partition_state
-from tidemill.topics.partition.apply import Rejected, apply
-from tidemill.topics.partition.codec import encode_command
-from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine import state as partition_state
+from tidemill.topics.partition.state_machine.apply import Rejected, apply
+from tidemill.topics.partition.state_machine.codec import encode_command
+from tidemill.topics.partition.state_machine.commands import Advance, PlaceBatches, Placeholder
+from tidemill.topics.partition.state_machine.state import PartitionState
 from tidemill.topics.produce import ProducerQueueCore, TicketState
 
 # producer queue -----------------------------------------------------------------------------------

@@ -32,13 +32,18 @@ from tidemill.topics.batch.header import CONTROL, parse_header
 from tidemill.topics.config.configs import TopicConfig
 from tidemill.topics.lifecycle.retention import retained_start
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition.apply import Rejected, apply
-from tidemill.topics.partition.codec import decode_command, decode_state, encode_command, encode_state
-from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
 from tidemill.topics.partition.rollup import copy_state
-from tidemill.topics.partition.row_codec import build_aborted_rows, build_extents, build_partition_row, rebuild_state
-from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition.transactions import ABORT, COMMIT, OPEN_LIMIT, PLAIN, TRANSACTIONAL
+from tidemill.topics.partition.state_machine.apply import Rejected, apply
+from tidemill.topics.partition.state_machine.codec import decode_command, decode_state, encode_command, encode_state
+from tidemill.topics.partition.state_machine.commands import Advance, PlaceBatches, Placeholder
+from tidemill.topics.partition.state_machine.row_codec import (
+    build_aborted_rows,
+    build_extents,
+    build_partition_row,
+    rebuild_state,
+)
+from tidemill.topics.partition.state_machine.state import PartitionState
+from tidemill.topics.partition.state_machine.transactions import ABORT, COMMIT, OPEN_LIMIT, PLAIN, TRANSACTIONAL
 
 WITHIN = ProduceTransaction("tx")
 

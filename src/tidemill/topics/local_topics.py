@@ -40,8 +40,7 @@ from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.fetch.fetch_interest import FetchDeps, LocalFetchSubscription
 from tidemill.topics.fetch.fetch_planner import LeaderOrError, read_error_of
 from tidemill.topics.fetch.timestamp_lookup import first_offset_at
-from tidemill.topics.l0.object_cache import ObjectCache
-from tidemill.topics.l0.shared_reads import SharedReads
+from tidemill.topics.l0.object_cache import ObjectCache, SharedReads
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.l1.read_ahead import ReadAhead
 from tidemill.topics.l1.reader import L1Reader, open_l1_reader
@@ -50,9 +49,9 @@ from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.leader_check import LeaderCheck
 from tidemill.topics.lifecycle.retention import RetentionHolds, RetentionRunner, effective_config, is_compacted
 from tidemill.topics.membership import Assignment, SingleNodeAssignment
+from tidemill.topics.partition.append_plan import producer_status
 from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader
 from tidemill.topics.partition.pending_batch import fail_future
-from tidemill.topics.partition.produce_results import producer_status
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition.transaction_verification import reject_without_coordinator
 from tidemill.topics.partition_supervisor import PartitionKey, PartitionSupervisor

@@ -20,7 +20,7 @@ import msgspec
 from tidemill.base.errors import ConflictError, MissingError
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.l0.format import PREFIX, encode_footer
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 STAND_IN: Final = b"let go\n" + encode_footer(())
 

@@ -16,7 +16,7 @@ from tidemill.topics.api import BatchRef, OffsetOutOfRangeError
 from tidemill.topics.batch_reads import read_batches
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 RECENT_S = 20.0
 """Age up to which a followed state names only existing objects: garbage is deleted after a longer delay

@@ -112,7 +112,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
 @app.command("delete")
 def delete(name: Name, really: ForceDelete = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete a topic. A later topic of this name has a new id. A topic that a capture or a pipeline uses is refused."""
-    from tidemill.topics.usage import find_topic_users
+    from tidemill.topics.lifecycle.deletion import find_topic_users
 
     with open_stores(config) as opened:
         row = _find_topic(opened, name)

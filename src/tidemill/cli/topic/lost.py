@@ -11,7 +11,7 @@ from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stor
 
 if TYPE_CHECKING:
     from tidemill.topics.lost_objects import LostRange
-    from tidemill.topics.partition.state import PartitionState
+    from tidemill.topics.partition.state_machine.state import PartitionState
 
 LetGo = Annotated[
     list[str] | None, typer.Option("--let-go", help="Abandon a lost object for good, or `all`. Repeatable.")
@@ -56,7 +56,7 @@ def _find_lost_ranges(opened: OpenStores, name: str) -> list[LostRange]:
     from tidemill.metastore.catalogue import TopicRow
     from tidemill.topics.lost_objects import lost_ranges
     from tidemill.topics.partition.recovery import catch_up, partition_log
-    from tidemill.topics.partition.state import PartitionState
+    from tidemill.topics.partition.state_machine.state import PartitionState
 
     async def states(row: TopicRow) -> list[tuple[int, PartitionState]]:
         logs = [partition_log(row.topic_id, partition) for partition in range(row.partitions)]

@@ -18,7 +18,7 @@ from tidemill.shards.api import Shard, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import ORDER
-from tidemill.topics.batch.columns import columns_from_fields
+from tidemill.topics.batch.records import columns_from_fields
 
 
 async def poisoned_keys(

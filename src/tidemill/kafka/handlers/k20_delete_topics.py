@@ -14,7 +14,7 @@ from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.kafka.schema.primitives import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.security.acls import Operation, Resource
-from tidemill.topics.usage import find_topic_users
+from tidemill.topics.lifecycle.deletion import find_topic_users
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -14,9 +14,9 @@ from tidemill.metastore.rows.catalogue import TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.state_machine import shard_replica
-from tidemill.topics.partition.codec import decode_command, decode_state
-from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.recovery import partition_log
+from tidemill.topics.partition.state_machine.codec import decode_command, decode_state
+from tidemill.topics.partition.state_machine.commands import Rollup
 
 FIX = "Stop the nodes and restore the cluster from its bucket into empty consensus."
 

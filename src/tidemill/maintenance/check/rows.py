@@ -23,7 +23,7 @@ from tidemill.metastore.rows.shards import BindingRow, ShardBatchRow, ShardRow
 from tidemill.shards.bindings.remap import decode_record
 from tidemill.shards.state.checkpoint import decode_header
 from tidemill.shards.state.codec import decode_batch
-from tidemill.topics.partition.row_codec import decode_batches, decode_producers, decode_transactions
+from tidemill.topics.partition.state_machine.row_codec import decode_batches, decode_producers, decode_transactions
 
 R = TypeVar("R", bound=msgspec.Struct)
 

@@ -73,7 +73,7 @@ from tidemill.shards.state.checkpoint import assemble_state, decode_header
 from tidemill.shards.state.codec import decode_batch
 from tidemill.shards.state.restore import restore_bindings, restore_shard
 from tidemill.topics.lifecycle.restore import restore_partition, restore_registers
-from tidemill.topics.partition.row_codec import rebuild_state
+from tidemill.topics.partition.state_machine.row_codec import rebuild_state
 
 LEAD_TIMEOUT_S = 60.0
 SCHEMA_IDS_SKIPPED = 10_000

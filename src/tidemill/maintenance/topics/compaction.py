@@ -32,8 +32,8 @@ from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.lifecycle.retention import NEVER_MS, RetentionHolds, is_compacted
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition.transactions import AbortedIndex
+from tidemill.topics.partition.state_machine.state import PartitionState
+from tidemill.topics.partition.state_machine.transactions import AbortedIndex
 
 KEYS_PER_PASS = 1 << 20
 """Number of keys in one pass: 24 MiB, twice that while some are added."""

@@ -30,7 +30,7 @@ from tidemill.topics.l1.builder import ObjectBuilder
 from tidemill.topics.l1.format import RegionIndex, object_id
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.row_transitions import ReplaceRequest
-from tidemill.topics.partition.transactions import AbortedIndex
+from tidemill.topics.partition.state_machine.transactions import AbortedIndex
 
 SLICE_BYTES = 8 << 20
 SLICE_RECORDS = 1 << 16

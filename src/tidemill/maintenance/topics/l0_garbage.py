@@ -1,7 +1,7 @@
 """The job `topic-objects`: delete an L0 object when no partition reads it, or ever will.
 
     list ──► read every partition's log ──► not named by any: garbage, if every partition in its footer has decided
-                                                 │ (otherwise the partition is made to decide: topics.lifecycle.settle)
+                                                 │ (otherwise the partition is made to decide: lifecycle.deletion)
                                                  ▼
              its rows have followed, and are in the bucket ──► collect_after_s later ──► deleted
 
@@ -9,7 +9,7 @@ Invariants:
 
 - List first: objects are listed first and logs read afterwards. Every log is read; an unreadable one ends the round.
 - Decided: the partition's log shows, after the object was seen, that its writer has placed everything it will ever
-  place of it (`partition.state.Settled`). Neither a clock nor an age proves that: a writer may only have been paused.
+  place of it (`SettledMark`). Neither a clock nor an age proves that: a writer may only have been paused.
 - Restorable: a restore from the newest manifest finds every object that its rows name. Rows come first, then the
   deletion.
 - Leak rather than lose: an object that is not understood stays. An interrupted step is repeated.
@@ -31,9 +31,9 @@ from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.objects.store import ObjectMeta
 from tidemill.objects.verified_read import read_verified
 from tidemill.topics.l0.format import PREFIX, decode_footer, parse_writer
-from tidemill.topics.lifecycle.settle import settle_partition
+from tidemill.topics.lifecycle.deletion import settle_partition
 from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 LISTING_BATCH = 20_000
 """Number of keys held at a time; the next step continues after them."""

@@ -25,10 +25,10 @@ from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
-from tidemill.topics.lifecycle.settle import truncate_deleted_log
-from tidemill.topics.partition.codec import decode_command
-from tidemill.topics.partition.commands import Rollup
+from tidemill.topics.lifecycle.deletion import truncate_deleted_log
 from tidemill.topics.partition.recovery import LOG_PREFIX, parse_log_name, partition_log
+from tidemill.topics.partition.state_machine.codec import decode_command
+from tidemill.topics.partition.state_machine.commands import Rollup
 
 PREFIX = "rollup/topic/"
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tidemill.consensus.api import LogRecord
 from tidemill.sim.world import Violated
-from tidemill.topics.partition.apply import apply
-from tidemill.topics.partition.codec import decode_command
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.apply import apply
+from tidemill.topics.partition.state_machine.codec import decode_command
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 Place = tuple[int, int]
 """(partition, offset)"""

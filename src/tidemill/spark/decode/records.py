@@ -25,9 +25,8 @@ from tidemill.shards.api import Binding
 from tidemill.spark.decode.dead_letter_rows import DeadLetter
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import RecordColumns, decode_opened, open_batch, parse_header
-from tidemill.topics.batch.columns import empty_columns
 from tidemill.topics.batch.decode import OpenedBatch, has_user_records
-from tidemill.topics.batch.records import Headers
+from tidemill.topics.batch.records import Headers, empty_columns
 
 BLOCK_RECORDS = 20_000
 BLOCK_BYTES = 8 << 20

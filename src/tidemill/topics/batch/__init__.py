@@ -6,11 +6,10 @@ leader epoch are outside the CRC (which covers byte 21 onward) and are patched b
 
 from __future__ import annotations
 
-from tidemill.topics.batch.columns import RecordColumns
 from tidemill.topics.batch.decode import DecodedBatch, decode_batch, decode_columns, decode_opened, open_batch
 from tidemill.topics.batch.encode import encode_batch
 from tidemill.topics.batch.header import BatchHeader, parse_header, patch_base_offset, split_batches
-from tidemill.topics.batch.records import Record
+from tidemill.topics.batch.records import Record, RecordColumns
 from tidemill.topics.batch.validation import check_batch
 
 __all__ = [

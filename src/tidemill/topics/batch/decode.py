@@ -18,7 +18,6 @@ import numpy as np
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import BatchRef, CorruptBatchError, UnreadableBatchError
 from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_any_deltas, scan_with_deltas
-from tidemill.topics.batch.columns import Int64s, RecordColumns, build_columns, empty_columns
 from tidemill.topics.batch.compression import decompress
 from tidemill.topics.batch.header import (
     APPEND_TIME,
@@ -29,7 +28,7 @@ from tidemill.topics.batch.header import (
     BatchHeader,
     parse_header,
 )
-from tidemill.topics.batch.records import Record
+from tidemill.topics.batch.records import Int64s, Record, RecordColumns, build_columns, empty_columns
 from tidemill.topics.batch.varint import read_varint
 
 GROUP_BYTES = 8 << 20

@@ -25,11 +25,11 @@ import numpy as np
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import BatchRef, UnreadableBatchError
 from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS
-from tidemill.topics.batch.columns import Int64s, RecordColumns
 from tidemill.topics.batch.compression import compress
 from tidemill.topics.batch.control_batch import is_abort_marker, is_commit_marker
 from tidemill.topics.batch.decode import GROUP_BYTES, OpenedBatch, has_user_records, open_batch, scan_opened
 from tidemill.topics.batch.header import APPEND_TIME, CONTROL, CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END
+from tidemill.topics.batch.records import Int64s, RecordColumns
 from tidemill.topics.compaction.hashes import KeyHash
 from tidemill.topics.compaction.keymap import KeyMap
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.objects.store import Buffer
-from tidemill.topics.batch.columns import Int64s
+from tidemill.topics.batch.records import Int64s
 
 LONG_BYTES = 256
 _WORDS = LONG_BYTES // 4 + 2

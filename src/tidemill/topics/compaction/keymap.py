@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.topics.batch.columns import Int64s
+from tidemill.topics.batch.records import Int64s
 from tidemill.topics.compaction.hashes import Hashes
 
 _PENDING_MIN = 1 << 16

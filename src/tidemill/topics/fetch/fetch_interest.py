@@ -21,8 +21,7 @@ import msgspec
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.topics.api import Fetched, FetchRead
 from tidemill.topics.fetch.fetch_planner import LeaderOrError, plan_fetch, read_planned
-from tidemill.topics.l0.object_cache import ObjectCache
-from tidemill.topics.l0.shared_reads import SharedReads
+from tidemill.topics.l0.object_cache import ObjectCache, SharedReads
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.partition.leader import PartitionLeader
 

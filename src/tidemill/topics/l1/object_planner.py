@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tidemill.topics.api import BatchRef
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 SPEED_UP, SLOW_DOWN = 0.75, 0.25
 """Weights with which the interval moves towards the one that would have filled an object. A fast speed-up limits the

@@ -1,6 +1,6 @@
 """Keep the rows of partitions up to date with their logs (RFC 0002 §6), by writing what changed since the last round.
 
-The log of a partition is in consensus. Its rows are in the bucket and hold the same state (`partition.row_codec`).
+The log of a partition is in consensus. Its rows are in the bucket and hold the same state (`state_machine.row_codec`).
 Extents are written before the partition row, so an interrupted write leaves only extents that the partition row does
 not reach yet.
 """
@@ -24,8 +24,8 @@ from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.partitions import ExtentRow, PartitionRow
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
-from tidemill.topics.partition.row_codec import build_aborted_rows, build_extents, build_partition_row
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.row_codec import build_aborted_rows, build_extents, build_partition_row
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 CONCURRENT_FOLLOWERS = 16
 """Limit of partition logs that are read concurrently."""

@@ -17,11 +17,11 @@ from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, 
 from tidemill.consensus.api import Consensus, resolve_cas
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.membership import EPOCH_BASE_REGISTER, NODES_REGISTER
-from tidemill.topics.partition.codec import encode_command
-from tidemill.topics.partition.commands import PlaceBatches
 from tidemill.topics.partition.recovery import partition_log
 from tidemill.topics.partition.rollup import write_rollup
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.codec import encode_command
+from tidemill.topics.partition.state_machine.commands import PlaceBatches
+from tidemill.topics.partition.state_machine.state import PartitionState
 from tidemill.topics.produce.producer_ids import REGISTER as PRODUCER_IDS_REGISTER
 
 TERM_GAP = 1000

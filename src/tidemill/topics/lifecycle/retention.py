@@ -31,7 +31,7 @@ from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.membership import Assignment
 from tidemill.topics.partition.leader import PartitionLeader
 from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 _log = structlog.get_logger()
 

@@ -39,26 +39,30 @@ from tidemill.topics.config.configs import TopicConfig
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.format import parse_writer
 from tidemill.topics.l0.writer import L0Writer
-from tidemill.topics.partition.append_plan import AppendPlan, plan_group
+from tidemill.topics.partition.append_plan import (
+    AppendPlan,
+    duplicate_result,
+    plan_group,
+    poisoned_error,
+    refusal_error,
+)
 from tidemill.topics.partition.appender import Appender, LeadershipLostError
-from tidemill.topics.partition.apply import apply
-from tidemill.topics.partition.codec import encode_command
-from tidemill.topics.partition.commands import Advance, Command, Rollup
-from tidemill.topics.partition.pending_batch import PendingBatch, fail_future
-from tidemill.topics.partition.produce_results import duplicate_result, poisoned_error, refusal_error
-from tidemill.topics.partition.producer_state import Refusal
-from tidemill.topics.partition.record_policy import apply_record_policy
+from tidemill.topics.partition.pending_batch import PendingBatch, apply_record_policy, fail_future
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.rollup_scheduler import RollupScheduler
+from tidemill.topics.partition.rollup import RollupScheduler
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.apply import apply
+from tidemill.topics.partition.state_machine.codec import encode_command
+from tidemill.topics.partition.state_machine.commands import Advance, Command, Rollup
+from tidemill.topics.partition.state_machine.producer_state import Refusal
+from tidemill.topics.partition.state_machine.state import PartitionState
+from tidemill.topics.partition.state_machine.transactions import PLAIN
 from tidemill.topics.partition.transaction_verification import (
     Permit,
     TransactionVerification,
     reject_without_coordinator,
     transaction_snapshot,
 )
-from tidemill.topics.partition.transactions import PLAIN
 from tidemill.topics.partition.watchers import Watchers
 from tidemill.topics.produce import ProducerLine, ProducerQueue, Ticket
 from tidemill.topics.produce.validator_pool import BatchValidator, ValidatedBatch

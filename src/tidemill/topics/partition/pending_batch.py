@@ -1,4 +1,7 @@
-"""One produced batch on its way from `produce_nowait` to its result."""
+"""One produced batch on its way from `produce_nowait` to its result; `apply_record_policy` checks it against its topic.
+
+The check covers the limits of the topic's config. Checks for every batch are in `batch.validation`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ from typing import Protocol
 
 from tidemill.base.errors import TidemillError
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import Marker, ProduceResult, ProduceTransaction, TransactionSnapshot
+from tidemill.topics.api import (
+    BatchTooLargeError,
+    InvalidTimestampError,
+    Marker,
+    ProduceResult,
+    ProduceTransaction,
+    TransactionSnapshot,
+)
 from tidemill.topics.batch.header import TRANSACTIONAL as IN_TRANSACTION
 from tidemill.topics.batch.header import BatchHeader, parse_header, set_append_time
 from tidemill.topics.config.configs import AS_SENT, TopicConfig
+from tidemill.topics.partition.state_machine.transactions import ABORT, COMMIT, PLAIN, TRANSACTIONAL
 from tidemill.topics.partition.transaction_verification import Permit
-from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, TRANSACTIONAL
 from tidemill.topics.produce import ProducerLine, Ticket
 
 
@@ -165,3 +175,24 @@ def fail_future(future: asyncio.Future[ProduceResult], error: TidemillError) -> 
     if not future.done():
         future.set_exception(error)
         future.exception()
+
+
+def apply_record_policy(pending: PendingBatch, config: TopicConfig, now_ms: int) -> None:
+    """Check size and timestamps, and set the append time if the topic uses it.
+
+    Raises BatchTooLargeError, InvalidTimestampError.
+    """
+    if pending.kind > TRANSACTIONAL:
+        return  # Nothing may reject a marker.
+    if pending.size_bytes > config.max_message_bytes:
+        raise BatchTooLargeError(
+            f"the batch is larger than the topic allows: bytes={pending.size_bytes} limit={config.max_message_bytes}."
+        )
+    if config.append_time:
+        pending.set_append_time(now_ms)
+    elif pending.max_timestamp_ms - config.ahead_max_ms > now_ms and not config.captured:
+        # A captured record has the time of its commit. A wrong clock of the database must not stop its capture.
+        raise InvalidTimestampError(
+            f"a record's time is too far ahead: timestamp_ms={pending.max_timestamp_ms}"
+            f" message.timestamp.after.max.ms={config.ahead_max_ms}."
+        )

@@ -7,10 +7,10 @@ from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.objects.store import ObjectStore
 from tidemill.objects.verified_read import read_verified
-from tidemill.topics.partition.apply import apply
-from tidemill.topics.partition.codec import decode_command, decode_state
-from tidemill.topics.partition.commands import Rollup
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.apply import apply
+from tidemill.topics.partition.state_machine.codec import decode_command, decode_state
+from tidemill.topics.partition.state_machine.commands import Rollup
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 RESTARTS_LIMIT = 8
 """Number of times a replay restarts because the log was truncated, or a rollup replaced, during it."""

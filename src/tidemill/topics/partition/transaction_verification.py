@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.topics.api import InvalidTransactionError, ProduceTransaction, TransactionSnapshot
-from tidemill.topics.partition.transactions import OpenTransaction
+from tidemill.topics.partition.state_machine.transactions import OpenTransaction
 
 
 async def reject_without_coordinator(within: ProduceTransaction, *_: object) -> None:

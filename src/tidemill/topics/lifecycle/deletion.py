@@ -1,17 +1,34 @@
-"""Settle a partition without leading it, so that unused objects can be deleted; end the log of a deleted partition."""
+"""What precedes a deletion: who uses a topic, the batches that may still be placed, the log of a deleted topic."""
 
 from __future__ import annotations
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import Consensus
+from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.partition.appender import Appender, LeadershipLostError
-from tidemill.topics.partition.codec import encode_command
-from tidemill.topics.partition.commands import Advance
 from tidemill.topics.partition.recovery import catch_up, partition_log
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state_machine.codec import encode_command
+from tidemill.topics.partition.state_machine.commands import Advance
+from tidemill.topics.partition.state_machine.state import PartitionState
+
+
+async def find_topic_users(catalogue: Catalogue, topic: TopicRow) -> list[str]:
+    """List the users by name: `capture:<name>` if the topic is one of its tables, `pipeline:<name>` if it reads the
+    topic.
+
+    Raises Unavailable.
+    """
+    tables = [table for table in await catalogue.all_tables() if table.topic == topic.name]
+    found = sorted({f"capture:{table.capture}" for table in tables})
+    sources = {f"topic:{topic.name}", *(f"capture:{table.capture}:{table.table}" for table in tables)}
+    for pipeline in await catalogue.list(PipelineRow):
+        if sources & set(pipeline.tables.values()):
+            found.append(f"pipeline:{pipeline.name}")
+    return sorted(found)
+
 
 NO_WRITER = ""
 """Name of a writer without objects."""

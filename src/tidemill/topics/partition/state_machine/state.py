@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from tidemill.topics.api import BatchRef, OffsetOutOfRangeError
-from tidemill.topics.partition.producer_state import PRODUCER_EXPIRY_MS, ProducerState
-from tidemill.topics.partition.transactions import AbortedIndex, OpenTransaction, first_open
+from tidemill.topics.partition.state_machine.producer_state import PRODUCER_EXPIRY_MS, ProducerState
+from tidemill.topics.partition.state_machine.transactions import AbortedIndex, OpenTransaction, first_open
 
 PRODUCERS_LIMIT = 20_000
 """Limit of remembered producers per partition. The longest idle is dropped first; it may then start at any sequence,

@@ -18,9 +18,9 @@ import msgspec
 
 from tidemill.base.errors import CorruptError
 from tidemill.metastore.rows.partitions import AbortedRow, ExtentRow, PartitionRow
-from tidemill.topics.partition.producer_state import ProducerState
-from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition.transactions import AbortedTransaction, OpenTransaction, abort_all
+from tidemill.topics.partition.state_machine.producer_state import ProducerState
+from tidemill.topics.partition.state_machine.state import PartitionState
+from tidemill.topics.partition.state_machine.transactions import AbortedTransaction, OpenTransaction, abort_all
 
 PRODUCERS_BYTES = 192 << 10
 """Size limit of the producers in a partition row, about 1,400 busy ones. Leaves room for the rest below

@@ -6,10 +6,15 @@ from typing import assert_never
 
 import msgspec
 
-from tidemill.topics.partition.commands import Advance, Command, PlaceBatches, Rollup
-from tidemill.topics.partition.producer_state import ProducerState, judge_sequence, with_batch, with_marker
-from tidemill.topics.partition.state import PartitionState, SettledMark
-from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, TransactionLedger
+from tidemill.topics.partition.state_machine.commands import Advance, Command, PlaceBatches, Rollup
+from tidemill.topics.partition.state_machine.producer_state import (
+    ProducerState,
+    judge_sequence,
+    with_batch,
+    with_marker,
+)
+from tidemill.topics.partition.state_machine.state import PartitionState, SettledMark
+from tidemill.topics.partition.state_machine.transactions import ABORT, COMMIT, PLAIN, TransactionLedger
 
 
 class Rejected(msgspec.Struct, frozen=True):

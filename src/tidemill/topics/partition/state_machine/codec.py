@@ -18,10 +18,10 @@ import crc32c
 import msgspec
 
 from tidemill.base.errors import CorruptError
-from tidemill.topics.partition.commands import Command
-from tidemill.topics.partition.producer_state import ProducerState
-from tidemill.topics.partition.state import PartitionState, SettledMark, running_maximum
-from tidemill.topics.partition.transactions import AbortedIndex, OpenTransaction
+from tidemill.topics.partition.state_machine.commands import Command
+from tidemill.topics.partition.state_machine.producer_state import ProducerState
+from tidemill.topics.partition.state_machine.state import PartitionState, SettledMark, running_maximum
+from tidemill.topics.partition.state_machine.transactions import AbortedIndex, OpenTransaction
 
 MAGIC = b"TMPR\x01"
 
