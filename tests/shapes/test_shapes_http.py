@@ -703,7 +703,7 @@ def test_snapshot_sessions_print_values_as_capture_does() -> None:
 
 
 def test_only_pages_of_allowed_origins_may_read_answers(postgres_dsn: str) -> None:
-    from tidemill.shapes.http.cors import AllowedOrigins
+    from tidemill.shapes.http.responses import AllowedOrigins
 
     chosen = AllowedOrigins(["https://shop.example", "http://localhost:*"])
     assert chosen.is_allowed("https://shop.example") and chosen.is_allowed("http://LOCALHOST:8600")

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.shapes.tables import replica_identity
+from tidemill.shapes.tables import captured_database
 
 pytestmark = pytest.mark.postgres
 
@@ -77,7 +77,7 @@ async def _moved(client: Any) -> bool:
 def test_f112_a_shape_that_needs_old_rows_is_refused_with_full_as_the_way_and_served_once_it_is_gone(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_identity, "IDENTITY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(captured_database, "IDENTITY_INTERVAL_S", 0.0)
 
     async def main() -> None:
         async with AsIs(postgres_dsn, DDL) as world:

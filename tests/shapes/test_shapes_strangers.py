@@ -35,9 +35,9 @@ from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
 from tidemill.shapes.definition.compiler_thread import CompilerThread
-from tidemill.shapes.definition.definition import ShapeDefinition, Source
+from tidemill.shapes.definition.definition import SHAPE_BYTES, ShapeDefinition, Source, fixed_bytes
+from tidemill.shapes.definition.plan_cache import RejectionCache
 from tidemill.shapes.definition.planner import ShapeRequest
-from tidemill.shapes.definition.rejection_cache import RejectionCache
 from tidemill.shapes.definition.subset import SubsetRequest, SubsetScope, compile_subset
 from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
@@ -49,7 +49,6 @@ from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget, OverBudgetError, reserve_in_all
 from tidemill.shapes.response_memory import ResponseMemory
-from tidemill.shapes.shape_sizes import SHAPE_BYTES, fixed_bytes
 from tidemill.shapes.shards.subsets import SubsetRowReader, _HeldBytes
 from tidemill.shapes.tables import table_shapes
 from tidemill.shapes.tables.capture_tap import BacklogLimits

@@ -12,7 +12,7 @@ import pytest
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_where
-from tidemill.shapes.where.strings import prepare_pattern
+from tidemill.shapes.where.functions.strings import prepare_pattern
 
 pytestmark = pytest.mark.postgres
 

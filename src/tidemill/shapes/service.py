@@ -11,9 +11,8 @@ redefined, ends abandoned loads, and publishes stage statuses and metrics.
   only by evicting shapes that were not read for `idle_s` and have no waiting request. If no such shape exists, the new
   one is rejected; a shape in use is never ended for it.
 - Invariant (isolated failures): any exception from building or following a shape ends that shape only (`_run_shape`).
-An
-  exception from evaluating its part of a stream ends it in the tap. The definition is then rejected for a while
-  (`rejection_cache`).
+  An exception from evaluating its part of a stream ends it in the tap. The definition is then rejected for a while
+  (`plan_cache`).
 - Invariant (no residue): a shape ends when its table is no longer captured. Nothing of an ended shape remains, except
   the stage status of a failure for one minute.
 """
@@ -34,10 +33,9 @@ from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_await, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.definition.compiler_thread import CompilerThread
-from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition
-from tidemill.shapes.definition.plan_cache import PlanCache
+from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, fixed_bytes
+from tidemill.shapes.definition.plan_cache import PlanCache, RejectionCache
 from tidemill.shapes.definition.planner import Plan, ShapeRequest, parse_shard_name
-from tidemill.shapes.definition.rejection_cache import RejectionCache
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.log import LogStorage
@@ -57,12 +55,10 @@ from tidemill.shapes.reporting import (
     status_name_of,
 )
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.shape_sizes import fixed_bytes
 from tidemill.shapes.shards.shard_shapes import Build, ShardOpener, ShardShapes
 from tidemill.shapes.tables.capture_tap import ShapeTap, unexpected_failure
-from tidemill.shapes.tables.captured_database import Relations, TableFinder
+from tidemill.shapes.tables.captured_database import Relations, TableFinder, needs_old_rows
 from tidemill.shapes.tables.initial_snapshot import TransientTableError
-from tidemill.shapes.tables.replica_identity import needs_old_rows
 from tidemill.shapes.tables.table_shapes import NotCapturedError, TablePausedError, TableShapes
 
 _log = structlog.get_logger()

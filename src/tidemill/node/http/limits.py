@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemill.base.address import canonical_host
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.base.runtime import file_descriptors
-from tidemill.shapes.http.cors import AllowedOrigins
-from tidemill.shapes.http.responses import EXPOSED_HEADERS
+from tidemill.shapes.http.responses import EXPOSED_HEADERS, AllowedOrigins
 
 RETRY_AFTER_S = 5
 HEAD_BYTES = 256 << 10

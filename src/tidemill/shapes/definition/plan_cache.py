@@ -1,15 +1,18 @@
-"""Cache of plans by request: a live client repeats the same request for as long as it follows a shape.
+"""Caches of requests: the plans of live shapes, and definitions that failed recently.
 
-A plan is cached for shapes that exist, and is removed with its shape. The cache is bounded twice: `capacity` plans in
-all, beyond which all are dropped, and a few requests per definition, since clients may spell one definition in many
-ways.
+A live client repeats the same request for as long as it follows a shape. A plan is cached for shapes that exist, and is
+removed with its shape. The cache is bounded twice: `capacity` plans in all, beyond which all are dropped, and a few
+requests per definition, since clients may spell one definition in many ways.
+
+Requests for a definition that failed are rejected immediately instead of being tried again. Without it, a clause that
+fails on a row would be compiled, loaded and ended again for every poll of its client.
 """
 
 from __future__ import annotations
 
-from tidemill.shapes.definition.definition import ShapeDefinition
+from tidemill.base.errors import InvalidError, MissingError, TidemillError
+from tidemill.shapes.definition.definition import ShapeDefinition, clause_bytes
 from tidemill.shapes.definition.planner import Plan, ShapeRequest
-from tidemill.shapes.shape_sizes import clause_bytes
 
 MAX_PLANS_PER_DEFINITION = 4
 LARGE_CLAUSE_BYTES = 1_000
@@ -52,3 +55,53 @@ class PlanCache:
 
     def clear(self) -> None:
         self._plans, self._requests = {}, {}
+
+
+INVALID_S = 60.0
+"""Rejection time for errors of the request itself."""
+
+UNEXPECTED_S = 5.0
+"""Rejection time for unexpected exceptions."""
+
+TEMPORARY_S = 1.0
+"""Rejection time for temporary conditions."""
+
+MAX_ENTRIES = 1_000
+
+
+class RejectionCache:
+    def __init__(self) -> None:
+        self._until: dict[ShapeDefinition, tuple[float, TidemillError]] = {}
+        self.count = 0
+        self.last = ""
+
+    def add(self, definition: ShapeDefinition, error: TidemillError, now_s: float, *, broken: bool = False) -> None:
+        wrong = isinstance(error, InvalidError) and not isinstance(error, MissingError)
+        length = UNEXPECTED_S if broken else INVALID_S if wrong else TEMPORARY_S
+        self._until = {each: found for each, found in self._until.items() if now_s < found[0]}
+        self._until.pop(definition, None)
+        self._until[definition] = (now_s + length, _without_traceback(error))
+        if len(self._until) > MAX_ENTRIES:
+            del self._until[next(iter(self._until))]
+        self.count += 1
+        self.last = error.message
+
+    def raise_if_rejected(self, definition: ShapeDefinition, now_s: float) -> None:
+        """Raise the error of the definition if it failed recently."""
+        found = self._until.get(definition)
+        if found is None:
+            return
+        if now_s < found[0]:
+            raise _without_traceback(found[1])
+        del self._until[definition]
+
+    def clear(self) -> None:
+        """Clear the cache, because the causes may no longer hold."""
+        self._until.clear()
+
+
+def _without_traceback(error: TidemillError) -> TidemillError:
+    """Return the same error without its traceback, whose frames could keep a whole shard in memory."""
+    made = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(error.__dict__)
+    return made

@@ -27,14 +27,13 @@ from tidemill.base.errors import UnavailableError
 from tidemill.shapes.definition.definition import ShapeDefinition
 from tidemill.shapes.definition.permissions import AccessDeniedError, Grant
 from tidemill.shapes.http import sse, subsets
-from tidemill.shapes.http.admission import AdmissionControl, AdmissionSlot
 from tidemill.shapes.http.authorization import NAME_PARAM, ShapeAuthorizer, client_host, is_signed, requester_of
-from tidemill.shapes.http.cors import AllowedOrigins
-from tidemill.shapes.http.disconnect import DisconnectWatcher, wait_any
+from tidemill.shapes.http.connections import AdmissionControl, AdmissionSlot, DisconnectWatcher, wait_any
 from tidemill.shapes.http.error_status import ErrorResponder, has_position, store_grant, store_held_handle, stored_grant
 from tidemill.shapes.http.params import BadRequestError, ShapeParams, check_utf8, parse_params
 from tidemill.shapes.http.responses import (
     BASE_HEADERS,
+    AllowedOrigins,
     build_etag,
     build_shape_headers,
     error_response,

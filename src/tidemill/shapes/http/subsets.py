@@ -24,7 +24,7 @@ from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes.definition.planner import FieldError, Plan
 from tidemill.shapes.definition.subset import SubsetMetadata
-from tidemill.shapes.http.disconnect import DisconnectWatcher, wait_any
+from tidemill.shapes.http.connections import DisconnectWatcher, wait_any
 from tidemill.shapes.http.params import BadRequestError, ShapeParams
 from tidemill.shapes.http.responses import BASE_HEADERS, must_refetch
 from tidemill.shapes.http.streaming import ItemsResponse

@@ -19,7 +19,7 @@ from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.shards.rows import Row, slice_rows, table_slices
+from tidemill.shapes.shards.pg_text import Row, slice_rows, table_slices
 from tidemill.shapes.tables.table_consumer import row_failure_error
 from tidemill.shapes.where import EvaluationError, Type, Where
 from tidemill.shards.api import DIFF, TIME, HistoryLostError, Shard, ShardSchema

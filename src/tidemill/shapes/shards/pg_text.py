@@ -1,4 +1,4 @@
-"""Prints Arrow columns as PostgreSQL's text output.
+"""Prints Arrow columns as PostgreSQL's text output, and the rows of Arrow tables as such text, a few at a time.
 
     bool        true / false                 date        2024-01-31, infinity
     integers    digits                       timestamp   2024-01-31 10:20:30.5+00, infinity (UTC; no +00 without
@@ -13,7 +13,7 @@ Years outside 1 … 9999 are beyond Python's datetime, so dates are computed fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -159,3 +159,26 @@ def _moment_text(micros: int, zone: str) -> str:
     seconds, fraction = divmod(rest, 1_000_000)
     shown = f".{fraction:06d}".rstrip("0") if fraction else ""
     return f"{text} {seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}{shown}{zone}{era}"
+
+
+Row = dict[str, str | None]
+
+SLICE_ROWS = 100
+"""Rows converted to text together: one or two milliseconds for wide rows."""
+
+
+def table_slices(table: pa.Table) -> Iterator[pa.Table]:
+    for start in range(0, table.num_rows, SLICE_ROWS):
+        yield table.slice(start, SLICE_ROWS)
+
+
+def slice_rows(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
+    """Yield the rows of a small table."""
+    columns = text_columns(table, names)
+    for values in zip(*columns, strict=True):
+        yield dict(zip(names, values, strict=True))
+
+
+def table_rows(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
+    for part in table_slices(table):
+        yield from slice_rows(part, names)

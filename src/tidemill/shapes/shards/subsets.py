@@ -26,7 +26,7 @@ from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.memory_budget import Budget
 from tidemill.shapes.response_memory import ResponseMemory
-from tidemill.shapes.shards.rows import table_rows
+from tidemill.shapes.shards.pg_text import table_rows
 from tidemill.shapes.where import EvaluationError, Where
 
 if TYPE_CHECKING:

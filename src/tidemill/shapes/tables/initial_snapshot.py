@@ -10,6 +10,12 @@ Rows are PostgreSQL's text output under capture's DISPLAY_SETTINGS, since snapsh
 
 Each fetch is bounded by FETCH_BYTES (or one row), and rendered in the loop share of shapes. A query that returns no
 rows for STATEMENT_TIMEOUT_S is cancelled: a filter without an index must not occupy a snapshot slot forever.
+
+Reads subsets of a captured table's shape, joined to its stream as initial rows are.
+
+The snapshot sees every transaction that was streamed before it was opened (`must_see`), so no row is older than what a
+client at the end of the log has already applied. The client drops later changes that the rows already show, by
+`SubsetMetadata`.
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ from tidemill.capture.postgres.connection import (
     settings_statement,
 )
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.shapes.definition.planner import Compiler, SubsetReader
+from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest, SubsetScope, build_subset_sql
 from tidemill.shapes.definition.table_columns import DESCRIBE_SQL, ColumnInfo, TableColumns, build_table_columns
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.row_writer import RowWriter
@@ -129,7 +137,7 @@ class PostgresSource:
             return {str(name): bool(generated) for name, generated in await cursor.fetchall()}
 
     async def has_old_rows(self, relation: Relation) -> bool:
-        """Return whether the stream carries whole old rows of a table (replica_identity.py).
+        """Return whether the stream carries whole old rows of a table (captured_database.py).
 
         Raises TableReplacedError, UnavailableError.
         """
@@ -376,3 +384,32 @@ async def _fetch_results(
 def _error_message(error: psycopg.Error) -> str:
     primary = error.diag.message_primary
     return primary if primary else str(error).strip()
+
+
+def subset_reader(
+    source: PostgresSource,
+    info: TableColumns,
+    where: Where | None,
+    columns: tuple[str, ...],
+    queryable: tuple[str, ...],
+    compiler: Compiler,
+    share: LoopShare,
+    recent: Callable[[], frozenset[int]],
+) -> SubsetReader:
+    """Return a reader of subsets. `columns` are shown, () = all; `queryable` may be used to filter and order, () =
+    all."""
+    relation = info.relation
+    shown = columns or info.names
+    params_count = len(where.params) if where is not None else 0
+    scope = SubsetScope(relation.schema, relation.table, info.where_types(), queryable, params_count)
+
+    async def read(request: SubsetRequest, rows: ResponseMemory, mark: int) -> SubsetMetadata:
+        subset = await compiler.compile_subset(request, scope)
+        query = build_subset_sql(shown, info.scope, info.key, where, subset)
+        marks = {"snapshot_mark": mark}
+        writer = RowWriter(relation.schema, relation.table, shown, info.key, info.booleans, marks=marks)
+        snapshot, lsn = await source.read_subset(info, shown, query, writer, recent(), share, rows)
+        in_progress = [str(xid) for xid in sorted(snapshot.in_progress)]
+        return SubsetMetadata(mark, str(snapshot.xmin), str(snapshot.xmax), in_progress, str(lsn))
+
+    return read

@@ -44,11 +44,9 @@ from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget
 from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
-from tidemill.shapes.tables.captured_database import CapturedDatabase, Relations, TableFinder
-from tidemill.shapes.tables.initial_snapshot import TransientTableError
+from tidemill.shapes.tables.captured_database import CapturedDatabase, Relations, TableFinder, needs_old_rows
+from tidemill.shapes.tables.initial_snapshot import TransientTableError, subset_reader
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, answer_requests
-from tidemill.shapes.tables.replica_identity import needs_old_rows
-from tidemill.shapes.tables.subsets import subset_reader
 from tidemill.shapes.tables.table_consumer import TableConsumer, has_same_layout, needed_columns
 from tidemill.shapes.where import Type, Where
 

@@ -7,8 +7,8 @@ give exactly what PostgreSQL gives for `SELECT (expression)`.
 
 from __future__ import annotations
 
-from tidemill.shapes.where.compiler import Where, compile_where
-from tidemill.shapes.where.conjunction import combine, combined_sql, param_numbers
+from tidemill.shapes.where.clause import Where, combine, combined_sql, param_numbers
+from tidemill.shapes.where.compiler import compile_where
 from tidemill.shapes.where.expressions import Equality
 from tidemill.shapes.where.order_by import Ordering, compile_order_by
 from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError

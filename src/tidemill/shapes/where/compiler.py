@@ -21,25 +21,14 @@ from typing import Any
 import msgspec
 
 from tidemill.base.pgtypes.text import INTEGER_DIGITS, INTEGERS, read_numeric
-from tidemill.base.runtime.tasks import error_sentence, is_fault
-from tidemill.shapes.where import (
-    arithmetic,
-    array_comparison,
-    array_functions,
-    casts,
-    conditionals,
-    datetimes,
-    numeric_functions,
-    operators,
-    strings,
-)
+from tidemill.shapes.where import casts, operators
+from tidemill.shapes.where.clause import WHERE_PREFIX, Where
 from tidemill.shapes.where.common_type import convert_to_common_type
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
     Evaluate,
     Expression,
-    Row,
     column,
     constant,
     narrowest_equality,
@@ -48,77 +37,29 @@ from tidemill.shapes.where.expressions import (
     union_equality,
     unknown,
 )
+from tidemill.shapes.where.functions import (
+    arithmetic,
+    array_comparison,
+    array_functions,
+    conditionals,
+    datetimes,
+    numeric_functions,
+    strings,
+)
 from tidemill.shapes.where.parser import compile_guarded, parse_clause
 from tidemill.shapes.where.sql_printer import print_sql
 from tidemill.shapes.where.types import (
     CHAR_BYTES,
     TRUNCATED_BYTES,
-    EvaluationError,
     Type,
-    Value,
     WhereError,
 )
 
-WHERE_PREFIX = "SELECT 1 WHERE "
 MAX_DEPTH = 200
 MAX_NODES = 10_000
 """Compiling that many takes 0.1 s (off the event loop), evaluating them on one row a few milliseconds."""
 MAX_VALUES_CHARS = 256 << 10
 """Limit of the total length of parameter values, counted once per use."""
-
-
-def evaluate_checked(evaluate: Evaluate, row: Row) -> Value:
-    """Evaluate an expression. Raises EvaluationError, as PostgreSQL would, and for any other exception."""
-    try:
-        return evaluate(row)
-    except EvaluationError:
-        raise
-    except BaseException as error:
-        raise _as_evaluation_error(error) from error
-
-
-class Where:
-    """A compiled filter.
-
-    sql       the clause printed from the checked tree; safe to embed in a query
-    params    values of the $n in `sql`. Each number is used only once: PostgreSQL gives a parameter one type, by its
-              first use in the statement, whereas each use takes its own type here, as a literal would
-    given     values of the $n as the client numbers them
-    columns   names of the columns that it reads
-    equality  a condition on one column without which no row matches, if the clause has one; see `Equality`
-    may_fail  evaluation may fail on a row (a division, an overflow, a cast), which would reveal something of the row
-    """
-
-    def __init__(
-        self,
-        sql: str,
-        params: tuple[str, ...],
-        columns: frozenset[str],
-        expression: Expression,
-        *,
-        given: tuple[str, ...],
-        may_fail: bool = False,
-    ) -> None:
-        self.may_fail = may_fail
-        self.equality = expression.equality
-        self.sql = sql
-        self.params = params
-        self.given = given
-        self.columns = columns
-        self._evaluate = expression.evaluate
-
-    def evaluate(self, row: Row) -> bool | None:
-        """Return True, False or None (NULL). Raises EvaluationError, as PostgreSQL would, and for any other
-        exception."""
-        value: bool | None = evaluate_checked(self._evaluate, row)
-        return value
-
-    def matches(self, row: Row) -> bool:
-        return self.evaluate(row) is True
-
-
-def _as_evaluation_error(error: BaseException) -> BaseException:
-    return EvaluationError(error_sentence(error)) if is_fault(error) else error
 
 
 def compile_where(

@@ -12,7 +12,6 @@ from decimal import Decimal
 
 from tidemill.base.pgtypes.intervals import interval_span
 from tidemill.base.pgtypes.text import DAY_US, INTEGERS
-from tidemill.shapes.where import array_comparison
 from tidemill.shapes.where.common_type import coerce, find_common_type
 from tidemill.shapes.where.expressions import (
     BOOL,
@@ -27,6 +26,7 @@ from tidemill.shapes.where.expressions import (
     strict,
     union_equality,
 )
+from tidemill.shapes.where.functions import array_comparison
 from tidemill.shapes.where.types import (
     MOMENTS,
     NUMBERS,

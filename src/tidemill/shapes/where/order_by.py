@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tidemill.shapes.where.compiler import TreeCompiler, evaluate_checked
+from tidemill.shapes.where.clause import evaluate_checked
+from tidemill.shapes.where.compiler import TreeCompiler
 from tidemill.shapes.where.expressions import Expression, Row, column
 from tidemill.shapes.where.operators import comparator
 from tidemill.shapes.where.parser import compile_guarded, parse_clause

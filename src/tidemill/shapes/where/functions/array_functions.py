@@ -14,10 +14,10 @@ from functools import partial
 
 from tidemill.base.pgtypes.arrays import ARRAY_CHARS, DIMENSIONS_MAX, BoundedArray
 from tidemill.base.pgtypes.text import INTEGERS
-from tidemill.shapes.where.array_comparison import flatten
 from tidemill.shapes.where.case_folding import common_folding
 from tidemill.shapes.where.common_type import coerce, find_common_type
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve_unknown, strict
+from tidemill.shapes.where.functions.array_comparison import flatten
 from tidemill.shapes.where.types import TEXTS, EvaluationError, Type, Value, WhereError, canonical_form
 
 INT4 = Type("int4")

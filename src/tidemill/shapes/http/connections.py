@@ -1,4 +1,9 @@
-"""Detects that the client has disconnected while a long poll waits: ASGI reports it through `receive`."""
+"""Connections of clients: how many requests are served at once, and whether a client has disconnected.
+
+The number is limited from the first byte of a request to the last byte of its response. Long polls, event streams and
+slow readers are included. Requests beyond the limit get 503 with Retry-After, after which the protocol's client
+retries. ASGI reports through `receive` that the client of a long poll has disconnected.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,37 @@ import structlog
 from starlette.requests import Request
 
 from tidemill.base.runtime.tasks import Tasks, error_sentence
+
+
+class AdmissionSlot:
+    """The place of one request; `release` is idempotent."""
+
+    def __init__(self, admission: AdmissionControl, initial: bool) -> None:
+        self._admission: AdmissionControl | None = admission
+        self._initial = initial
+
+    def release(self) -> None:
+        admission, self._admission = self._admission, None
+        if admission is not None:
+            admission.under_way[self._initial] -= 1
+
+
+class AdmissionControl:
+    """Counts requests. `max_initial`: limit of requests for initial rows; `max_existing`: limit of all others."""
+
+    def __init__(self, max_initial: int, max_existing: int) -> None:
+        self._limits = {True: max_initial, False: max_existing}
+        self.under_way = {True: 0, False: 0}
+        self.refused = 0
+
+    def reserve(self, initial: bool) -> AdmissionSlot | None:
+        """Reserve a place; return None if the limit is reached."""
+        if self.under_way[initial] >= self._limits[initial]:
+            self.refused += 1
+            return None
+        self.under_way[initial] += 1
+        return AdmissionSlot(self, initial)
+
 
 _log = structlog.get_logger()
 

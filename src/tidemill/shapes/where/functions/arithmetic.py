@@ -8,8 +8,8 @@ from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal, Inexact, Overflow
 
 from tidemill.base.pgtypes.text import INTEGERS, check_integer, check_numeric, to_float4, too_many_digits_error
-from tidemill.shapes.where import datetimes
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve_unknown, strict
+from tidemill.shapes.where.functions import datetimes
 from tidemill.shapes.where.operators import operator_error, promote_numbers
 from tidemill.shapes.where.types import (
     EXACT_CONTEXT,
