@@ -31,7 +31,7 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.capture.changes import Change, Fragment
 from tidemill.shapes.log.log_offset import BASE_END
-from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.backlog import BacklogLimits
 
 CROWDS = {
     "10 of id = K": [f"id = {n}" for n in range(10)],

@@ -31,7 +31,8 @@ from tidemill.shapes.log.saved_shape import SavedTableShape
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredShape
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
+from tidemill.shapes.tables.backlog import BacklogLimits
+from tidemill.shapes.tables.capture_tap import ShapeTap
 
 MIB = 1 << 20
 OWNER = "bench"

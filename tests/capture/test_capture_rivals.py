@@ -41,7 +41,8 @@ from tidemill.shapes.log.log import MemoryLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import Turn
-from tidemill.shapes.tables.table_consumer import Backlog, InboxEntry, PendingFragment, TableConsumer, Transaction
+from tidemill.shapes.tables.backlog import Backlog, InboxEntry, PendingFragment, Transaction
+from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.topics.batch import Record, decode_batch
 
 D = Relation(

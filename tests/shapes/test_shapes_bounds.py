@@ -13,7 +13,7 @@ from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.definition.definition import SHAPE_BYTES
 from tidemill.shapes.definition.plan_cache import INVALID_S, RejectionCache
-from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shards.api import Column, ShardSchema
 

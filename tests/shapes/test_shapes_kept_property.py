@@ -49,7 +49,8 @@ from tidemill.shapes.log.sqlite_file import ShapeFile
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.memory_budget import Budget
-from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
+from tidemill.shapes.tables.backlog import BacklogLimits
+from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.table_consumer import TableConsumer
 
 TABLES = [

@@ -15,7 +15,7 @@ from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import LogLimits, ShapeSettings
-from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.shards.api import Column, ShardSchema
 
 CLIENTS = Path(__file__).parents[1] / "clients"

@@ -23,7 +23,8 @@ from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
 from tidemill.shapes.log.log_offset import BASE_END, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
+from tidemill.shapes.tables.backlog import BacklogLimits
+from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.table_consumer import TableConsumer
 
 

@@ -51,7 +51,7 @@ from tidemill.shapes.memory_budget import Budget, OverBudgetError, reserve_in_al
 from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.shards.subsets import SubsetRowReader, _HeldBytes
 from tidemill.shapes.tables import table_shapes
-from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.shapes.tables.table_shapes import NotCapturedError, TableShapes
 from tidemill.shapes.where import Type
 

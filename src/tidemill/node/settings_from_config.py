@@ -27,7 +27,7 @@ from tidemill.shapes.definition.signed_urls import SigningKeys
 from tidemill.shapes.http.authorization import ShapeAuthorizer
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.settings import CacheAges, ShapeSettings
-from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.topics.config.settings import TopicSettings
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import structlog
 
-from tidemill.base.errors import CorruptError, TidemillError
+from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.shapes.definition.definition import ShapeDefinition
 from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log import Chunk, LogStorage
@@ -160,3 +161,8 @@ class LiveShape:
 
     async def wait_ended(self) -> None:
         await self._over.wait()
+
+
+def unexpected_failure(error: BaseException) -> TidemillError:
+    """Return the error that clients get when a shape ended with an unexpected exception."""
+    return UnavailableError(f"the shape failed and starts over: error={error_sentence(error)}.")

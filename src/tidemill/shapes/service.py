@@ -36,7 +36,7 @@ from tidemill.shapes.definition.compiler_thread import CompilerThread
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, fixed_bytes
 from tidemill.shapes.definition.plan_cache import PlanCache, RejectionCache
 from tidemill.shapes.definition.planner import Plan, ShapeRequest, parse_shard_name
-from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.live_shape import LiveShape, unexpected_failure
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.log import LogStorage
 from tidemill.shapes.log.log_offset import LogOffset
@@ -56,7 +56,7 @@ from tidemill.shapes.reporting import (
 )
 from tidemill.shapes.settings import ShapeSettings
 from tidemill.shapes.shards.shard_shapes import Build, ShardOpener, ShardShapes
-from tidemill.shapes.tables.capture_tap import ShapeTap, unexpected_failure
+from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import Relations, TableFinder, needs_old_rows
 from tidemill.shapes.tables.initial_snapshot import TransientTableError
 from tidemill.shapes.tables.table_shapes import NotCapturedError, TablePausedError, TableShapes

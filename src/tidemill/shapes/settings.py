@@ -9,7 +9,7 @@ import msgspec
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.loop_share import SHARE
-from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.backlog import BacklogLimits
 
 
 class CacheAges(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
     capture ─► capture_tap ─► filter_index (candidate shapes) ─► table_consumer ─► log
     initial_snapshot ─► snapshot_filter: initial rows joined to the stream
+    backlog: what is not evaluated yet;  restore: shapes of an earlier run
 
 Owns evaluation and its limits. Does not own logs or HTTP.
 """

@@ -33,28 +33,32 @@ import asyncio
 from collections import deque
 from collections.abc import Collection
 
-import msgspec
-
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError, UnavailableError
+from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import error_sentence, is_fault, is_own_fault_of_await
 from tidemill.capture.changes import Fragment
-from tidemill.capture.decode.row_blocks import changes_of_relations, count_by_relation
 from tidemill.capture.delivery.consumers import TapSession
+from tidemill.shapes.live_shape import unexpected_failure
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare, Turn
+from tidemill.shapes.tables.backlog import (
+    Backlog,
+    BacklogAge,
+    BacklogLimits,
+    InboxEntry,
+    PendingFragment,
+    Transaction,
+    find_largest_relation,
+    memory_bytes,
+    part_of_relations,
+)
 from tidemill.shapes.tables.filter_index import FilterIndex
-from tidemill.shapes.tables.table_consumer import Backlog, InboxEntry, PendingFragment, TableConsumer, Transaction
+from tidemill.shapes.tables.table_consumer import TableConsumer
 
 RECENT_TRANSACTIONS = 4096
 QUANTUM_S = 0.001
 """Time that one consumer works before the next one's turn."""
-
-CHANGE_BYTES = 600
-BYTES_FACTOR = 3
-"""Memory of a decoded change: its dictionaries and objects (CHANGE_BYTES), and its text as Python stores it (a factor
-of its size)."""
 
 ROUTED_PER_TAKE = 2
 """Fragments that `process_fragment` routes per call while the backlog exceeds half of its bound. This way none is left
@@ -65,17 +69,6 @@ LAST_ORDINAL = (1 << 62) - 1
 
 LATE_DIVISOR = 10
 """One in this many late shapes is ended per check: the others may catch up without it."""
-
-PAUSE_S = 5.0
-"""`end_late_shapes` runs once a second. After a longer gap the whole process was paused, and no shape was late because
-of it."""
-
-
-class BacklogLimits(msgspec.Struct, frozen=True):
-    """Bounds of one database: size and age of changes that not all shapes have evaluated."""
-
-    size_bytes: int = 64 << 20
-    age_s: float = 10.0
 
 
 class ShapeTap:
@@ -137,9 +130,7 @@ class ShapeTap:
         self.fell_behind = 0
         self._catch_up_lsn = 0
         """The end of the WAL when the session began."""
-        self._age_from_s = 0.0
-        """No change counts as older than this time (age of live changes only)."""
-        self._looked_s = 0.0
+        self._age = BacklogAge(self._limits.age_s)
         self._leaves_out = False
         """True while logs are restored and only changes of resumable tables are stored."""
         self.taken = 0
@@ -215,7 +206,7 @@ class ShapeTap:
             return
         now_s = self._clock.monotonic_s()
         if fragment.commit_lsn < self._catch_up_lsn:
-            self._age_from_s = now_s
+            self._age.restart(now_s)
         self._append_arrival(kept, now_s, before)
         if 2 * self.held_bytes > self._limits.size_bytes and not self.restoring:
             for _ in range(min(ROUTED_PER_TAKE, len(self._arrivals))):
@@ -320,7 +311,7 @@ class ShapeTap:
     def finish_restore(self) -> None:
         """Start routing: the logs are restored, and the fragments queued since are routed now."""
         self.restoring = False
-        self._age_from_s = self._clock.monotonic_s()
+        self._age.restart(self._clock.monotonic_s())
         if not self._arrivals:  # omitted fragments concern no consumer
             self.routed = max(self.routed, self.taken)
         self._arrived.set()
@@ -475,12 +466,7 @@ class ShapeTap:
         """
         resumable = self.resumable or frozenset()
         if self._leaves_out:
-            weights: dict[int, float] = {}
-            for fragment, work in self._arrivals:
-                for oid, count in count_by_relation(fragment.changes).items():
-                    if oid in resumable:
-                        weights[oid] = weights.get(oid, 0) + work.size_bytes * count / len(fragment.changes)
-            over = max(weights, key=weights.__getitem__, default=0)
+            over = find_largest_relation(self._arrivals, resumable)
             self.resumable = resumable - {over}
             self.fell_behind += len(self.router.consumers_of(over))
             self._end_shapes_of(over, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
@@ -492,37 +478,19 @@ class ShapeTap:
                 self._append_arrival(found, work.arrived_s, work.before)
 
     def _resumable_part(self, fragment: Fragment) -> Fragment | None:
-        """Return the part of a fragment that concerns resumable tables: their changes, and the end of a transaction
-        that has some."""
-        resumable, all_of_them = self.resumable or frozenset(), len(fragment.changes)
-        count = sum(count for oid, count in count_by_relation(fragment.changes).items() if oid in resumable)
-        if 2 * count > all_of_them:
-            return fragment
-        if count:
-            changes, size_bytes = (
-                tuple(changes_of_relations(fragment.changes, resumable)),
-                fragment.size_bytes * count // all_of_them,
-            )
-            return msgspec.structs.replace(fragment, changes=changes, size_bytes=size_bytes)
-        if fragment.commits and self._arrivals and self._arrivals[-1][0].commit_lsn == fragment.commit_lsn:
-            return msgspec.structs.replace(fragment, changes=(), size_bytes=0)
-        return None
+        ends_arrived = bool(self._arrivals) and self._arrivals[-1][0].commit_lsn == fragment.commit_lsn
+        return part_of_relations(fragment, self.resumable or frozenset(), ends_arrived=ends_arrived)
 
     def _append_arrival(self, fragment: Fragment, arrived_s: float, before: int) -> None:
-        size = CHANGE_BYTES * (1 + len(fragment.changes)) + BYTES_FACTOR * fragment.size_bytes
-        work = PendingFragment(self._backlog, len(fragment.changes), size, arrived_s, before)
+        work = PendingFragment(self._backlog, len(fragment.changes), memory_bytes(fragment), arrived_s, before)
         self._arrivals.append((fragment, work))
         self._works.append(work)
 
     def end_late_shapes(self) -> None:
         """End the most expensive of the shapes whose oldest change waits for too long; called once a second."""
-        now_s, tick = self._clock.monotonic_s(), self._tick
-        if self._looked_s and now_s - self._looked_s > PAUSE_S:
-            self._age_from_s = now_s
-        self._looked_s = now_s
-        before_s = now_s - self._limits.age_s
+        before_s, tick = self._age.find_late_before_s(self._clock.monotonic_s()), self._tick
         late: list[TableConsumer] = []
-        if before_s > self._age_from_s:
+        if before_s is not None:
             late = [each for each in self._behind if each.inbox[0].work.arrived_s < before_s]
         late.sort(key=lambda consumer: consumer.recent_spent_s(tick), reverse=True)
         ending = late[: -(-len(late) // LATE_DIVISOR)]
@@ -530,8 +498,3 @@ class ShapeTap:
         for consumer in ending:
             self._end_shape(consumer, f"it fell behind: age_s={self._limits.age_s}")
         self._tick += 1
-
-
-def unexpected_failure(error: BaseException) -> TidemillError:
-    """Return the error that clients get when a shape ended with an unexpected exception."""
-    return UnavailableError(f"the shape failed and starts over: error={error_sentence(error)}.")

@@ -34,73 +34,10 @@ from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
 from tidemill.shapes.log.row_writer import Headers, RowWriter
 from tidemill.shapes.loop_share import Turn
 from tidemill.shapes.memory_budget import OverBudgetError
+from tidemill.shapes.tables.backlog import InboxEntry, Transaction
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, Verdict, WhereWithVerdicts
 from tidemill.shapes.tables.snapshot_filter import SnapshotFilter
 from tidemill.shapes.where import Equality, EvaluationError, Where
-
-
-class Transaction:
-    """State that all shapes share of one delivery of a transaction."""
-
-    __slots__ = ("commit_lsn", "headers", "xid")
-
-    def __init__(self, xid: int, commit_lsn: int) -> None:
-        self.xid = xid
-        self.commit_lsn = commit_lsn
-        self.headers: Headers = {"lsn": str(commit_lsn), "txids": [xid]}
-
-
-class Backlog:
-    """Bytes of one database's fragments that not all shapes have evaluated."""
-
-    __slots__ = ("held_bytes",)
-
-    def __init__(self) -> None:
-        self.held_bytes = 0
-
-
-class PendingFragment:
-    """A fragment that at least one shape has not evaluated yet."""
-
-    __slots__ = ("arrived_s", "backlog", "before", "changes", "left", "size_bytes")
-
-    def __init__(self, backlog: Backlog, changes: int, size_bytes: int, arrived_s: float, before: int) -> None:
-        """Count a fragment in. `before`: the newest whole transaction that arrived before it."""
-        self.backlog = backlog
-        self.changes = changes
-        self.size_bytes = size_bytes
-        self.arrived_s = arrived_s
-        self.before = before
-        self.left = 1
-        """Number of consumers that have not evaluated it yet, plus one until it is routed."""
-        backlog.held_bytes += size_bytes
-
-    def shrink(self, size_bytes: int) -> None:
-        """Reduce the size to what consumers hold after routing."""
-        if size_bytes < self.size_bytes:
-            self.backlog.held_bytes += size_bytes - self.size_bytes
-            self.size_bytes = size_bytes
-
-    def release(self) -> None:
-        self.left -= 1
-        if not self.left:
-            self.backlog.held_bytes -= self.size_bytes
-
-
-class InboxEntry:
-    """Some changes of a transaction, for one or more consumers. `commits`: the transaction ends with them."""
-
-    __slots__ = ("changes", "commits", "size_bytes", "transaction", "work")
-
-    def __init__(
-        self, transaction: Transaction, work: PendingFragment, changes: Sequence[Change], commits: bool
-    ) -> None:
-        self.transaction = transaction
-        self.work = work
-        self.changes = changes
-        self.commits = commits
-        self.size_bytes = work.size_bytes * len(changes) // max(1, work.changes)
-        """Share of the fragment's size."""
 
 
 class _Delivery:

@@ -9,19 +9,16 @@ transaction that was streamed before that (see `initial_snapshot`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import structlog
-from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import MissingError, TidemillError, UnavailableError
-from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_await
+from tidemill.base.errors import TidemillError, UnavailableError
+from tidemill.base.runtime.tasks import Tasks, error_sentence
 from tidemill.capture.changes import Relation
-from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.shapes.definition.compiler_thread import CompileRequest, CompilerThread
-from tidemill.shapes.definition.definition import Source
+from tidemill.shapes.definition.compiler_thread import CompilerThread
 from tidemill.shapes.definition.planner import (
     FieldError,
     Plan,
@@ -38,17 +35,18 @@ from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import snapshot_end_item
 from tidemill.shapes.log.log import LogLimits, LogStorage, MemoryLog
 from tidemill.shapes.log.saved_shape import SavedTableShape
-from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget
 from tidemill.shapes.response_memory import ResponseMemory
-from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
+from tidemill.shapes.tables.backlog import BacklogLimits
+from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import CapturedDatabase, Relations, TableFinder, needs_old_rows
 from tidemill.shapes.tables.initial_snapshot import TransientTableError, subset_reader
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, answer_requests
-from tidemill.shapes.tables.table_consumer import TableConsumer, has_same_layout, needed_columns
-from tidemill.shapes.where import Type, Where
+from tidemill.shapes.tables.restore import RegisteredConsumer, ShapeRestorer, ShapeStart, table_source
+from tidemill.shapes.tables.table_consumer import TableConsumer, has_same_layout
+from tidemill.shapes.where import Where
 
 if TYPE_CHECKING:
     from tidemill.shapes.tables.remote_evaluation import Connection
@@ -91,31 +89,6 @@ class NotCapturedError(FieldError):
             f'table "{schema}"."{table}" is not captured.',
             fix="Check the name (quote it if it has capitals) and its state in `tidemill capture list`.",
         )
-
-
-RESTORE_S = 20.0
-"""Deadline for a database that does not answer while its shapes are restored: commits and clients wait for them."""
-RESTORE_RETRY_S = 0.5
-RESTORE_BATCH = 100
-"""Shapes compiled together, and added before other tasks get their turn of the loop."""
-
-
-class _FoundShape(NamedTuple):
-    """A stored shape, and the table that it belongs to now."""
-
-    saved: StoredShape
-    kept: SavedTableShape
-    relation: Relation
-    info: TableColumns
-    columns: tuple[str, ...]
-
-
-class RegisteredConsumer(NamedTuple):
-    """A consumer, and the columns of its table when its shape was built."""
-
-    sink: ShapeTap
-    consumer: TableConsumer
-    info: TableColumns
 
 
 class TableShapes:
@@ -347,7 +320,7 @@ class TableShapes:
         where: Where | None,
     ) -> Plan:
         database, relation = self._databases[database_name], found.relation
-        definition = build_definition(request, _table_source(database_name, relation), columns, where)
+        definition = build_definition(request, table_source(database_name, relation), columns, where)
 
         async def build(shape: LiveShape) -> None:
             await self._build_shape(shape, request, database_name, found, where)
@@ -449,137 +422,11 @@ class TableShapes:
 
         await answer_requests(database.sink, database.source, end_if_types_changed)
 
-    # -- after a restart ---------------------------------------------------------------------------------------
-
-    async def restore(self, name: str, start: Callable[[StoredShape, SavedTableShape, DiskLog], LiveShape]) -> None:
+    async def restore(self, name: str, start: ShapeStart) -> None:
         """Restore the stored shapes of a database, before anything is routed; `start` adds each of them.
 
         Shapes that cannot continue are deleted. Idempotent. Raises UnavailableError; the caller retries.
         """
         database = self._databases[name]
-        sink, store = database.sink, database.store
-        if store is None or not sink.restoring:
-            return
-        await sink.begun.wait()
-        deadline_s = self._clock.monotonic_s() + RESTORE_S
-        try:
-            saved = await store.read_saved() if sink.restoring else []
-        except UnavailableError as error:
-            _log.error("stored shapes cannot be read", database=name, error=str(error))
-            store.discard_shapes()
-            sink.name = store.owner
-            saved = []
-        for first in range(0, len(saved), RESTORE_BATCH):
-            some = saved[first : first + RESTORE_BATCH]
-            some = [each for each in some if each.id not in store.live_log_ids and not store.is_deleted(each)]
-            if some and sink.restoring:
-                await self._restore_some(name, store, some, start, deadline_s)
-        sink.finish_restore()
-
-    async def _restore_some(
-        self,
-        name: str,
-        store: ShapeStore,
-        some: Sequence[StoredShape],
-        start: Callable[[StoredShape, SavedTableShape, DiskLog], LiveShape],
-        deadline_s: float,
-    ) -> None:
-        over: list[tuple[StoredShape, BaseException]] = []
-        found: list[_FoundShape] = []
-        types: dict[int, Mapping[str, Type]] = {}
-        for saved in some:
-            try:
-                found.append(await self._find_saved_until(name, saved, deadline_s))
-            except BaseException as error:
-                if not is_own_fault_of_await(error):
-                    raise
-                over.append((saved, error))
-        for each in found:
-            if each.relation.oid not in types:
-                types[each.relation.oid] = each.info.where_types()
-        asked = [
-            CompileRequest(f.kept.request, types[f.relation.oid], f.relation.schema, f.relation.table) for f in found
-        ]
-        for each, where in zip(found, await self._compiler.compile_many(asked), strict=True):
-            try:
-                if isinstance(where, BaseException):
-                    raise where
-                self._start_saved(name, store, each, where, start)
-            except BaseException as error:
-                if not is_own_fault_of_await(error):
-                    raise
-                over.append((each.saved, error))
-        for saved, why in over:
-            _log.info("a stored shape cannot be restored", handle=saved.handle, why=error_sentence(why))
-            store.delete_saved(saved)
-
-    async def _find_saved_until(self, name: str, saved: StoredShape, deadline_s: float) -> _FoundShape:
-        """Find a stored shape's table. If the database does not answer, retry until the deadline; other errors are
-        raised.
-
-        WAL is retained while shapes are restored, so a shape that cannot be restored soon is deleted.
-        """
-        while True:
-            try:
-                return await self._find_saved(name, saved)
-            except UnavailableError:
-                if self._clock.monotonic_s() >= deadline_s:
-                    raise
-                await asyncio.sleep(RESTORE_RETRY_S)
-
-    async def _find_saved(self, name: str, saved: StoredShape) -> _FoundShape:
-        """Return the stored shape with its table's current relation. Raises the error that ends the shape."""
-        kept = SavedTableShape.decode(saved.record)
-        relation = self._databases[name].find_unchanged(
-            kept.relation, needed_columns(kept.relation, kept.definition.columns, None)
-        )
-        if relation is None:
-            raise MissingError("its table was re-created or redefined.")
-        try:
-            return _FoundShape(saved, kept, relation, *await self._check_request(kept.request, name, relation))
-        except TransientTableError as error:  # a retry before the deadline would not help
-            raise MissingError(error.message) from error
-
-    def _start_saved(
-        self,
-        name: str,
-        store: ShapeStore,
-        found: _FoundShape,
-        where: Where | None,
-        start: Callable[[StoredShape, SavedTableShape, DiskLog], LiveShape],
-    ) -> None:
-        """Start a stored shape. A plain def: from here on the tap informs it of changes to its table. Raises the error
-        that ends it."""
-        sink = self._databases[name].sink
-        saved, kept, relation, info, columns = found
-        definition = build_definition(kept.request, _table_source(name, relation), columns, where)
-        shown = self._databases[name].column_selection(info, columns, definition.replica)
-        if definition != kept.definition or shown.schema_json != kept.schema_json:
-            raise MissingError("its table's description changed.")
-        if relation.oid not in (sink.resumable or ()):
-            raise MissingError("changes of its table were omitted.")
-        needed = needed_columns(kept.relation, kept.definition.columns, where)
-        if (
-            self._databases[name].find_unchanged(kept.relation, needed) is not relation
-        ):  # may have changed since it was found
-            raise MissingError("its table was re-created or redefined.")
-        snapshot = PgSnapshot.parse(saved.snapshot) if saved.snapshot else None
-        if snapshot is None or not snapshot.lsn:
-            raise MissingError("its record lacks the LSN of its snapshot.")
-        log = store.restore_log(saved)
-        try:
-            shape = start(saved, replace(kept, schema_json=shown.schema_json), log)
-        except BaseException:
-            log.drop()
-            raise
-        consumer = TableConsumer(shape, relation, where, shown.writer, has_lsn=shape.log.end.tx, asks=True)
-        consumer.set_snapshot(snapshot)
-        consumer.follow_immediately()
-        sink.add(consumer)
-        self._consumers[shape.handle] = RegisteredConsumer(sink, consumer, info)
-        shape.rows_loaded = kept.rows_loaded
-        shape.mark_ready()
-
-
-def _table_source(database: str, relation: Relation) -> Source:
-    return Source("table", database, relation.schema, relation.table)
+        restorer = ShapeRestorer(name, database, self._clock, self._compiler, self._check_request, self._consumers)
+        await restorer.restore(start)

@@ -16,7 +16,7 @@ from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.saved_shape import SavedTableShape
 from tidemill.shapes.log.sqlite_file import StoredShape
-from tidemill.shapes.tables import table_shapes
+from tidemill.shapes.tables import restore
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.tables.table_shapes import TableShapes
 from tidemill.sim.scenarios import capture_kept, capture_shapes
@@ -87,7 +87,7 @@ PLACES: dict[str, tuple[ModuleType, str, object]] = {
     "trusted-file": (capture_kept, "SimStore", TrustingStore),
     "late-name": (capture, "Session", LateSession),
     "route-before-restore": (capture_shapes, "TableShapes", HastyShapes),
-    "untrimmed-restore": (table_shapes, "TableConsumer", UntrimmedConsumer),
+    "untrimmed-restore": (restore, "TableConsumer", UntrimmedConsumer),
 }
 
 MOVES = ("trusted-file", "late-name")

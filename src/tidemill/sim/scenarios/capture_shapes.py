@@ -33,9 +33,10 @@ from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget
 from tidemill.shapes.tables import captured_database as database_module
-from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.backlog import BacklogLimits
+from tidemill.shapes.tables.restore import RegisteredConsumer
 from tidemill.shapes.tables.table_consumer import TableConsumer
-from tidemill.shapes.tables.table_shapes import RegisteredConsumer, TableShapes
+from tidemill.shapes.tables.table_shapes import TableShapes
 from tidemill.shapes.where import Type, Where
 from tidemill.sim.loop import LIFE
 from tidemill.sim.scenarios.capture_database import Database

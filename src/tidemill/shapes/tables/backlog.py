@@ -1,0 +1,148 @@
+"""The backlog of one database: fragments that not all shapes have evaluated, their size in memory, and its bounds.
+
+A fragment is counted when it arrives, and released when the last consumer that it can match has evaluated it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tidemill.capture.changes import Change, Fragment
+from tidemill.capture.decode.row_blocks import changes_of_relations, count_by_relation
+from tidemill.shapes.log.row_writer import Headers
+
+CHANGE_BYTES = 600
+BYTES_FACTOR = 3
+"""Memory of a decoded change: its dictionaries and objects (CHANGE_BYTES), and its text as Python stores it (a factor
+of its size)."""
+
+PAUSE_S = 5.0
+"""The age is checked once a second. After a longer gap the whole process was paused, and no shape was late because of
+it."""
+
+
+class BacklogLimits(msgspec.Struct, frozen=True):
+    """Bounds of one database: size and age of changes that not all shapes have evaluated."""
+
+    size_bytes: int = 64 << 20
+    age_s: float = 10.0
+
+
+class BacklogAge:
+    """The limit of a backlog's age. Age counts only while the stream is live."""
+
+    def __init__(self, age_s: float) -> None:
+        self._age_s = age_s
+        self._from_s = 0.0
+        """No change counts as older than this time (age of live changes only)."""
+        self._checked_s = 0.0
+
+    def restart(self, now_s: float) -> None:
+        self._from_s = now_s
+
+    def find_late_before_s(self, now_s: float) -> float | None:
+        """Return the time of arrival before which a change is late, None if none is. Called once a second."""
+        if self._checked_s and now_s - self._checked_s > PAUSE_S:
+            self._from_s = now_s
+        self._checked_s = now_s
+        before_s = now_s - self._age_s
+        return before_s if before_s > self._from_s else None
+
+
+class Transaction:
+    """State that all shapes share of one delivery of a transaction."""
+
+    __slots__ = ("commit_lsn", "headers", "xid")
+
+    def __init__(self, xid: int, commit_lsn: int) -> None:
+        self.xid = xid
+        self.commit_lsn = commit_lsn
+        self.headers: Headers = {"lsn": str(commit_lsn), "txids": [xid]}
+
+
+class Backlog:
+    """Bytes of one database's fragments that not all shapes have evaluated."""
+
+    __slots__ = ("held_bytes",)
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+
+
+class PendingFragment:
+    """A fragment that at least one shape has not evaluated yet."""
+
+    __slots__ = ("arrived_s", "backlog", "before", "changes", "left", "size_bytes")
+
+    def __init__(self, backlog: Backlog, changes: int, size_bytes: int, arrived_s: float, before: int) -> None:
+        """Count a fragment in. `before`: the newest whole transaction that arrived before it."""
+        self.backlog = backlog
+        self.changes = changes
+        self.size_bytes = size_bytes
+        self.arrived_s = arrived_s
+        self.before = before
+        self.left = 1
+        """Number of consumers that have not evaluated it yet, plus one until it is routed."""
+        backlog.held_bytes += size_bytes
+
+    def shrink(self, size_bytes: int) -> None:
+        """Reduce the size to what consumers hold after routing."""
+        if size_bytes < self.size_bytes:
+            self.backlog.held_bytes += size_bytes - self.size_bytes
+            self.size_bytes = size_bytes
+
+    def release(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.backlog.held_bytes -= self.size_bytes
+
+
+class InboxEntry:
+    """Some changes of a transaction, for one or more consumers. `commits`: the transaction ends with them."""
+
+    __slots__ = ("changes", "commits", "size_bytes", "transaction", "work")
+
+    def __init__(
+        self, transaction: Transaction, work: PendingFragment, changes: Sequence[Change], commits: bool
+    ) -> None:
+        self.transaction = transaction
+        self.work = work
+        self.changes = changes
+        self.commits = commits
+        self.size_bytes = work.size_bytes * len(changes) // max(1, work.changes)
+        """Share of the fragment's size."""
+
+
+def memory_bytes(fragment: Fragment) -> int:
+    """Return the estimated memory of a decoded fragment."""
+    return CHANGE_BYTES * (1 + len(fragment.changes)) + BYTES_FACTOR * fragment.size_bytes
+
+
+def find_largest_relation(arrivals: Iterable[tuple[Fragment, PendingFragment]], oids: frozenset[int]) -> int:
+    """Return which of the relations has the largest share of the backlog; 0 if none has any."""
+    weights: dict[int, float] = {}
+    for fragment, work in arrivals:
+        for oid, count in count_by_relation(fragment.changes).items():
+            if oid in oids:
+                weights[oid] = weights.get(oid, 0) + work.size_bytes * count / len(fragment.changes)
+    return max(weights, key=weights.__getitem__, default=0)
+
+
+def part_of_relations(fragment: Fragment, oids: frozenset[int], *, ends_arrived: bool) -> Fragment | None:
+    """Return the part of a fragment that concerns some relations: their changes, and the end of a transaction that has
+    some. `ends_arrived`: the newest arrival belongs to the same transaction."""
+    all_of_them = len(fragment.changes)
+    count = sum(count for oid, count in count_by_relation(fragment.changes).items() if oid in oids)
+    if 2 * count > all_of_them:
+        return fragment
+    if count:
+        changes, size_bytes = (
+            tuple(changes_of_relations(fragment.changes, oids)),
+            fragment.size_bytes * count // all_of_them,
+        )
+        return msgspec.structs.replace(fragment, changes=changes, size_bytes=size_bytes)
+    if fragment.commits and ends_arrived:
+        return msgspec.structs.replace(fragment, changes=(), size_bytes=0)
+    return None
