@@ -30,7 +30,7 @@ class L1World(World):
 
     def node(self, assignment: Assignment | None = None, **settings: Any) -> LocalTopics:
         node = super().node(assignment, **settings)
-        node._l1 = self.l1
+        node._l1 = node._lookup._l1 = self.l1
         node._retainer._l1 = self.rows
         return node
 

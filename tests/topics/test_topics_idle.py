@@ -83,13 +83,13 @@ def test_a_look_at_who_leads_asks_once_whatever_stands_still() -> None:
         world = World()
         topics = world.node()
         calls = Calls(world)
-        await topics._heads.check_heads()
+        await topics._partitions.heads.check_heads()
         assert calls.taken() == {}, "nothing is led"
         await filled(world, topics, 12)
-        await topics._heads.check_heads()
+        await topics._partitions.heads.check_heads()
         calls.taken()
         for _ in range(3):
-            await topics._heads.check_heads()
+            await topics._partitions.heads.check_heads()
             assert calls.taken() == {"changed": 1}
         assert all(led.is_open for led in topics._led.values()) and len(topics._led) == 24
         await world.aclose()
@@ -245,13 +245,13 @@ def test_a_fetch_that_nothing_moves_is_planned_once_and_one_that_is_woken_again(
         rows = await filled(world, topics, 6)
         reads = [FetchRead(row.topic_id, partition, 1 - partition, 1 << 20) for row in rows for partition in (0, 1)]
         opened: list[int] = []
-        real = topics._open_all
+        real = topics._partitions.open_all
 
         async def counted(*given: Any) -> Any:
             opened.append(1)
             return await real(*given)
 
-        topics._open_all = counted  # type: ignore[method-assign]
+        topics._partitions.open_all = counted  # type: ignore[method-assign]
 
         async def fetched(wait_s: float) -> list[int]:
             found = await topics.fetch(reads, max_wait_s=wait_s, min_bytes=1, max_bytes=1 << 24)

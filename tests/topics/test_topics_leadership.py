@@ -418,7 +418,7 @@ def test_a_leader_that_was_deposed_while_it_opened_hears_of_it() -> None:
         with pytest.raises(NotLeaderError):
             await second.produce_nowait(row.topic_id, 0, batch("w"))
         await second.produce_nowait(row.topic_id, 0, batch("w"))
-        await first._heads.check_heads()
+        await first._partitions.heads.check_heads()
         answered.set()
         with pytest.raises(NotLeaderError):
             await opening
@@ -440,13 +440,13 @@ def test_a_leader_that_writes_is_not_taken_for_deposed() -> None:
 
         async def slow(append: Any) -> LogHead:
             head: LogHead = await append()
-            await node._heads.check_heads()
+            await node._partitions.heads.check_heads()
             return head
 
         world.consensus.on_append = slow
         for number in range(3):
             assert (await node.produce_nowait(row.topic_id, 0, batch("v"))).base_offset == number
-            await node._heads.check_heads()
+            await node._partitions.heads.check_heads()
         assert node._led[row.topic_id, 0] is led and led.is_open
         await world.aclose()
 

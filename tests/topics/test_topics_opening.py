@@ -57,15 +57,15 @@ def test_a_partition_that_moved_while_it_waited_for_its_turn_to_open_fences_nobo
         node = world.node()
         row = await world.topic()
         await node.refresh()
-        node._openings = asyncio.Semaphore(0)
+        node._partitions._openings = asyncio.Semaphore(0)
         waiting = asyncio.ensure_future(node.offsets(row.topic_id, 0))
         await eventually(lambda: len(node._led) == 1)
         (led,) = node._led.values()
         led.close(NotLeaderError("moved."))
         with pytest.raises(NotLeaderError):
             await waiting
-        node._openings.release()
-        await node._openings.acquire()  # it has had its turn
+        node._partitions._openings.release()
+        await node._partitions._openings.acquire()  # it has had its turn
         assert await world.consensus.log_head(partition_log(row.topic_id, 0)) == LogHead(0, 0, 0)
         await world.aclose()
 

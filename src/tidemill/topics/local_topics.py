@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from functools import partial
 
 import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import ClosedError, MissingError, TidemillError, UnavailableError, ends_process
+from tidemill.base.errors import ClosedError, MissingError, TidemillError, ends_process
 from tidemill.base.runtime.coop import CoopBudget
-from tidemill.base.runtime.tasks import Tasks, error_sentence, run_unit
+from tidemill.base.runtime.tasks import Tasks, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.api import (
-    BatchRef,
     ConfirmTransaction,
     CorruptBatchError,
     Fetched,
     FetchRead,
     Marker,
-    NotLeaderError,
     OffsetOutOfRangeError,
     PartitionOffsets,
     ProduceResult,
@@ -35,27 +32,24 @@ from tidemill.topics.api import (
     TransactionSnapshot,
 )
 from tidemill.topics.batch.header import parse_header
-from tidemill.topics.batch_reads import read_batches
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.fetch.fetch_interest import FetchDeps, LocalFetchSubscription
-from tidemill.topics.fetch.fetch_planner import LeaderOrError, read_error_of
-from tidemill.topics.fetch.timestamp_lookup import first_offset_at
+from tidemill.topics.fetch.timestamp_lookup import TimestampLookup, require_l1
 from tidemill.topics.l0.object_cache import ObjectCache, SharedReads
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.l1.read_ahead import ReadAhead
-from tidemill.topics.l1.reader import L1Reader, open_l1_reader
+from tidemill.topics.l1.reader import open_l1_reader
 from tidemill.topics.l1.reconcile_scheduler import ReconcileScheduler
 from tidemill.topics.l1.reconciler import Reconciler
-from tidemill.topics.leader_check import LeaderCheck
+from tidemill.topics.led_partitions import LedPartitions
 from tidemill.topics.lifecycle.retention import RetentionHolds, RetentionRunner, effective_config, is_compacted
 from tidemill.topics.membership import Assignment, SingleNodeAssignment
 from tidemill.topics.partition.append_plan import producer_status
-from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader
+from tidemill.topics.partition.leader import LeaderDeps
 from tidemill.topics.partition.pending_batch import fail_future
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition.transaction_verification import reject_without_coordinator
-from tidemill.topics.partition_supervisor import PartitionKey, PartitionSupervisor
-from tidemill.topics.produce.validator_pool import THREADS, BatchValidator
+from tidemill.topics.produce.validator_pool import BatchValidator
 from tidemill.topics.status_report import TopicStatusTotals, report_statuses
 
 _log = structlog.get_logger()
@@ -64,9 +58,6 @@ MovedCallback = Callable[[str, int], None]
 ListedCallback = Callable[[Mapping[str, TopicRow]], None]
 SHUTDOWN_S = 5.0
 REFRESH_TASK = "topics refresh"
-
-CONCURRENT_OPENINGS = 128
-"""Limit of partitions that fence and replay their logs concurrently: one request may name thousands."""
 
 
 class LocalTopics:
@@ -104,14 +95,12 @@ class LocalTopics:
             settings=self._settings,
         )
         self._checker = BatchValidator()
-        self._time_lookups = asyncio.Semaphore(THREADS)
-        self._openings = asyncio.Semaphore(CONCURRENT_OPENINGS)
         self._commits = Tasks(self._on_task_failed)
         self._tasks = Tasks(self._on_task_failed)
         self._shared = SharedReads(objects, self._tasks)
         self._ahead = ReadAhead(objects, self._tasks)
         self._l1 = open_l1_reader(metastore, objects, clock, rand, self._ahead) if metastore is not None else None
-        self._supervision = PartitionSupervisor(clock, tracker, self._tasks, self._status_name, self._reopen)
+        self._lookup = TimestampLookup(self._shared, self._cache, self._checker, self._l1, self._settings)
         self._marked: set[str] = set()
         self._sums = TopicStatusTotals()
         self._around = LeaderDeps(
@@ -119,19 +108,20 @@ class LocalTopics:
             asyncio.Semaphore(self._settings.appends_at_once), self._on_moved, self._ask_coordinator,
             self._sums.touch if tracker is not None else lambda _: None,
         )  # fmt: skip
-        self._led: dict[PartitionKey, PartitionLeader] = {}
-        self._holes: dict[PartitionKey, SequenceGaps] = {}
+        self._partitions = LedPartitions(
+            self._around, self._assignment, clock, tracker, self._tasks, self._pace,
+            lambda topic_id: self._topics.get(topic_id), self.refresh,
+        )  # fmt: skip
+        self._led = self._partitions.led
         self._rows: Sequence[TopicRow] = ()
         self._topics: dict[str, TopicRow] = {}
         self._refresh: asyncio.Task[None] | None = None
         self._closed = False
-        self._leadership = 0
         self._confirm: ConfirmTransaction = reject_without_coordinator
         self._retainer = RetentionRunner(
-            consensus, objects, clock, self._settings, self._assignment, self._led, self._led_partition,
+            consensus, objects, clock, self._settings, self._assignment, self._led, self._partitions.led_partition,
             self._l1.rows if self._l1 is not None else None,
         )  # fmt: skip
-        self._heads = LeaderCheck(consensus, self._led, self._assignment.lease_lapses)
         self._watchers: list[tuple[MovedCallback, ListedCallback]] = []
         self._rounds: ReconcileScheduler | None = None
         self._compacted: set[str] = set()
@@ -142,7 +132,7 @@ class LocalTopics:
                 rows, objects, self._cache, self._shared, clock, rand, self._settings, self._led
             )
             self._rounds = ReconcileScheduler(self.reconciler, clock, self._settings, self._led)
-        self._assignment.on_change(self._on_reassigned)
+        self._assignment.on_change(self._partitions.close_moved)
 
     @property
     def staged_usage(self) -> tuple[int, int]:
@@ -181,8 +171,7 @@ class LocalTopics:
             return
         self._closed = True
         self._ahead.close()
-        for led in list(self._led.values()):
-            led.close(NotLeaderError("the node is shutting down."))
+        self._partitions.close()
         await self._commits.drain(SHUTDOWN_S)
         self._checker.close()
         await self._writer.aclose()
@@ -205,7 +194,7 @@ class LocalTopics:
         within: ProduceTransaction | None = None,
     ) -> asyncio.Future[ProduceResult]:
         try:
-            led = self._led_partition(topic_id, partition)
+            led = self._partitions.led_partition(topic_id, partition)
         except TidemillError as error:
             self._record_refused_gap(topic_id, partition, batch)
             future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
@@ -214,15 +203,15 @@ class LocalTopics:
         return led.produce_nowait(batch, sender, within)
 
     async def transaction_snapshot(self, topic_id: str, partition: int, producer_id: int) -> TransactionSnapshot:
-        return (await self._opened(topic_id, partition)).transaction_snapshot(producer_id)
+        return (await self._partitions.opened(topic_id, partition)).transaction_snapshot(producer_id)
 
     async def mark(
         self, topic_id: str, partition: int, marker: Marker, here: TransactionSnapshot | None = None
     ) -> None:
-        await self._led_partition(topic_id, partition).write_marker_nowait(marker, here)
+        await self._partitions.led_partition(topic_id, partition).write_marker_nowait(marker, here)
 
     async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
-        state = (await self._opened(topic_id, partition)).state
+        state = (await self._partitions.opened(topic_id, partition)).state
         return [producer_status(state, producer_id) for producer_id, _ in state.live_producers()]
 
     def _record_refused_gap(self, topic_id: str, partition: int, batch: Buffer) -> None:
@@ -231,7 +220,7 @@ class LocalTopics:
         with contextlib.suppress(CorruptBatchError):
             header = parse_header(batch)
             if header.producer_id >= 0 and self._settings.fault != "no-handover-gate":
-                self._holes.setdefault((topic_id, partition), SequenceGaps()).failed(
+                self._partitions.holes.setdefault((topic_id, partition), SequenceGaps()).failed(
                     header.producer_id, header.producer_epoch, header.base_sequence, self._clock.monotonic_s()
                 )
 
@@ -248,11 +237,13 @@ class LocalTopics:
             following.close()
 
     def subscribe(self) -> LocalFetchSubscription:
-        return LocalFetchSubscription(FetchDeps(self._open_all, self._shared, self._cache, self._l1, self._pace))
+        return LocalFetchSubscription(
+            FetchDeps(self._partitions.open_all, self._shared, self._cache, self._l1, self._pace)
+        )
 
     async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
         """Return the offsets; see `api.TopicLog`. Raises NotLeaderError, MissingError, UnavailableError."""
-        led = await self._opened(topic_id, partition)
+        led = await self._partitions.opened(topic_id, partition)
         if proved:
             await led.prove_leadership()
             if led.closed_error is not None:
@@ -261,56 +252,15 @@ class LocalTopics:
         return PartitionOffsets(state.log_start, state.high_watermark, state.last_stable)
 
     async def offset_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> tuple[int, int] | None:
-        led = await self._opened(topic_id, partition)
-        return await self._first_at(led, timestamp_ms, led.state.log_start)
-
-    async def _first_at(
-        self, led: PartitionLeader, timestamp_ms: int, start: int, *, whole: bool = False
-    ) -> tuple[int, int] | None:
-        """Return (offset, timestamp) of the first record at or after `start` with timestamp ≥ timestamp_ms, or None.
-        `whole`: if the log starts within a batch, records of it below the log start count too."""
-        floor = 0 if whole or self._settings.fault == "below-start" else start
-        while True:
-            ref = await self._batch_at(led, timestamp_ms, start)
-            if ref is None:
-                return None
-            if ref.record_count == 1:
-                return ref.base_offset, ref.max_timestamp_ms  # The index already has the answer.
-            async with self._time_lookups:
-                (found,) = await read_batches(self._shared, [[ref]], self._cache)
-                if isinstance(found, TidemillError):
-                    raise await read_error_of(led, [ref], found)
-                work = partial(first_offset_at, found[0], ref, timestamp_ms, floor)
-                first = await self._checker.run_in_thread("by time", work)
-            if first is not None:
-                return first
-            start = floor = ref.base_offset + ref.record_count
-
-    async def _batch_at(self, led: PartitionLeader, timestamp_ms: int, start: int) -> BatchRef | None:
-        state = led.state
-        index = state.batch_for_time(timestamp_ms, start)
-        ref = state.batch_ref(index) if index is not None else None
-        if state.reconciled > start:
-            # L1 after the hot state: the other order would miss a batch that moves in between.
-            ref = await self._require_l1().first_batch_at(led.topic_id, led.partition, timestamp_ms, start) or ref
-        return ref
-
-    def _require_l1(self) -> L1Reader:
-        if self._l1 is None:
-            raise UnavailableError("this process cannot read L1.")
-        return self._l1
+        led = await self._partitions.opened(topic_id, partition)
+        return await self._lookup.first_at(led, timestamp_ms, led.state.log_start)
 
     async def newest_timestamp(self, topic_id: str, partition: int) -> tuple[int, int] | None:
-        led = await self._opened(topic_id, partition)
-        state = led.state
-        times = {state.highest_timestamps[-1]} if state.highest_timestamps else set()
-        if state.reconciled > state.log_start:
-            below_ms = await self._require_l1().rows.newest_timestamp_ms(topic_id, partition, state.log_start)
-            times |= {below_ms} if below_ms is not None else set()
-        return await self._first_at(led, max(times), state.log_start, whole=True) if times else None
+        led = await self._partitions.opened(topic_id, partition)
+        return await self._lookup.newest(led)
 
     async def delete_records(self, topic_id: str, partition: int, before_offset: int) -> int:
-        led = await self._opened(topic_id, partition)
+        led = await self._partitions.opened(topic_id, partition)
         high_watermark = led.state.high_watermark
         wanted = high_watermark if before_offset == -1 else before_offset
         if not 0 <= wanted <= high_watermark:
@@ -354,7 +304,7 @@ class LocalTopics:
 
     @property
     def leadership_version(self) -> int:
-        return self._leadership
+        return self._partitions.leadership_version
 
     def leader_of(self, topic_id: str, partition: int) -> str:
         return self._assignment.leader_of(topic_id, partition)
@@ -429,13 +379,13 @@ class LocalTopics:
         Once open, they are reconciled."""
         while True:
             some = self._settings.reconcile or self._compacted
-            for topic_id, partition in await self._require_l1().rows.hot_partitions() if some else ():
+            for topic_id, partition in await require_l1(self._l1).rows.hot_partitions() if some else ():
                 ours = self._assignment.leader_of(topic_id, partition) == self._assignment.node
                 wanted = topic_id in self._topics and self._is_reconciled(topic_id)
                 if ours and wanted and (topic_id, partition) not in self._led:
                     # The error is reported under the topic's own stage status, and the open is retried.
                     with contextlib.suppress(TidemillError):
-                        await self._opened(topic_id, partition)
+                        await self._partitions.opened(topic_id, partition)
             self._report_recovered("topics:hot")
             await asyncio.sleep(self._settings.reconcile_max_s)
 
@@ -444,135 +394,16 @@ class LocalTopics:
         while True:
             await asyncio.sleep(self._settings.leaders_check_s)
             if self._settings.fault != "untold-leader":
-                await self._heads.check_heads()
+                await self._partitions.heads.check_heads()
             self._report_recovered("topics:leaders")
 
-    def _led_partition(self, topic_id: str, partition: int) -> PartitionLeader:
-        """Return the led partition; open it if necessary. A plain call, so that the caller's next reservation has its
-        place in order. Raises NotLeaderError."""
-        led = self._led.get((topic_id, partition))
-        if led is not None:
-            return led
-        if self._closed:
-            raise NotLeaderError("the node is shutting down.")
-        leader = self._assignment.leader_of(topic_id, partition)
-        if leader != self._assignment.node:
-            self._assignment.request_refresh()
-            raise NotLeaderError(
-                f"another node leads: partition={topic_id}/{partition} leader={leader}.", leader=leader
-            )
-        self._supervision.check_available((topic_id, partition))
-        return self._start_leading(topic_id, partition)
-
-    def _start_leading(self, topic_id: str, partition: int) -> PartitionLeader:
-        holes = self._holes.setdefault((topic_id, partition), SequenceGaps())
-        led = PartitionLeader(topic_id, partition, self._around, holes, self._on_closed)
-        self._led[topic_id, partition] = led
-        self._tasks.spawn(self._open(led), name=f"open {topic_id}/{partition}")
-        return led
-
-    async def _open(self, led: PartitionLeader) -> None:
-        try:
-            if not self._exists(led):
-                await self.refresh()
-        except TidemillError as error:
-            led.fault = error
-            led.close(UnavailableError(f"the catalogue cannot be read: cause={error}", fix="Retry."))
-            return
-        except asyncio.CancelledError:
-            led.close(NotLeaderError("the node is shutting down."))
-            raise
-        if not self._exists(led):
-            led.close(MissingError(f"no such partition: topic_id={led.topic_id} partition={led.partition}."))
-        elif led.closed_error is None:
-            led.config = effective_config(self._topics[led.topic_id])
-            async with self._openings:
-                # It may have moved while it waited. Its new leader must not be fenced.
-                if led.closed_error is None:
-                    await led.open()
-            if led.is_open:
-                self._supervision.report_opened((led.topic_id, led.partition))
-
-    def _exists(self, led: PartitionLeader) -> bool:
-        row = self._topics.get(led.topic_id)
-        return row is not None and 0 <= led.partition < row.partitions
-
-    async def _opened(self, topic_id: str, partition: int) -> PartitionLeader:
-        await self._heads.confirm_leadership()
-        led = self._led_partition(topic_id, partition)
-        await led.wait_open()
-        return led
-
-    def _on_closed(self, led: PartitionLeader, error: TidemillError) -> None:
-        key = (led.topic_id, led.partition)
-        if self._led.get(key) is led:
-            del self._led[key]
-        if led.fault is not None and not self._closed:
-            self._supervision.failed(key, led.fault)
-            return
-        self._supervision.clear_failure(key)
-        if isinstance(error, NotLeaderError):
-            self._assignment.request_refresh()
-        if isinstance(error, MissingError):
-            self._holes.pop(key, None)
-
-    def _reopen(self, key: PartitionKey) -> None:
-        if self._assignment.leader_of(*key) != self._assignment.node:
-            self._supervision.clear_failure(key)  # Another node leads it now.
-        elif key not in self._led and not self._closed:
-            self._start_leading(*key)
-
-    def _status_name(self, key: PartitionKey) -> str:
-        row = self._topics.get(key[0])
-        return f"topic:{row.name if row is not None else key[0]}"
-
     def _on_task_failed(self, name: str, error: BaseException) -> None:
-        """Close the partition of a failed task, whose name is "<what> topic/<id>/<partition>"."""
-        if name == REFRESH_TASK:
-            return  # Raised to the callers that wait for it.
-        _log.error("a partition's task failed", task=name, error=error_sentence(error), exc_info=error)
-        topic_id, _, partition = name.rpartition(" ")[2].removeprefix("topic/").rpartition("/")
-        led = self._led.get((topic_id, int(partition))) if partition.isdigit() else None
-        if led is not None:
-            led.fault = error
-            led.close(UnavailableError(f"the partition failed: task={name} cause={error!r}", fix="Retry."))
+        if name != REFRESH_TASK:  # Raised to the callers that wait for it.
+            self._partitions.close_failed(name, error)
 
     def _run_forever(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
         tracker = self._tracker if self._tracker is not None else StatusTracker()
         self._tasks.spawn(run_unit(mark, body, tracker=tracker, clock=self._clock), name=mark)
-
-    def _on_reassigned(self) -> None:
-        self._leadership += 1
-        for (topic_id, partition), led in list(self._led.items()):
-            leader = self._assignment.leader_of(topic_id, partition)
-            if leader != self._assignment.node:
-                led.close(NotLeaderError(f"the partition moved: partition={topic_id}/{partition}.", leader=leader))
-
-    # fetch ----------------------------------------------------------------------------------------
-    async def _open_all(self, reads: Sequence[FetchRead], until_s: float) -> list[LeaderOrError]:
-        """Return the led partitions, opened concurrently. Waits for a takeover, which can outlast a short poll: an
-        error would make the client search for another leader in vain."""
-        await self._heads.confirm_leadership()
-        pace = self._pace
-        found: list[LeaderOrError] = []
-        for read in reads:
-            try:
-                found.append(self._led_partition(read.topic_id, read.partition))
-            except TidemillError as error:
-                found.append(error)
-            if pace.is_used_up:
-                await pace.wait_for_turn()
-        limit_s = max(until_s, asyncio.get_running_loop().time() + 1.0)
-        for index, led in enumerate(found):
-            if isinstance(led, PartitionLeader) and not led.is_open:
-                try:
-                    async with asyncio.timeout_at(limit_s):
-                        await led.wait_open()
-                except TimeoutError:
-                    found[index] = UnavailableError(f"the partition is being opened: {led.topic_id}/{led.partition}.")
-                except TidemillError as error:
-                    found[index] = error
-        return found
 
     def _report_recovered(self, mark: str) -> None:
         if self._tracker is not None:
@@ -588,7 +419,7 @@ class LocalTopics:
         """Set the stage status `topic:<name>` for every topic with a partition led here."""
         if self._tracker is not None and not self._closed:
             now_ms = self._clock.now_ms()
-            failing = self._supervision.marks()
+            failing = self._partitions.supervision.marks()
             marked = report_statuses(self._tracker, self._sums, self._topics, self._writer, now_ms, failing)
             for name in self._marked - marked:
                 self._tracker.remove(name)

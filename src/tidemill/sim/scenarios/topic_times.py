@@ -51,7 +51,7 @@ async def ask_for_times(cluster: Cluster, partition: int, stop: asyncio.Event) -
 async def _asked(node: LocalTopics, cluster: Cluster, partition: int, value: bytes, offset: int) -> Answer | None:
     """None where the one that answers may have been deposed before the record was written."""
     topic_id = cluster.topic.topic_id
-    led = await node._opened(topic_id, partition)
+    led = await node._partitions.opened(topic_id, partition)
     before, knows = led.state.log_start, led.state.high_watermark > offset
     found = await node.offset_for_time(topic_id, partition, cluster.times[value])
     return (found, before, led.state.log_start) if knows and node._led.get((topic_id, partition)) is led else None

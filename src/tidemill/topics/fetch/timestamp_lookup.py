@@ -1,18 +1,89 @@
-"""Find the first record at or after a time in a batch, which is decoded once and searched by columns.
+"""Find the first record at or after a time: its batch by the index, then the record in the batch.
 
-Runs in a thread (`validator_pool`): a batch may hold millions of records.
+A batch is decoded once and searched by columns, in a thread (`validator_pool`): it may hold millions of records.
 """
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import numpy as np
 
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, scan_any_deltas
 from tidemill.topics.batch.compression import decompress
 from tidemill.topics.batch.header import APPEND_TIME, HEADER_BYTES, parse_header
+from tidemill.topics.batch_reads import RangeReader, read_batches
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.fetch.fetch_planner import read_error_of
+from tidemill.topics.l0.object_cache import ObjectCache
+from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.partition.leader import PartitionLeader
+from tidemill.topics.produce.validator_pool import THREADS, BatchValidator
+
+
+class TimestampLookup:
+    """Searches the partitions that one process leads."""
+
+    def __init__(
+        self, l0: RangeReader, cache: ObjectCache, checker: BatchValidator, l1: L1Reader | None, settings: TopicSettings
+    ) -> None:
+        self._l0 = l0
+        self._cache = cache
+        self._checker = checker
+        self._l1 = l1
+        self._settings = settings
+        self._concurrent = asyncio.Semaphore(THREADS)
+
+    async def first_at(
+        self, led: PartitionLeader, timestamp_ms: int, start: int, *, whole: bool = False
+    ) -> tuple[int, int] | None:
+        """Return (offset, timestamp) of the first record at or after `start` with timestamp ≥ timestamp_ms, or None.
+        `whole`: if the log starts within a batch, records of it below the log start count too."""
+        floor = 0 if whole or self._settings.fault == "below-start" else start
+        while True:
+            ref = await self._batch_at(led, timestamp_ms, start)
+            if ref is None:
+                return None
+            if ref.record_count == 1:
+                return ref.base_offset, ref.max_timestamp_ms  # The index already has the answer.
+            async with self._concurrent:
+                (found,) = await read_batches(self._l0, [[ref]], self._cache)
+                if isinstance(found, TidemillError):
+                    raise await read_error_of(led, [ref], found)
+                work = partial(first_offset_at, found[0], ref, timestamp_ms, floor)
+                first = await self._checker.run_in_thread("by time", work)
+            if first is not None:
+                return first
+            start = floor = ref.base_offset + ref.record_count
+
+    async def _batch_at(self, led: PartitionLeader, timestamp_ms: int, start: int) -> BatchRef | None:
+        state = led.state
+        index = state.batch_for_time(timestamp_ms, start)
+        ref = state.batch_ref(index) if index is not None else None
+        if state.reconciled > start:
+            # L1 after the hot state: the other order would miss a batch that moves in between.
+            ref = await require_l1(self._l1).first_batch_at(led.topic_id, led.partition, timestamp_ms, start) or ref
+        return ref
+
+    async def newest(self, led: PartitionLeader) -> tuple[int, int] | None:
+        """Return (offset, timestamp) of the first record with the partition's highest timestamp, or None."""
+        state = led.state
+        times = {state.highest_timestamps[-1]} if state.highest_timestamps else set()
+        if state.reconciled > state.log_start:
+            rows = require_l1(self._l1).rows
+            below_ms = await rows.newest_timestamp_ms(led.topic_id, led.partition, state.log_start)
+            times |= {below_ms} if below_ms is not None else set()
+        return await self.first_at(led, max(times), state.log_start, whole=True) if times else None
+
+
+def require_l1(l1: L1Reader | None) -> L1Reader:
+    if l1 is None:
+        raise UnavailableError("this process cannot read L1.")
+    return l1
 
 
 def first_offset_at(batch: Buffer, ref: BatchRef, timestamp_ms: int, start: int = 0) -> tuple[int, int] | None:
