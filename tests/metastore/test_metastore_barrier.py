@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tidemill.base.errors import ClosedError
-from tidemill.metastore.domain.read_barrier import Barrier
+from tidemill.metastore.domain.read_path import Barrier
 
 
 def test_a_broken_round_is_told_to_its_callers_and_to_those_who_joined_the_next() -> None:

@@ -16,10 +16,10 @@ from patience import DEADLINE_S
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead, LogSlice
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.domain import forwarding_client as requests_module
-from tidemill.metastore.domain import forwarding_server as serving_module
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.forwarding_client import (
+from tidemill.metastore.domain.forwarding import client as requests_module
+from tidemill.metastore.domain.forwarding import server as serving_module
+from tidemill.metastore.domain.forwarding.request_log import (
     POSITION_KEY,
     Reply,
     Request,
@@ -32,7 +32,7 @@ from tidemill.metastore.domain.forwarding_client import (
     replies_log,
     requests_log,
 )
-from tidemill.metastore.domain.forwarding_server import REPLY_ATTEMPTS
+from tidemill.metastore.domain.forwarding.server import REPLY_ATTEMPTS
 from tidemill.metastore.domain.state import DomainState
 from tidemill.objects.memory import MemoryObjects
 
@@ -125,7 +125,7 @@ def test_many_at_once_from_several_processes_are_executed_once_each(world: Domai
 
 
 def test_the_request_log_and_the_reply_log_do_not_grow(world: DomainWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.metastore.domain.forwarding_server.REPLIES_KEPT", 20)
+    monkeypatch.setattr("tidemill.metastore.domain.forwarding.server.REPLIES_KEPT", 20)
 
     async def body(world: DomainWorld) -> None:
         await world.node()

@@ -1,6 +1,6 @@
 """Handle of one process on one domain: it follows the domain's log, and leads while it holds the domain's lease.
 
-    log and lease   metastore/<domain>       forwarding_client.py has two more logs
+    log and lease   metastore/<domain>       forwarding/request_log.py has two more logs
 
 - Invariant (linearizable sync): reads after `sync` contain everything whose commit had returned, in any process, before
   `sync` was called. A superseded leader detects this by the log's term, not by its lease, and serves as a follower
@@ -38,11 +38,10 @@ from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.apply import NO_FAULTS, apply
 from tidemill.metastore.domain.codec import decode_state_yielding, encode_state_yielding
 from tidemill.metastore.domain.follower import Follower
-from tidemill.metastore.domain.forwarding_client import ForwardingClient
-from tidemill.metastore.domain.forwarding_server import ForwardingServer
+from tidemill.metastore.domain.forwarding.client import ForwardingClient
+from tidemill.metastore.domain.forwarding.server import ForwardingServer
 from tidemill.metastore.domain.leader import Leader
-from tidemill.metastore.domain.read_barrier import Barrier
-from tidemill.metastore.domain.read_path import DomainReads
+from tidemill.metastore.domain.read_path import Barrier, DomainReads
 from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
 from tidemill.metastore.domain.write_path import NO_EXPECTATIONS, checked_size

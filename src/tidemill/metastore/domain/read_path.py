@@ -1,10 +1,12 @@
 """Reads of a domain: from the leader's database while this process leads, else from the follower's.
 
+A barrier before them is shared by concurrent callers: one read of consensus, begun after the last of them had called.
 Leadership may change during a read, and a follower's files may be deleted during it. Then the read restarts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -17,12 +19,75 @@ from tidemill.base.errors import (
     UnavailableError,
     UnknownOutcomeError,
 )
+from tidemill.base.runtime.tasks import FailureHandler, Tasks
 from tidemill.metastore.domain.follower import Follower
 from tidemill.metastore.domain.leader import Leader
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.read_view import PENDING, Row
 from tidemill.metastore.lsm.snapshot import Snapshot
 from tidemill.metastore.lsm.version import prefix_end
+
+
+class Barrier:
+    """Shared barrier. `pass_through` performs one round. A caller joins the round that has not begun, never the running
+    one: that may have read consensus before the write that the caller wants to see was durable.
+    """
+
+    def __init__(self, pass_through: Callable[[], Awaitable[None]], name: str, on_failure: FailureHandler) -> None:
+        """`on_failure` handles unexpected errors of a round; its callers have received the error already."""
+        self._pass_through = pass_through
+        self._name = name
+        self._joinable: asyncio.Future[None] | None = None
+        self._busy = False
+        self._closed: TidemillError | None = None
+        self._tasks = Tasks(on_failure)
+
+    async def wait(self) -> None:
+        """Wait for a round. Raises what the round raised, to each of its callers; Closed."""
+        if self._closed is not None:
+            raise self._closed
+        if self._joinable is None:
+            self._joinable = asyncio.get_running_loop().create_future()
+            if not self._busy:
+                self._busy = True
+                self._tasks.spawn(self._run_rounds(), name=self._name)
+        await asyncio.shield(self._joinable)
+
+    async def _run_rounds(self) -> None:
+        try:
+            while self._joinable is not None:
+                joined, self._joinable = self._joinable, None
+                await self._run_round(joined)
+        finally:
+            self._busy = False
+            if self._joinable is not None:
+                # A round failed unexpectedly: callers that had joined the next one must not wait forever.
+                joined, self._joinable = self._joinable, None
+                _set_exception(joined, self._closed or ClosedError(f"the barrier failed: barrier={self._name}."))
+
+    async def _run_round(self, joined: asyncio.Future[None]) -> None:
+        try:
+            await self._pass_through()
+        except TidemillError as error:
+            _set_exception(joined, error)
+        except BaseException as error:
+            _set_exception(joined, ClosedError(f"the barrier failed: barrier={self._name} reason={error!r}."))
+            raise
+        else:
+            joined.set_result(None)
+
+    async def aclose(self) -> None:
+        self._closed = ClosedError(f"the barrier is closed: barrier={self._name}.")
+        joinable, self._joinable = self._joinable, None
+        await self._tasks.aclose()
+        if joinable is not None:
+            _set_exception(joinable, self._closed)
+
+
+def _set_exception(joined: asyncio.Future[None], error: TidemillError) -> None:
+    joined.set_exception(error)
+    joined.exception()  # marks it as retrieved, in case no caller is left; waiting callers still get it
+
 
 T = TypeVar("T")
 Chunk = tuple[list[bytes], list[bytes]]

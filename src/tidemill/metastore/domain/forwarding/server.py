@@ -1,4 +1,4 @@
-"""Leader's side of `forwarding_client`: execute each request once, in the order of the log, and reply."""
+"""Leader's side of `request_log`: execute each request once, in the order of the log, and reply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidemill.base.errors import FencedError, MissingError, TidemillError, Unava
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogRecord
 from tidemill.consensus.state_log.state_log import StateLog
-from tidemill.metastore.domain.forwarding_client import (
+from tidemill.metastore.domain.forwarding.request_log import (
     APPEND_BYTES,
     DONE,
     POSITION_KEY,
