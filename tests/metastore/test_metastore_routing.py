@@ -16,8 +16,7 @@ from tidemill.consensus.api import Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import cluster as clusters
 from tidemill.metastore.cluster import domain_of, open_cluster
-from tidemill.metastore.merged_scan import merge_scans
-from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.metastore import Metastore, merge_scans
 from tidemill.metastore.rows import ALL, EXTENTS, GROUP_OFFSETS, PARTITIONS, PIPELINES, TOPICS
 from tidemill.metastore.rows.catalogue import PipelineRow, TopicRow
 from tidemill.metastore.rows.groups import GroupOffsetRow

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
+Chunk = tuple[list[bytes], list[bytes]]
+"""Keys and values of consecutive rows."""
+
 
 class VersionedRow(Protocol):
     """A row and the seqno of its last write. `value` b"" = that write deleted the row."""

@@ -3,7 +3,8 @@
 Invariant (read freshness): a `fresh` read contains everything whose write had returned, in any process, before the read
 began. Another read is at most STALE_S older, and never older than this process's own writes.
 
-A domain whose handle fails permanently is reopened in the background until that succeeds.
+A domain whose handle fails permanently is reopened in the background until that succeeds. A scan of several domains
+merges their sorted scans: keys are unique across domains, since each is routed to one.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from tidemill.base.errors import (
 )
 from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.api import DomainRows, VersionedRow
+from tidemill.metastore.api import Chunk, DomainRows, VersionedRow
 from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
 from tidemill.metastore.imports import import_registers
-from tidemill.metastore.merged_scan import Chunk, merge_scans
 from tidemill.metastore.rows.key_encoding import Part, names_entity
 from tidemill.metastore.rows.row_family import Family
 
@@ -287,3 +287,38 @@ async def _await_read(reading: Awaitable[T]) -> T:
         raise UnavailableError(
             f"the metastore's leader changed during a read: cause={error.message!r}.", fix="Retry."
         ) from error
+
+
+async def merge_scans(scans: Sequence[AsyncIterator[Chunk]], *, reverse: bool = False) -> AsyncIterator[Chunk]:
+    """Yield chunks of (keys, values) in key order, descending if `reverse` (the scans must be descending then).
+
+    In every step the scan whose current chunk ends first is drained, and the others up to that key: rows are never
+    compared one by one.
+    """
+    if len(scans) == 1:
+        async for chunk in scans[0]:
+            yield chunk
+        return
+    heads: dict[int, list[tuple[bytes, bytes]]] = {}
+    for index, scan in enumerate(scans):
+        await _refill(heads, index, scan)
+    while heads:
+        first = max if reverse else min
+        bound = first(rows[-1][0] for rows in heads.values())
+        found: list[tuple[bytes, bytes]] = []
+        for index, rows in list(heads.items()):
+            count = sum(1 for key, _ in rows if (key >= bound if reverse else key <= bound))
+            found += rows[:count]
+            del rows[:count]
+            if not rows:
+                await _refill(heads, index, scans[index])
+        found.sort(reverse=reverse)
+        yield [key for key, _ in found], [value for _, value in found]
+
+
+async def _refill(heads: dict[int, list[tuple[bytes, bytes]]], index: int, scan: AsyncIterator[Chunk]) -> None:
+    async for keys, values in scan:
+        if keys:
+            heads[index] = list(zip(keys, values, strict=True))
+            return
+    heads.pop(index, None)

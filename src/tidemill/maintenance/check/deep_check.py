@@ -23,6 +23,7 @@ from tidemill.maintenance.check.contents import check_contents
 from tidemill.maintenance.check.logs import check_logs
 from tidemill.maintenance.check.rows import check_rows
 from tidemill.metastore import cluster_manifest
+from tidemill.metastore.api import Chunk
 from tidemill.metastore.backup.restore_source import BucketRows, find_source
 from tidemill.metastore.check.checker import Checker
 from tidemill.metastore.check.files import check_domain_files
@@ -35,7 +36,7 @@ from tidemill.metastore.domain.settings import DomainSettings, prefix_of
 from tidemill.metastore.lsm.manifest import decode_manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.snapshot import Snapshot
-from tidemill.metastore.merged_scan import Chunk, merge_scans
+from tidemill.metastore.metastore import merge_scans
 from tidemill.metastore.rows.key_encoding import names_entity
 from tidemill.objects.store import ObjectStore
 

@@ -12,6 +12,7 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.metastore import cluster_manifest
+from tidemill.metastore.api import Chunk
 from tidemill.metastore.bucket_claim import greatest_claim
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.cluster_manifest import ClusterManifest, FoundManifest, SignOfLife
@@ -21,7 +22,7 @@ from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.merged_scan import Chunk, merge_scans
+from tidemill.metastore.metastore import merge_scans
 from tidemill.metastore.rows.key_encoding import Part, names_entity
 from tidemill.metastore.rows.row_family import Family
 from tidemill.objects.store import ObjectStore

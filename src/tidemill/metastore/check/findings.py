@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from tidemill.metastore.merged_scan import Chunk
+from tidemill.metastore.api import Chunk
 
 
 class Finding(msgspec.Struct, frozen=True):
