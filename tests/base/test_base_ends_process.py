@@ -11,7 +11,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import ClusterReplacedError, StoreRolledBackError, TidemillError
 from tidemill.base.runtime.tasks import run_unit, run_unit_thread
 from tidemill.base.status.status import StatusTracker
-from tidemill.consensus.supervised_loop import run_supervised
+from tidemill.consensus.client_base import run_supervised
 
 ENDS = [
     StoreRolledBackError("Consensus returned to an earlier state."),

@@ -26,7 +26,7 @@ from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeE
 from tidemill.base.runtime.tasks import open_with_retry
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.sqlite import engine, socket_address
+from tidemill.consensus.sqlite import engine, sockets
 
 T = TypeVar("T")
 
@@ -294,10 +294,10 @@ def test_another_user_is_neither_served_nor_trusted(tmp_path: Path) -> None:
         await consensus.aclose()
 
     run(body())
-    assert socket_address.is_trusted_user(os.getuid(), tmp_path) and socket_address.is_trusted_user(0, tmp_path)
-    assert not socket_address.is_trusted_user(12345, tmp_path / "none")
+    assert sockets.is_trusted_user(os.getuid(), tmp_path) and sockets.is_trusted_user(0, tmp_path)
+    assert not sockets.is_trusted_user(12345, tmp_path / "none")
     os.chown(tmp_path, 12345, -1)
-    assert socket_address.is_trusted_user(12345, tmp_path) and not socket_address.is_served_user(12345)
+    assert sockets.is_trusted_user(12345, tmp_path) and not sockets.is_served_user(12345)
 
 
 def test_a_fallback_directory_that_is_a_link_or_open_to_others_is_not_used(
@@ -306,10 +306,10 @@ def test_a_fallback_directory_that_is_a_link_or_open_to_others_is_not_used(
     made = tmp_path / "private"
 
     def private() -> list[str]:
-        with socket_address.socket_paths(tmp_path / "consensus.db", create=True) as candidates:
+        with sockets.socket_paths(tmp_path / "consensus.db", create=True) as candidates:
             return [path for path in candidates if path.startswith(str(made))]
 
-    monkeypatch.setattr(socket_address, "FALLBACK", str(made))
+    monkeypatch.setattr(sockets, "FALLBACK", str(made))
     assert len(private()) == 1
     os.chmod(made, 0o755)
     assert private() == []

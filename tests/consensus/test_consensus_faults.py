@@ -17,7 +17,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, resolve_append, resolve_cas
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.sqlite import socket_address
+from tidemill.consensus.sqlite import sockets
 from tidemill.consensus.state_log.state_log import StateLog
 
 MARK = CuttingProxy.MARK
@@ -44,7 +44,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
         return over_tcp
 
-    direct = socket_address.socket_paths
+    direct = sockets.socket_paths
     detour: list[str] = []
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         with direct(database, create=create) as candidates:
             yield detour if detour and not create else candidates
 
-    monkeypatch.setattr(socket_address, "socket_paths", detoured)
+    monkeypatch.setattr(sockets, "socket_paths", detoured)
 
     @asynccontextmanager
     async def over_unix() -> AsyncIterator[tuple[Consensus, Consensus, CuttingProxy]]:
@@ -198,7 +198,7 @@ def test_a_client_that_is_not_greeted_does_not_knock_without_pause(
         url = f"sqlite://{tmp_path}/consensus.db"
         beside = await open_consensus(url, SystemClock(), Rand())
         server = await asyncio.start_unix_server(closes, f"{tmp_path}/closes.sock")
-        monkeypatch.setattr(socket_address, "socket_paths", elsewhere)
+        monkeypatch.setattr(sockets, "socket_paths", elsewhere)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await open_consensus(url, SystemClock(), Rand())

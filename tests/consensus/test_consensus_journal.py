@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import SystemClock
 from tidemill.consensus.api import Changes, LogHead
-from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.consensus.change_journal import ChangeJournal
+from tidemill.consensus.change_journal import ChangedLogs, ChangeJournal
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.operations import Changed
 

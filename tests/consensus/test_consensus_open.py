@@ -13,7 +13,7 @@ from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, TidemillError, UnavailableError
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.operations import Acquire, Leases
-from tidemill.consensus.sqlite import schema, socket_address
+from tidemill.consensus.sqlite import schema, sockets
 from tidemill.consensus.sqlite.engine import SqliteEngine
 
 
@@ -65,8 +65,8 @@ def test_a_path_too_long_for_a_socket_works(tmp_path: Path) -> None:
         await two.aclose()
 
     run(body())
-    with socket_address.socket_paths(deep / "consensus.db", create=False) as candidates:
-        assert all(len(os.fsencode(path)) <= socket_address.SUN_PATH_BYTES for path in candidates)
+    with sockets.socket_paths(deep / "consensus.db", create=False) as candidates:
+        assert all(len(os.fsencode(path)) <= sockets.SUN_PATH_BYTES for path in candidates)
 
 
 def test_a_database_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, 
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.postgres.client import PostgresConsensus
-from tidemill.consensus.sqlite import client, protocol, socket_address
+from tidemill.consensus.sqlite import client, protocol, sockets
 from tidemill.consensus.sqlite.engine import SqliteEngine
 
 LARGE = 400_000
@@ -168,14 +168,14 @@ def framed(body: bytes) -> bytes:
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """While it names a path, clients connect there and nobody hosts."""
-    direct, detour = socket_address.socket_paths, []
+    direct, detour = sockets.socket_paths, []
 
     @contextlib.contextmanager
     def detoured(database: Path, *, create: bool) -> Iterator[list[str]]:
         with direct(database, create=create) as candidates:
             yield detour if detour and not create else candidates
 
-    monkeypatch.setattr(socket_address, "socket_paths", detoured)
+    monkeypatch.setattr(sockets, "socket_paths", detoured)
     return detour
 
 

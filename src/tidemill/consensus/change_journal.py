@@ -1,4 +1,4 @@
-"""Journal of recently changed logs, in the order of their last change, kept in memory by one engine.
+"""Recently changed logs, in the order of their last change: the journal of one engine, and the caller that follows it.
 
     token   LIFE:N            "which logs changed after change N?"
             LIFE:N:NAME       "which other logs are there after NAME?"; LIFE:N follows the last page
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tidemill.consensus.api import Changes, LogHead
+from tidemill.consensus.api import Changes, Consensus, LogHead, read_all_changes
 from tidemill.consensus.operations import Changed
 
 PAGE_HEADS = 1_000
@@ -76,3 +76,41 @@ class ChangeJournal:
         told = names[: self._page]
         upto = told[-1][1] if more else self._last
         return Changes(tuple((name, head(name)) for name, _ in told), f"{self._life}:{upto}", more)
+
+
+class ChangedLogs:
+    """Tracker of changed logs until they are `done`, so that a log whose processing failed is returned again.
+
+    Names are given without the prefix. Initially every existing log is due.
+    """
+
+    def __init__(self, consensus: Consensus, prefix: str) -> None:
+        self._consensus = consensus
+        self._prefix = prefix
+        self._token = ""
+        self._due: dict[str, LogHead] = {}
+        self._strange: set[str] = set()
+
+    async def next_changed(self, known: Callable[[str], bool]) -> dict[str, LogHead]:
+        """Return the due logs that are `known`, with their heads as of their last change. Raises UnavailableError.
+
+        A name that is unknown in two consecutive calls is dropped. The caller refreshes its set of logs between the
+        calls, so the second one sees every log that existed at the first.
+        """
+        heads, self._token = await read_all_changes(self._consensus, self._prefix, self._token)
+        cut = len(self._prefix)
+        self._due.update((name[cut:], head) for name, head in heads.items())
+        strange = {name for name in self._due if not known(name)}
+        self.done(strange & self._strange)
+        self._strange = strange
+        return {name: head for name, head in self._due.items() if name not in strange}
+
+    def done(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._due.pop(name, None)
+
+    def reset(self) -> None:
+        """Treat every log as changed."""
+        self._token = ""
+        self._due.clear()
+        self._strange.clear()

@@ -1,16 +1,22 @@
-"""The methods of the contract, common to all backends.
+"""The methods of the contract, common to all backends, and the background loop of a client.
 
 Each method creates an operation, validates it, passes it to the backend's `_submit`, and compares the answer with what
 this client has seen before (`rollback_detection`).
+
+A consensus client is the only way of its process to consensus. So no single request, answer or notification may end its
+loop: the loop fails the work in hand and continues with the rest. After any other failure the error is reported, and
+the loop restarts after a pause.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
 from tidemill.base.errors import ConflictError, FencedError
+from tidemill.base.runtime.tasks import Backoff, RetryState, run_with_retries
 from tidemill.consensus import transitions
 from tidemill.consensus.api import REPORT_PREFIX, Changes, Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.operations import (
@@ -146,3 +152,14 @@ class ConsensusClientBase(abc.ABC):
 
 def _is_report(op: AnyOp) -> bool:
     return isinstance(op, Cas) and op.key.startswith(REPORT_PREFIX)
+
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 5.0
+
+
+async def run_supervised(name: str, body: Callable[[], Awaitable[None]], told: Callable[[str], None]) -> None:
+    """Run `body` forever. Every error, of any type, is passed to the callback as a sentence before the pause."""
+    now_s, restarts = asyncio.get_running_loop().time, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    attempts = RetryState(name, lambda error, parked: told(f"{name} failed: {error}"), now_s, restarts, may_park=False)
+    await run_with_retries(body, attempts)

@@ -16,7 +16,6 @@ from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
 from tidemill.consensus.change_journal import ChangeJournal
 from tidemill.consensus.client_base import ConsensusClientBase
-from tidemill.consensus.engine_clock import EngineClock
 from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
@@ -35,7 +34,7 @@ from tidemill.consensus.operations import (
     Wait,
 )
 from tidemill.consensus.rollback_detection import RollbackDetector
-from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
+from tidemill.consensus.transitions import UNWRITTEN, EngineClock, LeaseRow
 
 
 class MemoryState:

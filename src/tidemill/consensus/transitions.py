@@ -1,8 +1,9 @@
-"""The rules of the contract as pure functions over one entity, shared by the memory and SQLite engines.
+"""The rules of the contract as pure functions over one entity, of the memory and SQLite engines, and their clock.
 
 Fencing, the single winner and lease expiry (see `api`) are checked here. Each function returns the entity's new state,
 or raises the outcome. None changes its arguments, so a rejected operation has no effect. PostgreSQL states the same
-rules in SQL; the contract suite proves that both agree.
+rules in SQL; the contract suite proves that both agree. The clock never goes back, within a process
+life or across them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import ConflictError, FencedError, InvalidError, MissingError
 from tidemill.base.limits import LOG_RECORD_BYTES, MIB, REGISTER_BYTES
 from tidemill.consensus.api import Lease, LogHead, LogRecord, Versioned
@@ -58,6 +60,21 @@ class LeaseRow(msgspec.Struct, frozen=True):
     def view(self, now_ms: int) -> Lease:
         remaining_ms = max(0, self.expires_ms - now_ms) if self.holder else 0
         return Lease(self.name, self.holder, self.term, self.ttl_ms, remaining_ms, remaining_ms > 0, self.info)
+
+
+class EngineClock:
+    """Clock that starts at the later of the wall clock and the last time ever seen, then runs monotonically.
+
+    Steps of the wall clock during a life therefore neither expire a lease early nor prolong one.
+    """
+
+    def __init__(self, clock: Clock, last_seen_ms: int = 0) -> None:
+        self._clock = clock
+        self._base_ms = max(clock.now_ms(), last_seen_ms)
+        self._started_s = clock.monotonic_s()
+
+    def now_ms(self) -> int:
+        return self._base_ms + round((self._clock.monotonic_s() - self._started_s) * 1000)
 
 
 def cas(current: Versioned | None, op: Cas) -> Versioned:

@@ -22,7 +22,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import LogHead
-from tidemill.consensus.client_base import ConsensusClientBase
+from tidemill.consensus.client_base import ConsensusClientBase, run_supervised
 from tidemill.consensus.operations import AnyOp, Append, Cas, Changed, Truncate, Wait
 from tidemill.consensus.postgres import connections, group_commit, schema, single_ops, sql
 from tidemill.consensus.postgres.change_detection import HeadComparison
@@ -31,7 +31,6 @@ from tidemill.consensus.postgres.group_commit import QueuedOperation
 from tidemill.consensus.postgres.notifications import LogWakeups
 from tidemill.consensus.postgres.session_checks import SessionAdmission
 from tidemill.consensus.rollback_detection import RollbackDetector
-from tidemill.consensus.supervised_loop import run_supervised
 
 READ_GROUP_OPS = 256
 

@@ -18,8 +18,8 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import LogHead
+from tidemill.consensus.client_base import run_supervised
 from tidemill.consensus.postgres import connections
-from tidemill.consensus.supervised_loop import run_supervised
 
 NOTIFY_INTERVAL_S = 0.005
 POLL_INTERVAL_S = 0.5

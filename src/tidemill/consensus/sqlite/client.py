@@ -27,12 +27,11 @@ from tidemill.base.errors import (
     to_unavailable,
 )
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.consensus.client_base import ConsensusClientBase
+from tidemill.consensus.client_base import ConsensusClientBase, run_supervised
 from tidemill.consensus.operations import AnyOp, HeadOfLog, Wait
 from tidemill.consensus.rollback_detection import RollbackDetector
-from tidemill.consensus.sqlite import host_election, lock_holders, protocol, socket_address
+from tidemill.consensus.sqlite import host_election, lock_holders, protocol, sockets
 from tidemill.consensus.sqlite.connection import SequencerConnection, connect_to_sequencer
-from tidemill.consensus.supervised_loop import run_supervised
 
 NO_SEQUENCER_TIMEOUT_S = 15.0
 """Time without a sequencer after which an operation ends with UnavailableError."""
@@ -315,7 +314,7 @@ class SqliteConsensus(ConsensusClientBase):
         """
         if self._loop.time() - self._away_s < LOCK_CHECK_AFTER_S:
             return False
-        held = lock_holders.lock_holders(socket_address.lock_path(self._database))
+        held = lock_holders.lock_holders(sockets.lock_path(self._database))
         stopped = next((holder for holder in held if holder.state), None)
         if stopped is None:
             return False
@@ -359,7 +358,7 @@ class SqliteConsensus(ConsensusClientBase):
                     pending.future.set_exception(
                         UnavailableError(
                             f"no sequencer answers for the database: database={self._database} last={self._reason!r}"
-                            f" {lock_holders.describe_lock_holder(socket_address.lock_path(self._database))}.",
+                            f" {lock_holders.describe_lock_holder(sockets.lock_path(self._database))}.",
                             fix="Look for a stopped process that holds the lock file next to the database.",
                         )
                     )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from tidemill.consensus.sqlite import protocol, socket_address
+from tidemill.consensus.sqlite import protocol, sockets
 
 CONNECT_S = 5.0
 
@@ -59,13 +59,13 @@ async def connect_to_sequencer(
 ) -> tuple[SequencerConnection | None, str]:
     """Return (a link to a trusted sequencer, or None; the reason why a socket was rejected, or "")."""
     reason = ""
-    with socket_address.socket_paths(database, create=False) as candidates:
+    with sockets.socket_paths(database, create=False) as candidates:
         for path in candidates:
             try:
                 async with asyncio.timeout(CONNECT_S):
                     transport, link = await asyncio.get_running_loop().create_unix_connection(make, path)
-                uid = socket_address.peer_uid(transport.get_extra_info("socket"))
-                if socket_address.is_trusted_user(uid, database):
+                uid = sockets.peer_uid(transport.get_extra_info("socket"))
+                if sockets.is_trusted_user(uid, database):
                     return link, ""
                 reason = f"another user serves the socket: path={path} uid={uid}"
                 link.abort()

@@ -21,7 +21,6 @@ from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, LogSlice, Versioned
 from tidemill.consensus.change_journal import ChangeJournal
-from tidemill.consensus.engine_clock import EngineClock
 from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
@@ -42,8 +41,8 @@ from tidemill.consensus.operations import (
 )
 from tidemill.consensus.sqlite import schema
 from tidemill.consensus.sqlite.record_storage import LOG_IDS, PlacedRecord, RecordStorage
-from tidemill.consensus.sqlite.row_checksums import register_context, seal, unseal_register
-from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
+from tidemill.consensus.sqlite.schema import register_context, seal, unseal_register
+from tidemill.consensus.transitions import UNWRITTEN, EngineClock, LeaseRow
 
 Outcome = Any
 """A result, or the TidemillError that is the operation's outcome."""

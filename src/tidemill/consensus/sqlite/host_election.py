@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.consensus.sqlite import schema, socket_address
+from tidemill.consensus.sqlite import schema, sockets
 from tidemill.consensus.sqlite.sequencer import Sequencer
 
 _guard = threading.Lock()
@@ -45,7 +45,7 @@ class HostElection:
         with self._mutex:
             if self._sequencer is not None:
                 return
-            fd = _try_lock(socket_address.lock_path(self._database))
+            fd = _try_lock(sockets.lock_path(self._database))
             if fd < 0:
                 return
             self._lock_fd = fd

@@ -4,7 +4,7 @@
     settle → settled    some of the oldest groups, split into chunks by log
     sweep  → deleted    chunks below their log's start, a bounded number per commit
 
-    recent.body     sealed (`row_checksums`) msgpack [[log id, position, term, nonce, data], …] in order
+    recent.body     sealed (`schema.seal`) msgpack [[log id, position, term, nonce, data], …] in order
     settled.id      log id × 2^40 + position of the chunk's first record
     settled.body    sealed msgpack [[term, nonce, data], …], consecutive positions; settled.count = their number
 
@@ -25,7 +25,7 @@ import msgspec
 from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB
 from tidemill.consensus.api import LogHead, LogRecord
-from tidemill.consensus.sqlite.row_checksums import seal, unseal
+from tidemill.consensus.sqlite.schema import seal, unseal
 
 POSITION_BITS = 40
 LOG_IDS = 1 << (63 - POSITION_BITS)

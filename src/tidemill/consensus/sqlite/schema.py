@@ -1,11 +1,18 @@
 """The database file: how it is opened, its layout, and the statements that create it.
 
 meta           one row: layout version, and a lower bound of the engine's clock
-registers      one row per key: its current version, sealed (`row_checksums`)
+registers      one row per key: its current version, sealed
 logs           one row per log: term, [start, next), and `swept`: records below it are physically deleted
 recent         one row per group commit, in order, so that a commit of many logs fills few pages (`record_storage`)
 settled        one row per chunk of consecutive records of one log
 leases         one row per lease; a released one has holder ''
+
+SQLite does not checksum its pages, so stored values are sealed:
+
+    0xC1 | crc32c uint32, little-endian | body
+
+The checksum covers a context and the body. Log records of an older layout are plain msgpack, which never begins with
+0xC1, and are read without a check. Registers were sealed when their database was upgraded to this layout.
 """
 
 from __future__ import annotations
@@ -16,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import crc32c
 
 from tidemill.base.errors import CorruptError, InvalidError, TidemillError, UnavailableError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.consensus.sqlite import lock_holders
-from tidemill.consensus.sqlite.row_checksums import register_context, seal
 
 LAYOUT_VERSION = 4
 UNSEALED_LAYOUT = 3
@@ -39,6 +46,10 @@ _CONFIGURATION = {
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
 }  # fmt: skip
 """Errors that a retry cannot fix. Any other may pass: no descriptors, no space, a disk that became read-only."""
+
+SEAL = b"\xc1"
+_HEAD_BYTES = 5
+FIX = "Restore the database from a copy, or the cluster from its bucket."
 
 OPEN_FLAGS = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_NOFOLLOW
 
@@ -189,3 +200,33 @@ def _explain_open_failure(error: apsw.Error, path: Path) -> TidemillError | None
     except OSError as cause:
         return translate_os_error(cause, "the database of consensus.url cannot be opened", path)
     return None
+
+
+def seal(body: bytes, context: bytes = b"") -> bytes:
+    return b"".join((SEAL, _crc(body, context), body))
+
+
+def unseal(stored: bytes, what: str, context: bytes = b"") -> bytes:
+    """Return the body. A value without a seal is returned unchanged. Raises CorruptError."""
+    if stored[:1] != SEAL:
+        return stored
+    body = stored[_HEAD_BYTES:]
+    if stored[1:_HEAD_BYTES] != _crc(body, context):
+        raise CorruptError(f"{what} bytes={len(stored)}.", fix=FIX)
+    return body
+
+
+def register_context(key: str, seq: int, nonce: str) -> bytes:
+    """Return the context of a register, which binds the checksum to this version of this key."""
+    return f"{key}\0{seq}\0{nonce}\0".encode()
+
+
+def unseal_register(key: str, seq: int, nonce: str, stored: bytes) -> bytes:
+    """Return the body of a register. Raises CorruptError, also if there is no seal."""
+    if stored[:1] != SEAL:
+        raise CorruptError(f"a register is damaged: key={key} bytes={len(stored)}.", fix=FIX)
+    return unseal(stored, f"a register is damaged: key={key}", register_context(key, seq, nonce))
+
+
+def _crc(body: bytes, context: bytes) -> bytes:
+    return int(crc32c.crc32c(body, crc32c.crc32c(context))).to_bytes(4, "little")

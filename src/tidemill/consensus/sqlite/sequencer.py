@@ -24,9 +24,8 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import CorruptError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime import file_descriptors
 from tidemill.consensus.operations import AnyOp, Append, Wait
-from tidemill.consensus.sqlite import protocol, socket_address
+from tidemill.consensus.sqlite import protocol, sockets
 from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError, SqliteEngine
-from tidemill.consensus.sqlite.server_sockets import ClientConnection, bind_listener
 
 RECEIVE_BYTES = 1 << 20
 """Limit per connection and round, so that every process progresses under any load of the others."""
@@ -38,6 +37,19 @@ ACCEPT_PAUSE_S = 0.2
 """Pause in accepting after an accept failed although the reserve of descriptors was released."""
 
 log = structlog.get_logger()
+
+
+class ClientConnection:
+    """A client's connection. `answers` wait for the round's end, `out` for the socket; `waits`: request id → log."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.splitter = protocol.FrameSplitter()
+        self.answers: list[protocol.Message] = []
+        self.out = bytearray()
+        self.client = ""
+        self.closed = False
+        self.waits: dict[int, str] = {}
 
 
 class Sequencer:
@@ -80,8 +92,8 @@ class Sequencer:
 
     def abandon_in_child(self) -> None:
         """Close the inherited descriptors in a forked child, without touching the database; the parent continues."""
-        sockets = [self._listener, self._wake_receiver, self._wake_sender]
-        for sock in [*sockets, *(connection.sock for connection in self._connections.values())]:
+        own = [self._listener, self._wake_receiver, self._wake_sender]
+        for sock in [*own, *(connection.sock for connection in self._connections.values())]:
             if sock is not None:
                 # An open copy of the listener would accept clients and never serve them.
                 sock.close()
@@ -109,7 +121,7 @@ class Sequencer:
         with self._reserve.released(), contextlib.ExitStack() as opening:
             engine = SqliteEngine(self._database, self._clock)
             opening.callback(engine.close)
-            listener, bound = bind_listener(self._database)
+            listener, bound = sockets.bind_listener(self._database)
             opening.callback(listener.close)
             selector = selectors.DefaultSelector()
             opening.pop_all()
@@ -244,9 +256,7 @@ class Sequencer:
                 return
             sock = late
         try:
-            welcome = len(self._connections) < self._most_clients and socket_address.is_served_user(
-                socket_address.peer_uid(sock)
-            )
+            welcome = len(self._connections) < self._most_clients and sockets.is_served_user(sockets.peer_uid(sock))
             if welcome:
                 sock.setblocking(False)
                 self._selector.register(sock, selectors.EVENT_READ, ClientConnection(sock))

@@ -13,7 +13,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.change_cursor import ChangedLogs
+from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.maintenance.checkpoint.registers import RegistersStage
 from tidemill.metastore.backup.checkpoint import Checkpointer, Group, Unit, gather_readable
 from tidemill.metastore.backup.restore import attempt_of

@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from tidemill.base.status.status import StatusTracker
-from tidemill.consensus.change_cursor import ChangedLogs
+from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint.stages import binding_sources
 from tidemill.maintenance.context import JobContext

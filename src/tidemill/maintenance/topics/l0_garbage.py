@@ -23,7 +23,7 @@ from functools import partial
 import msgspec
 
 from tidemill.base.errors import CorruptError, MissingError, TidemillError
-from tidemill.consensus.change_cursor import ChangedLogs
+from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import StepBudget

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from tidemill.consensus.api import LogHead
-from tidemill.consensus.change_cursor import ChangedLogs
+from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import PARTITIONS, TOPICS

@@ -17,7 +17,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.change_cursor import ChangedLogs
+from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.metastore.backup.checkpoint import Group, Unit, gather_readable
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS, TOPICS

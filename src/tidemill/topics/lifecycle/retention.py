@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.change_cursor import ChangedLogs
+from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.api import RecordsStillNeededError

@@ -1,4 +1,4 @@
-"""Addresses of a database's sequencer: paths that every process derives from the database's path.
+"""Sockets of a database's sequencer: addresses that every process derives from the database's path, and access control.
 
 The first choice is a socket next to the database (which also works for containers that share only that directory). A
 path too long for sun_path (108 bytes with its NUL) goes through /proc/self/fd. A file system without sockets falls back
@@ -19,6 +19,8 @@ import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+
+from tidemill.base.errors import InvalidError
 
 SUN_PATH_BYTES = 100
 FALLBACK = f"/tmp/tidemill-{os.getuid()}"
@@ -58,6 +60,33 @@ def socket_paths(database: Path, *, create: bool) -> Iterator[list[str]]:
     finally:
         if directory_fd >= 0:
             os.close(directory_fd)
+
+
+def bind_listener(database: Path) -> tuple[socket.socket, str]:
+    """Bind the best address that works; return the socket, and the path to unlink at the end.
+
+    The caller holds the lock, so a file at any of the addresses is stale. Raises InvalidError.
+    """
+    reasons = []
+    with socket_paths(database, create=True) as candidates:
+        for path in candidates:
+            with contextlib.suppress(FileNotFoundError, OSError):
+                os.unlink(path)
+        for path in candidates:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                os.fchmod(listener.fileno(), 0o600)  # so that the path has this mode from its creation on (Linux)
+                listener.bind(path)
+                os.chmod(path, 0o600)
+                listener.listen(128)
+                return listener, os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+            except OSError as error:
+                listener.close()
+                reasons.append(f"{path}: {error}")
+    raise InvalidError(
+        f"no Unix socket can be created for the database: database={database} reasons={reasons}.",
+        fix="Put the database in a directory on a local file system, with a shorter path.",
+    )
 
 
 def peer_uid(sock: socket.socket) -> int | None:
