@@ -19,11 +19,10 @@ from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import SstWriter
 from tidemill.metastore.lsm.table_cache import TableCache
-from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.reads import ObjectFile, read_verified, read_verified_sync
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectMeta
-from tidemill.objects.verified_read import read_verified, read_verified_sync
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.checksums import open_part
 from tidemill.shards.parts.parts import encode_part

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.reads import ObjectFile
 
 
 class Noted(MemoryObjects):

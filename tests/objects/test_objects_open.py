@@ -14,9 +14,9 @@ from moto_access import CREDENTIALS
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.objects import MemoryObjects, open_objects
-from tidemill.objects.coalesce import plan_reads, split_response
 from tidemill.objects.factory import parse_s3, redact
 from tidemill.objects.probe import probe_objects, probe_url
+from tidemill.objects.reads import plan_reads, split_response
 from tidemill.objects.store import Buffer
 
 

@@ -22,8 +22,8 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClusterReplacedError, CorruptError, InvalidError, MissingError
+from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectStore
-from tidemill.objects.verified_read import read_verified
 
 CLUSTER_PREFIX = "metastore/cluster/"
 ALIVE_PREFIX = "metastore/alive/"

@@ -1,7 +1,7 @@
 """objects: immutable objects in a bucket, a directory or memory.
 
     caller ─► retrying (concurrency, retries, classification of failures) ─► s3 | local | memory
-    factory: URL ─► store;  verified_read, coalesce: readers;  health: the state of a store;  probe: `tidemill doctor`
+    factory: URL ─► store;  reads: for readers;  health: the state of a store;  probe: `tidemill doctor`
 
 Owns key rules, durable and conditional creation, ranged reads, bounded concurrency, retries with a time budget, and the
 translation of every failure into `base.errors`. Does not own what an object means, its format, or when it may be

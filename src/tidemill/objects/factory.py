@@ -20,11 +20,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
-from tidemill.objects.keys import check_prefix
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects, check_limits
-from tidemill.objects.store import ObjectStore
+from tidemill.objects.store import ObjectStore, check_prefix
 
 _URL_FIX = "Write it as file:///dir, memory: or s3://bucket/prefix?endpoint=…&region=…."
 _SECRETS = {"access_key_id", "secret_access_key", "session_token"}

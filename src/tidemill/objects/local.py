@@ -35,8 +35,7 @@ from tidemill.objects.durable_create import (
     durable_create,
     translate_os_error,
 )
-from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
-from tidemill.objects.store import Buffer, ObjectMeta
+from tidemill.objects.store import Buffer, ObjectMeta, as_buffers, check_key, check_prefix, check_range
 
 INLINE_READ_BYTES = 64 << 10
 CACHED_READ_BYTES = 512 << 10

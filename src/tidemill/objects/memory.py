@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError, ConflictError, MissingError
-from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
-from tidemill.objects.store import Buffer, ObjectMeta
+from tidemill.objects.store import Buffer, ObjectMeta, as_buffers, check_key, check_prefix, check_range
 
 
 class MemoryObjects:

@@ -7,6 +7,7 @@ from typing import Literal
 from prometheus_client import Counter, Histogram
 
 Operation = Literal["put", "get", "get_ranges", "head", "list", "delete"]
+OPERATIONS: tuple[Operation, ...] = ("put", "get", "get_ranges", "head", "list", "delete")
 
 REQUESTS = Counter(
     "tidemill_objects_requests_total",
@@ -36,3 +37,19 @@ SECONDS = Histogram(
 )
 
 ALL: tuple[Counter | Histogram, ...] = (REQUESTS, BYTES, RETRIES, RESOLVED, SECONDS)
+
+
+class OperationMeter:
+    """Resolved metric children of one operation: looking them up by label costs more than a local read."""
+
+    def __init__(self, store: str, operation: Operation) -> None:
+        self._store = store
+        self._operation = operation
+        self.bytes = BYTES.labels(store, operation)
+        self.retries = RETRIES.labels(store, operation)
+        self.seconds = SECONDS.labels(store, operation)
+        self._ok = REQUESTS.labels(store, operation, "ok")
+
+    def count_outcome(self, outcome: str) -> None:
+        child = self._ok if outcome == "ok" else REQUESTS.labels(self._store, self._operation, outcome)
+        child.inc()

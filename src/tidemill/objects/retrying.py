@@ -38,11 +38,10 @@ from tidemill.base.errors import (
 from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects import metrics
-from tidemill.objects.coalesce import RangeRequest, plan_reads, split_response
 from tidemill.objects.health import AttemptKind, StoreHealth
-from tidemill.objects.keys import as_buffers, size_of
 from tidemill.objects.metrics import Operation
-from tidemill.objects.store import Buffer, MisconfiguredError, ObjectMeta, ObjectStore
+from tidemill.objects.reads import RangeRequest, plan_reads, split_response
+from tidemill.objects.store import Buffer, MisconfiguredError, ObjectMeta, ObjectStore, as_buffers, size_of
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
@@ -105,7 +104,7 @@ class RetryingObjects:
         """Key and nonce of a probe that may exist."""
         self.may_delete: Callable[[], Awaitable[None]] | None = None
         """Called before each delete; raises if this process may not delete objects (any more)."""
-        self._meters = {operation: _Meter(store, operation) for operation in _OPERATIONS}
+        self._meters = {operation: metrics.OperationMeter(store, operation) for operation in metrics.OPERATIONS}
 
     @property
     def inner(self) -> ObjectStore:
@@ -377,25 +376,6 @@ class RetryingObjects:
         finally:
             meter.count_outcome(outcome)
             meter.seconds.observe(max(0.0, self._clock.monotonic_s() - started_s))
-
-
-_OPERATIONS: tuple[Operation, ...] = ("put", "get", "get_ranges", "head", "list", "delete")
-
-
-class _Meter:
-    """Resolved metric children of one operation: looking them up by label costs more than a local read."""
-
-    def __init__(self, store: str, operation: Operation) -> None:
-        self._store = store
-        self._operation = operation
-        self.bytes = metrics.BYTES.labels(store, operation)
-        self.retries = metrics.RETRIES.labels(store, operation)
-        self.seconds = metrics.SECONDS.labels(store, operation)
-        self._ok = metrics.REQUESTS.labels(store, operation, "ok")
-
-    def count_outcome(self, outcome: str) -> None:
-        child = self._ok if outcome == "ok" else metrics.REQUESTS.labels(self._store, self._operation, outcome)
-        child.inc()
 
 
 class _Retry:

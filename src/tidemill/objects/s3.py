@@ -17,10 +17,9 @@ from obstore.store import S3Store
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ClosedError, ConflictError, MissingError
-from tidemill.objects.coalesce import plan_reads, split_response
 from tidemill.objects.errors import StoreLocation, translate_obstore_error, translate_rejected_create
-from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
-from tidemill.objects.store import Buffer, ObjectMeta
+from tidemill.objects.reads import plan_reads, split_response
+from tidemill.objects.store import Buffer, ObjectMeta, as_buffers, check_key, check_prefix, check_range
 
 if TYPE_CHECKING:
     from obstore.store import S3Config

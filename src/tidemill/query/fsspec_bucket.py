@@ -10,7 +10,7 @@ from fsspec import AbstractFileSystem
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.objects.file_adapter import ObjectFile
+from tidemill.objects.reads import ObjectFile
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Part
 from tidemill.shards.read.verified_file import VerifiedFile

@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
+from tidemill.objects.reads import report_damaged_object, report_flipped_read
 from tidemill.objects.store import Buffer
-from tidemill.objects.verified_read import report_damaged_object, report_flipped_read
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch.header import base_offset_at, is_intact, is_patched, patch_base_offset
 from tidemill.topics.l0.object_cache import ObjectCache

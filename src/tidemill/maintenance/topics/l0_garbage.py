@@ -28,8 +28,8 @@ from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
+from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectMeta
-from tidemill.objects.verified_read import read_verified
 from tidemill.topics.l0.format import PREFIX, decode_footer, parse_writer
 from tidemill.topics.lifecycle.deletion import settle_partition
 from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log

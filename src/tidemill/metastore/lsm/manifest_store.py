@@ -18,8 +18,8 @@ import msgspec
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, CorruptError, FencedError, InvalidError, MissingError
 from tidemill.metastore.lsm.manifest import Manifest, decode_manifest, encode_manifest
+from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectStore
-from tidemill.objects.verified_read import read_verified
 
 _NAME = re.compile(r"(\d{20})-(\d{20})-([0-9a-zA-Z]+)")
 

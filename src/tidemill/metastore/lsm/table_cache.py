@@ -17,7 +17,7 @@ from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.sst import TableMeta, decode_meta
-from tidemill.objects.verified_read import read_again, read_verified
+from tidemill.objects.reads import read_again, read_verified
 
 DECODE_SLICE = 64
 """Number of blocks decoded between two yields to the event loop: about a millisecond."""

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidemill.base.errors import CorruptError
-from tidemill.objects.verified_read import read_verified_sync
+from tidemill.objects.reads import read_verified_sync
 from tidemill.shards.api import Part
 
 FIX = "Copy the object back from a copy of the bucket, or restore; `tidemill doctor --deep --contents` lists all."

@@ -15,9 +15,8 @@ import pyarrow as pa
 
 from tidemill.base.limits import MIB, OBJECT_CONCURRENCY
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.objects.file_adapter import ObjectFile
+from tidemill.objects.reads import ObjectFile, read_verified
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.objects.verified_read import read_verified
 from tidemill.shards.api import Batch, Part, RunCpuWork, ShardSchema, run_inline
 from tidemill.shards.parts.checksums import verify_part_bytes
 from tidemill.shards.parts.parts import decode_part, rows_within

@@ -13,8 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tidemill.objects.file_adapter import ObjectFile
-from tidemill.objects.verified_read import read_verified_sync
+from tidemill.objects.reads import ObjectFile, read_verified_sync
 from tidemill.shards.api import Part
 from tidemill.shards.parts.checksums import read_footer
 from tidemill.shards.parts.parquet_pages import check_pages

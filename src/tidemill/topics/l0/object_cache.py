@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.limits import COALESCE_GAP_BYTES, MIB, OBJECT_CONCURRENCY
 from tidemill.base.runtime.tasks import Tasks
+from tidemill.objects.reads import forward_notice
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.objects.verified_read import forward_notice
 
 
 class ObjectCache:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from tidemill.base.errors import TidemillError
 from tidemill.base.limits import MIB
 from tidemill.base.runtime.tasks import Tasks
+from tidemill.objects.reads import forward_notice
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.objects.verified_read import forward_notice
 
 LIMIT_BYTES = 64 * MIB
 SPAN_BYTES = 4 * MIB

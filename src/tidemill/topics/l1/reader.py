@@ -18,8 +18,8 @@ from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.base.limits import MIB
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
+from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectStore
-from tidemill.objects.verified_read import read_verified
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch_reads import select_batches
 from tidemill.topics.l1.extent_cache import ExtentCache

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tidemill.base.errors import CorruptError, MissingError, UnavailableError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.api import Consensus, LogHead
+from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectStore
-from tidemill.objects.verified_read import read_verified
 from tidemill.topics.partition.state_machine.apply import apply
 from tidemill.topics.partition.state_machine.codec import decode_command, decode_state
 from tidemill.topics.partition.state_machine.commands import Rollup
