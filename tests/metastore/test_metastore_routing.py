@@ -210,6 +210,19 @@ def test_rows_of_all_domains_are_listed_in_order_and_an_entitys_from_its_domain_
     run(body)
 
 
+def test_a_read_of_keys_of_two_domains_or_of_none_is_rejected() -> None:
+    async def body(consensus: MemoryConsensus, clock: ManualClock, rand: Rand) -> None:
+        metastore = Metastore(consensus, opener([Shared(), Shared(), Shared()]), clock, rand, domains=3)
+        keys = [GROUP_OFFSETS.key(group, "t", 0) for group in ("a", "b")]
+        with pytest.raises(InvalidError, match=r"within one domain: keys=2 domains=\[0, 2\]"):
+            await metastore.get_rows(keys)
+        with pytest.raises(InvalidError, match=r"within one domain: keys=0 domains=\[\]"):
+            await metastore.get_rows([])
+        assert await metastore.get_rows(keys[:1]) == [None]
+
+    run(body)
+
+
 def test_a_batch_over_two_domains_is_refused_and_writes_nothing() -> None:
     async def body(consensus: MemoryConsensus, clock: ManualClock, rand: Rand) -> None:
         shared = [Shared(), Shared(), Shared()]

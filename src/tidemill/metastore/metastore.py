@@ -109,9 +109,15 @@ class Metastore:
 
     async def get_rows(self, keys: Sequence[bytes], *, fresh: bool = True) -> Sequence[VersionedRow | None]:
         """Return several rows of one entity, as `get_row` does. They are read in this order after one sync, not as one
-        snapshot."""
+        snapshot. Raises InvalidError if the keys belong to several domains, or to none."""
         opened = await self._open()
-        [index] = {domain_of(key, len(opened.domains)) for key in keys}
+        indexes = {domain_of(key, len(opened.domains)) for key in keys}
+        if len(indexes) != 1:
+            raise InvalidError(
+                f"a read of several rows must stay within one domain: keys={len(keys)} domains={sorted(indexes)}.",
+                fix="Read rows of one entity at a time.",
+            )
+        [index] = indexes
         await self._sync(opened, [index], fresh)
         return [await _await_read(opened.domains[index].get_row(key)) for key in keys]
 
