@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from tidemill.base.pgtypes.arrays import ARRAY_CHARS, read_array
+from tidemill.base.pgtypes.debezium import json_writer
 from tidemill.base.pgtypes.text import READERS, InvalidTextError, read_bytea
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 
@@ -128,3 +129,10 @@ def test_array_elements_are_unescaped_and_null_is_only_null_when_it_is_bare() ->
     assert read_array('{"NULL",NULL,"x,\\"y\\\\",a\\,b,"",c d ,"[1]=x"}', str) == [
         "NULL", None, 'x,"y\\', "a,b", "", "c d", "[1]=x"
     ]  # fmt: skip
+
+
+def test_an_empty_text_of_a_boolean_is_rejected_by_its_json_form() -> None:
+    write = json_writer("bool")
+    assert (write("t"), write("f")) == ("true", "false")
+    with pytest.raises(InvalidTextError, match='invalid input syntax for type boolean: ""'):
+        write("")

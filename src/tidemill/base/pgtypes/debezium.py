@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from json.encoder import encode_basestring
 
-from tidemill.base.pgtypes.text import read_date, read_time, read_timestamp
+from tidemill.base.pgtypes.text import InvalidTextError, read_date, read_time, read_timestamp
 
 escape: Callable[[str], str] = encode_basestring
 
@@ -90,6 +90,8 @@ def _float(text: str) -> str:
 
 
 def _bool(text: str) -> str:
+    if not text:
+        raise InvalidTextError('invalid input syntax for type boolean: ""')
     return "true" if text[0] == "t" else "false"
 
 
