@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from tidemill.base.errors import CorruptError
 from tidemill.topics.api import OffsetOutOfRangeError
 from tidemill.topics.partition.state_machine.apply import Rejected, apply
-from tidemill.topics.partition.state_machine.codec import decode_command, decode_state, encode_command, encode_state
+from tidemill.topics.partition.state_machine.codec import (
+    MAGIC,
+    decode_command,
+    decode_state,
+    encode_command,
+    encode_state,
+)
 from tidemill.topics.partition.state_machine.commands import Advance, PlaceBatches, Placeholder, Rollup
 from tidemill.topics.partition.state_machine.producer_state import PRODUCER_EXPIRY_MS
 from tidemill.topics.partition.state_machine.state import PRODUCERS_LIMIT, PartitionState
@@ -138,6 +144,13 @@ def test_damage_is_corrupt_never_state() -> None:
     for bad in (b"", b"\x93\x09\x00\x00", b"\xff"):
         with pytest.raises(CorruptError):
             decode_command(bad)
+
+
+@pytest.mark.parametrize("body", [b"", b"\x80", b"\xc1", msgspec.msgpack.encode({"applied": "text"})])
+def test_a_rollup_of_a_valid_checksum_and_unreadable_contents_is_corrupt(body: bytes) -> None:
+    whole = MAGIC + body
+    with pytest.raises(CorruptError, match="unreadable rollup object: key=k cause="):
+        decode_state(whole + crc32c.crc32c(whole).to_bytes(4, "little"), "k")
 
 
 def test_what_lies_in_l1_leaves_the_state_and_never_comes_back() -> None:

@@ -95,7 +95,10 @@ def decode_state(data: bytes, object_key: str) -> PartitionState:
     body, crc = data[:-4], data[-4:]
     if not body.startswith(MAGIC) or crc32c.crc32c(body).to_bytes(4, "little") != crc:
         raise CorruptError(f"damaged rollup object: key={object_key}.")
-    snapshot = msgspec.msgpack.decode(body[len(MAGIC) :], type=_Snapshot)
+    try:
+        snapshot = msgspec.msgpack.decode(body[len(MAGIC) :], type=_Snapshot)
+    except msgspec.DecodeError as error:
+        raise CorruptError(f"unreadable rollup object: key={object_key} cause={error}.") from error
     state = PartitionState()
     state.applied = snapshot.applied
     state.log_start = snapshot.log_start
