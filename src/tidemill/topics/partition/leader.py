@@ -13,16 +13,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable
 
-import msgspec
 import structlog
 
-from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_await
-from tidemill.consensus.api import Consensus, LogHead
-from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.base.runtime.tasks import error_sentence, is_own_fault_of_await
+from tidemill.consensus.api import LogHead
+from tidemill.objects.store import Buffer
 from tidemill.topics.api import (
-    ConfirmTransaction,
     CorruptBatchError,
     InvalidProducerEpochError,
     InvalidTransactionError,
@@ -36,9 +33,7 @@ from tidemill.topics.batch.control_batch import encode_marker
 from tidemill.topics.batch.header import parse_header, patch_base_offset
 from tidemill.topics.batch.validation import check_header
 from tidemill.topics.config.configs import TopicConfig
-from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.format import parse_writer
-from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.partition.append_plan import (
     AppendPlan,
     duplicate_result,
@@ -47,47 +42,29 @@ from tidemill.topics.partition.append_plan import (
     refusal_error,
 )
 from tidemill.topics.partition.appender import Appender, LeadershipLostError
+from tidemill.topics.partition.leader_deps import LeaderDeps
+from tidemill.topics.partition.live_batches import LiveBatches
+from tidemill.topics.partition.pending_advance import PendingAdvance
 from tidemill.topics.partition.pending_batch import PendingBatch, apply_record_policy, fail_future
 from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.rollup import RollupScheduler
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition.state_machine.apply import apply
 from tidemill.topics.partition.state_machine.codec import encode_command
-from tidemill.topics.partition.state_machine.commands import Advance, Command, Rollup
+from tidemill.topics.partition.state_machine.commands import Command, Rollup
 from tidemill.topics.partition.state_machine.producer_state import Refusal
 from tidemill.topics.partition.state_machine.state import PartitionState
 from tidemill.topics.partition.state_machine.transactions import PLAIN
 from tidemill.topics.partition.transaction_verification import (
-    Permit,
+    PermitRequests,
     TransactionVerification,
-    reject_without_coordinator,
     transaction_snapshot,
 )
 from tidemill.topics.partition.watchers import Watchers
-from tidemill.topics.produce import ProducerLine, ProducerQueue, Ticket
-from tidemill.topics.produce.validator_pool import BatchValidator, ValidatedBatch
+from tidemill.topics.produce import ProducerLine, Ticket
+from tidemill.topics.produce.validator_pool import ValidatedBatch
 
 _log = structlog.get_logger()
-
-
-class LeaderDeps(msgspec.Struct, frozen=True):
-    """Dependencies that all partitions of one process share."""
-
-    consensus: Consensus
-    objects: ObjectStore
-    writer: L0Writer
-    checker: BatchValidator
-    clock: Clock
-    rand: Rand
-    settings: TopicSettings
-    tasks: Tasks
-    appends: asyncio.Semaphore
-    """Limits concurrent appends, so that one reply of consensus does not resume all partitions in one loop turn."""
-    moved: Callable[[str, int], None] = lambda *_: None
-    """Called with (topic id, partition) when its last stable offset moved, or it was opened here. A plain call."""
-    confirm: ConfirmTransaction = reject_without_coordinator
-    touched: Callable[[PartitionLeader], None] = lambda _: None
-    """Called when the data behind the partition's stage status may have changed. A plain call."""
 
 
 class PartitionLeader:
@@ -108,7 +85,6 @@ class PartitionLeader:
         self.fault: BaseException | None = None
         """Error that closed it, if that was not a change of leadership. The unit failed, and is opened again."""
         self.is_open = False
-        self.reserved_records = 0
         self.config = TopicConfig()
         """Config of the topic, as of the last read of the catalogue."""
         self._around = around
@@ -116,24 +92,18 @@ class PartitionLeader:
         self._on_closed = on_closed
         self._log_name = partition_log(topic_id, partition)
         self._appender = Appender(around.consensus, self._log_name, around.clock, around.rand, around.settings)
-        self._places = ProducerQueue()
-        self._live: dict[PendingBatch, None] = {}
-        """Batches without a result, in reservation order."""
-        self._by_identity: dict[tuple[int, int, int, int], PendingBatch] = {}
+        self._batches = LiveBatches(
+            holes, around.writer, around.clock, lambda: around.touched(self), around.settings.fault
+        )
+        self._places = self._batches.places
         self._turned: deque[PendingBatch] = deque()
         """Batches whose turn has come, in the order in which they will be appended."""
         self._permits = TransactionVerification(lasting=around.settings.fault == "marker-before-data")
+        self._requests = PermitRequests(self._permits, around.tasks, around.confirm, topic_id, partition)
         self._told_stable = 0
         self._plan: AppendPlan | None = None
         self._committing = False
-        self._start_at = 0
-        """Log start that retention allows."""
-        self._reconciled = 0
-        """Offset below which L1 is known to hold everything."""
-        self._aborted_start = 0
-        self._advance_due = False
-        self._placed_s: float | None = None
-        """Time of the first batch placed since the last Advance."""
+        self._advance = PendingAdvance()
         self._rollups = RollupScheduler(
             around.consensus, around.objects, around.rand, around.tasks, (self._log_name, topic_id, partition),
             around.settings.rollup_records, self._commit_soon,
@@ -141,6 +111,11 @@ class PartitionLeader:
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.watchers = Watchers()
         """Watchers to wake when the high watermark or the log start moves, or leadership ends."""
+
+    @property
+    def reserved_records(self) -> int:
+        """Number of records in batches without a result."""
+        return self._batches.reserved_records
 
     # opening and closing --------------------------------------------------------------------------
     async def open(self) -> None:
@@ -167,7 +142,7 @@ class PartitionLeader:
         self._opened.set_result(None)
         self._around.touched(self)
         self._around.moved(self.topic_id, self.partition)
-        for pending in list(self._live):
+        for pending in list(self._batches):
             if pending.checked:
                 self._stage(pending)
 
@@ -185,8 +160,8 @@ class PartitionLeader:
         self.closed_error = error
         self.is_open = False
         committing = set(self._plan.members) if self._plan is not None else set()
-        for pending in list(self._live):
-            if pending not in committing and pending in self._live:
+        for pending in list(self._batches):
+            if pending not in committing and pending in self._batches:
                 self.batch_failed(pending, error)
         self._turned.clear()
         if not self._opened.done():
@@ -211,14 +186,9 @@ class PartitionLeader:
             return future
         line = header.producer_id if header.producer_id >= 0 else self._line_of(sender)
         pending = PendingBatch(self, header, buffer, future, line, within=within)
-        if header.producer_id >= 0:
-            twin = self._by_identity.setdefault(pending.identity, pending)
-            if twin is not pending:
-                twin.futures.append(future)
-                return future
-        self._live[pending] = None
-        self.reserved_records += header.record_count
-        self._around.touched(self)
+        if header.producer_id >= 0 and self._batches.join_twin(pending):
+            return future
+        self._batches.add(pending)
         if self._around.settings.fault != "seed000":
             pending.ticket = self._places.reserve(line)
         self._validate(pending, sender)
@@ -252,10 +222,8 @@ class PartitionLeader:
         pending = PendingBatch(self, parse_header(data), data, future, line, marker=marker)
         pending.here = here if self._around.settings.fault != "late-marker" else None
         pending.checked, pending.max_timestamp_ms = True, at_ms
-        self._live[pending] = None
-        self.reserved_records += 1
+        self._batches.add(pending)
         pending.ticket = self._places.reserve(line)
-        self._around.touched(self)
         if self.is_open:
             self._stage(pending)
         return future
@@ -267,19 +235,13 @@ class PartitionLeader:
         if pending.abandoned:
             return
         if isinstance(outcome, CorruptBatchError):
-            self._reject(pending, outcome)
+            self._batches.reject(pending, outcome)
         elif isinstance(outcome, TidemillError):
             self.batch_failed(pending, outcome)
         else:
             pending.accept_validation(outcome.max_timestamp_ms, outcome.rewritten)
             if self.is_open:
                 self._stage(pending)
-
-    def _reject(self, pending: PendingBatch, error: TidemillError) -> None:
-        """Reject a batch permanently: it leaves the queue, and its successors are judged without it."""
-        self._remove_live(pending)
-        pending.fail(error)
-        self._release(pending)
 
     def _stage(self, pending: PendingBatch) -> None:
         if pending.abandoned:
@@ -290,50 +252,14 @@ class PartitionLeader:
         try:
             apply_record_policy(pending, self.config, self._around.clock.now_ms())
         except CorruptBatchError as error:
-            self._reject(pending, error)
+            self._batches.reject(pending, error)
             return
         if pending.within is not None and pending.kind != PLAIN:
-            self._request_permit(pending, pending.within)
+            pending.permit = self._requests.request(pending.header, pending.within, self.state.transactions)
         try:
             self._around.writer.stage(pending)
         except TidemillError as error:
             self.batch_failed(pending, error)
-
-    def _request_permit(self, pending: PendingBatch, within: ProduceTransaction) -> None:
-        """Ask the coordinator during the upload, once for all in-flight batches of the producer."""
-        producer_id, epoch = pending.header.producer_id, pending.header.producer_epoch
-        opened = self.state.transactions.get(producer_id)
-        if opened is not None and opened.epoch == epoch:
-            return
-        pending.permit = self._permits.find(producer_id, epoch)
-        if pending.permit is None:
-            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            pending.permit = self._permits.issue(producer_id, epoch, answer)
-            asking = self._confirm(pending.permit, within, producer_id)
-            self._around.tasks.spawn(asking, name=f"confirm {self._log_name}")
-
-    async def _confirm(self, permit: Permit, within: ProduceTransaction, producer_id: int) -> None:
-        error: TidemillError
-        try:
-            await self._around.confirm(within, producer_id, permit.epoch, self.topic_id, self.partition)
-            permit.answer.set_result(None)
-            return
-        except TidemillError as refusal:
-            error = refusal
-        except BaseException as fault:
-            error = UnavailableError(f"the coordinator was not asked: producer_id={producer_id} cause={fault!r}.")
-            if not is_own_fault_of_await(fault):
-                self._deny_permit(permit, producer_id, error)
-                raise
-            _log.error(
-                "a transaction was not confirmed", log=self._log_name, error=error_sentence(fault), exc_info=fault
-            )
-        self._deny_permit(permit, producer_id, error)
-
-    def _deny_permit(self, permit: Permit, producer_id: int, error: TidemillError) -> None:
-        self._permits.drop_refused(producer_id, permit)
-        permit.answer.set_exception(error)
-        permit.answer.exception()  # Mark the exception as retrieved: the waiters may be gone.
 
     def batch_uploaded(self, pending: PendingBatch) -> None:
         if pending.ticket is None:
@@ -348,7 +274,7 @@ class PartitionLeader:
         if pending.abandoned or pending.ticket is None:
             return
         if isinstance(refusal, InvalidTransactionError | InvalidProducerEpochError):
-            self._reject(pending, refusal)
+            self._batches.reject(pending, refusal)
         elif isinstance(refusal, TidemillError):
             self.batch_failed(pending, refusal)
         elif self._around.settings.fault == "fence-before-redeem":
@@ -383,8 +309,7 @@ class PartitionLeader:
     def advance_log_start(self, log_start: int) -> None:
         """Advance the log start to `log_start`, unless it is already later, with a separate log record."""
         if self.is_open and log_start > self.state.log_start:
-            self._start_at = max(self._start_at, log_start)
-            self._advance_due = True
+            self._advance.request_log_start(log_start)
             self._commit_soon()
 
     @property
@@ -395,9 +320,7 @@ class PartitionLeader:
     def advance_reconciled(self, offset: int, aborted_start: int = 0) -> None:
         """Drop the batches below `offset`, which L1 holds, and transactions aborted wholly below `aborted_start`."""
         if self.is_open and offset > self.state.reconciled:
-            self._reconciled = max(self._reconciled, offset)
-            self._aborted_start = max(self._aborted_start, aborted_start)
-            self._advance_due = True
+            self._advance.request_reconciled(offset, aborted_start)
             self._commit_soon()
 
     async def advance_log_start_durably(self, log_start: int) -> None:
@@ -411,46 +334,23 @@ class PartitionLeader:
     def settle_if_due(self, after_s: float) -> None:
         """Record in the log what is decided, if the first batch since the last such record was placed `after_s` ago. A
         partition without new batches writes nothing."""
-        now_s = self._around.clock.monotonic_s()
-        if self.is_open and self._placed_s is not None and now_s - self._placed_s >= after_s:
-            self._advance_due = True
+        if self.is_open and self._advance.request_if_placed(self._around.clock.monotonic_s(), after_s):
             self._commit_soon()
 
     async def _append_advance(self) -> None:
         """Append an Advance. Raises LeadershipLostError."""
         around, state = self._around, self.state
-        waiting = [parse_writer(pending.object_key)[1] for pending in self._live if pending.object_key]
+        waiting = [parse_writer(pending.object_key)[1] for pending in self._batches if pending.object_key]
         # Read before the append: an object that is closed during it gets a higher number.
         below = min([*waiting, around.writer.first_open_number])
-        self._advance_due, self._placed_s = False, None
-        at_ms = max(around.clock.now_ms(), state.last_at_ms)
-        log_start = min(max(self._start_at, state.log_start), state.high_watermark)
-        reconciled = min(max(self._reconciled, state.reconciled), state.high_watermark)
-        aborted_start = min(max(self._aborted_start, state.aborted_start), reconciled)
+        advance = self._advance.take(state, around.clock.now_ms(), around.writer.name, below)
         before = state.log_start
-        await self._propose(Advance(at_ms, log_start, around.writer.name, below, reconciled, aborted_start))
+        await self._propose(advance)
         if state.log_start > before:
             self.watchers.wake_all()
 
     def batch_failed(self, pending: PendingBatch, error: TidemillError) -> None:
-        """Fail a batch that is not, or may not be, in the log. Its producer must send it again before later ones."""
-        header, releases = pending.header, self._around.settings.fault == "release-failed"
-        if pending.is_idempotent and not releases:
-            now_s = self._around.clock.monotonic_s()
-            self._holes.failed(header.producer_id, header.producer_epoch, header.base_sequence, now_s)
-        self._remove_live(pending)
-        pending.fail(error)
-        if pending.ticket is not None:
-            (self._places.release if releases else self._places.abandon)(pending.ticket)
-
-    def _remove_live(self, pending: PendingBatch) -> None:
-        if pending in self._live:
-            del self._live[pending]
-            self.reserved_records -= pending.header.record_count
-            self._around.touched(self)
-            self._around.writer.batch_answered(pending)
-            if self._by_identity.get(pending.identity) is pending:
-                del self._by_identity[pending.identity]
+        self._batches.fail(pending, error)
 
     # commit ---------------------------------------------------------------------------------------
     async def _commit(self) -> None:
@@ -458,7 +358,7 @@ class PartitionLeader:
         try:
             while self.closed_error is None:
                 rollup = self._rollups.take_ready_rollup()
-                if rollup is None and not self._turned and not self._advance_due:
+                if rollup is None and not self._turned and not self._advance.is_due:
                     break
                 async with self._around.appends:
                     if self.closed_error is not None:
@@ -483,7 +383,7 @@ class PartitionLeader:
             self._rollups.rollup_appended(position, previous)
         if self._turned:
             await self._commit_group()
-        if self._advance_due:
+        if self._advance.is_due:
             await self._append_advance()
 
     async def _commit_group(self) -> None:
@@ -500,8 +400,7 @@ class PartitionLeader:
         self._plan = plan
         if plan.command is not None:
             await self._propose(plan.command)
-            if self._placed_s is None:
-                self._placed_s = around.clock.monotonic_s()
+            self._advance.record_placed(around.clock.monotonic_s())
         elif plan.needless or any(refusal is not Refusal.STALE_EPOCH for _, refusal in plan.refused):
             # A gap or a missing transaction is proof only if no other leader has written; an append would show that.
             await self._appender.confirm_leadership(self.state.applied)
@@ -539,31 +438,15 @@ class PartitionLeader:
         for pending, base_offset in plan.accepted:
             last_offset = base_offset + pending.header.record_count - 1
             result = ProduceResult(base_offset, last_offset, state.log_start, append_time_ms=pending.append_time_ms)
-            self._succeed(pending, result)
+            self._batches.succeed(pending, result)
         for pending in plan.needless:
-            self._succeed(pending, ProduceResult(-1, -1, state.log_start, duplicate=True))
+            self._batches.succeed(pending, ProduceResult(-1, -1, state.log_start, duplicate=True))
         for pending, batch, _ in plan.duplicates:
-            self._succeed(pending, duplicate_result(batch, state))
+            self._batches.succeed(pending, duplicate_result(batch, state))
         for pending, refusal in plan.refused:
-            self._remove_live(pending)
-            pending.fail(refusal_error(pending, refusal))
-            self._release(pending)
+            self._batches.reject(pending, refusal_error(pending, refusal))
         for pending in plan.early + plan.poisoned:
             self.batch_failed(pending, poisoned_error(pending))
-
-    def _succeed(self, pending: PendingBatch, result: ProduceResult) -> None:
-        self._remove_live(pending)
-        if pending.is_idempotent:
-            header = pending.header
-            self._holes.record_appended(
-                header.producer_id, header.producer_epoch, header.base_sequence, header.record_count
-            )
-        pending.succeed(result)
-        self._release(pending)
-
-    def _release(self, pending: PendingBatch) -> None:
-        if pending.ticket is not None:
-            self._places.release(pending.ticket)
 
     def _step_down(self, stop: LeadershipLostError) -> None:
         """Fail every undecided batch and close. Batches of an append that may have happened fail as unknown."""
@@ -577,9 +460,9 @@ class PartitionLeader:
             doubtful |= {pending for pending, _, tentative in plan.duplicates if tentative and not stop.certain}
             for pending, batch, tentative in plan.duplicates:
                 if not tentative:
-                    self._succeed(pending, duplicate_result(batch, self.state))
+                    self._batches.succeed(pending, duplicate_result(batch, self.state))
             for pending in plan.members:
-                if pending in self._live:
+                if pending in self._batches:
                     self.batch_failed(pending, unknown if pending in doubtful else error)
         _log.info("partition leadership ended", log=self._log_name, term=self._appender.term, reason=stop.reason)
         self.fault = stop.fault
