@@ -25,9 +25,10 @@ import pyarrow as pa
 from harbour import machine
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.memory_budget import retain_freed_memory
+from tidemill.base.status.histogram import StageHistograms
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
-from tidemill.spark.ingest.table_writer import Latency, TableWriter
+from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import Stores, open_stores
 from tidemill.spark.types import stream_schema
@@ -65,7 +66,7 @@ class Waiting:
         table.hydrate()
         source = f"topic/{self.load.name}"
         sink = FeedSink(
-            self.portal, self.stores, source, self.remap, [table], Latency(), Latency(), scratch=scratch,
+            self.portal, self.stores, source, self.remap, [table], StageHistograms(), scratch=scratch,
             **({} if way == "helped" else {"decoders": 0}),
         )  # fmt: skip
         before, began_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
