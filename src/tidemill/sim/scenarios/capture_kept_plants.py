@@ -78,8 +78,8 @@ class HastyShapes(TableShapes):
 class UntrimmedConsumer(TableConsumer):
     """Plants untrimmed-restore: a log that comes from disk takes again what it has."""
 
-    def __init__(self, *args: Any, has_lsn: int = 0) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, has_lsn: int = 0, **settings: Any) -> None:
+        super().__init__(*args, **settings)
 
 
 PLACES: dict[str, tuple[ModuleType, str, object]] = {
