@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tidemill.base.errors import ClosedError, InvalidError
-from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.runtime.sync_context import SyncContext
+from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.base.runtime.tasks import Tasks
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.runtime.sync_context import SyncContext
+from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.query.table import WAIT_S, Moment, Table
 from tidemill.query.table_read import NEWEST_ATTEMPTS
 from tidemill.shards.api import HistoryLostError

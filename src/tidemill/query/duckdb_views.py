@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.base.runtime.sync_context import SyncContext
+from tidemill.base.runtime.blocking_portal import SyncContext
 from tidemill.objects.factory import local_directory
 from tidemill.query.table_read import ReadSelection
 from tidemill.shards.api import DIFF, HASH, TIME, Part

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError
-from tidemill.base.runtime.sync_context import SyncContext
+from tidemill.base.runtime.blocking_portal import SyncContext
 from tidemill.query.table_read import ReadSelection
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
-from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.runtime.sync_context import SyncContext
+from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.query.filters import Filter, Where, parse_filter
 from tidemill.query.table_read import ReadSelection, next_delta, open_changelog, read_rows, select_read
 from tidemill.shards.api import Delta

@@ -13,8 +13,7 @@ import pyarrow as pa
 
 from tidemill.base.clock import Clock
 from tidemill.base.limits import MIB
-from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.runtime.sync_context import SyncContext
+from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.objects.store import Buffer
 from tidemill.shards.api import Batch, HistoryLostError, Part
 from tidemill.shards.handle import LogShard

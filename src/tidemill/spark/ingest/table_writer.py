@@ -14,8 +14,7 @@ import pyarrow as pa
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, UnavailableError
-from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.runtime.sync_context import SyncContext
+from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.objects.store import Buffer
 from tidemill.shards.api import HistoryLostError, Part, ShardSchema
 from tidemill.shards.handle import LogShard
