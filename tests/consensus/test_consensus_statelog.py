@@ -21,7 +21,8 @@ from tidemill.base.errors import (
 )
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.consensus.state_log import codec
+from tidemill.consensus.state_log import replica
+from tidemill.consensus.state_log.replica import ROLLUP
 from tidemill.consensus.state_log.state_log import StateLog
 
 State = dict[str, int]
@@ -315,7 +316,7 @@ def test_a_rollup_forgets_the_past_and_readers_start_from_it() -> None:
 
 
 def test_a_rollup_larger_than_a_record_spans_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "PART_BYTES", 16)
+    monkeypatch.setattr(replica, "PART_BYTES", 16)
 
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
@@ -357,7 +358,7 @@ class NoRollups(MemoryConsensus):
     tried = 0
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
-        if records[0][0] == codec.ROLLUP:
+        if records[0][0] == ROLLUP:
             self.tried += 1
             raise InvalidError("The append is too large.")
         return await super().append(log, term, expected_next, records, nonce)

@@ -23,7 +23,7 @@ from lsm_killed_child import OPTIONS, STEPS, Deadly, Fate, batch, watch_edits
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.state_log import codec
+from tidemill.consensus.state_log.replica import COMMAND
 from tidemill.metastore.domain.codec import decode_command
 from tidemill.metastore.domain.commands import PersistManifest, SetDomainUuid
 from tidemill.metastore.domain.domain import Domain
@@ -81,7 +81,7 @@ class DeadlyConsensus:
 
 
 def kind_of(record: bytes) -> str:
-    if record[0] != codec.COMMAND:
+    if record[0] != COMMAND:
         return "rollup"
     command = decode_command(record[1:])
     if isinstance(command, PersistManifest):

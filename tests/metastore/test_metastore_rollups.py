@@ -11,7 +11,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.state_log import codec as staterecords
+from tidemill.consensus.state_log.replica import ROLLUP
 from tidemill.metastore.domain import codec
 from tidemill.metastore.domain.codec import decode_state, decode_state_yielding, encode_state, encode_state_yielding
 from tidemill.metastore.domain.domain import Domain
@@ -72,7 +72,7 @@ class NoRollups(MemoryConsensus):
     tried = 0
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
-        if log == "metastore/0" and records[0][0] == staterecords.ROLLUP:
+        if log == "metastore/0" and records[0][0] == ROLLUP:
             self.tried += 1
             raise InvalidError("The append is too large.")
         return await super().append(log, term, expected_next, records, nonce)

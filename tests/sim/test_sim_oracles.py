@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tidemill.consensus.api import LogRecord
-from tidemill.consensus.state_log import codec
+from tidemill.consensus.state_log.replica import COMMAND
 from tidemill.shards.api import Batch, Column, ShardSchema
 from tidemill.shards.state.codec import encode_command
 from tidemill.shards.state.commands import Append, Create
@@ -189,7 +189,7 @@ def test_shard_oracles_of_contents_fire() -> None:
 def test_shard_oracle_of_the_log_fires() -> None:
     create = Create("t", "id", ShardSchema((Column("k", "string"), Column("v", "string")), ("k",)))
     appends = [Append(Batch(0, 2, (), "w", "one")), Append(Batch(2, 5, (), "w", "two"))]
-    log = [bytes([codec.COMMAND]) + encode_command(command) for command in (create, *appends)]
+    log = [bytes([COMMAND]) + encode_command(command) for command in (create, *appends)]
 
     def attempts(one: str, two: str) -> dict[str, Attempt]:
         return {"one": Attempt("one", 0, 2, outcome=one), "two": Attempt("two", 2, 5, outcome=two)}

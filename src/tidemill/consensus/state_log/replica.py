@@ -1,4 +1,11 @@
-"""Reading half of a `StateLog`: replays commands and rollups into `state`, and follows the log."""
+"""Reading half of a `StateLog`: replays commands and rollups into `state`, and follows the log.
+
+Byte layout of its records:
+
+    command   0x00 | command bytes
+    rollup    0x01 | uint32 little-endian: number of parts that follow | state bytes of this part
+              (a large state spans several records of one append: concatenate the parts)
+"""
 
 from __future__ import annotations
 
@@ -7,10 +14,30 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from tidemill.base.errors import CorruptError, MissingError, TidemillError
+from tidemill.base.limits import MIB
 from tidemill.consensus.api import Consensus, LogRecord
-from tidemill.consensus.state_log import codec
 
 S = TypeVar("S")
+
+COMMAND = 0
+ROLLUP = 1
+PART_BYTES = 4 * MIB
+
+
+def encode_command(command: bytes) -> bytes:
+    return b"\x00" + command
+
+
+def encode_rollup(state: bytes) -> list[bytes]:
+    """Return at least one record; the last one has 0 parts following."""
+    whole = memoryview(state)
+    parts = [whole[at : at + PART_BYTES] for at in range(0, max(1, len(state)), PART_BYTES)]
+    return [b"".join((b"\x01", (len(parts) - 1 - i).to_bytes(4, "little"), part)) for i, part in enumerate(parts)]
+
+
+def decode_part(record: bytes) -> tuple[int, bytes]:
+    """Return (parts that follow, state bytes) of a rollup record."""
+    return int.from_bytes(record[1:5], "little"), record[5:]
 
 
 class Replica(Generic[S]):
@@ -89,14 +116,14 @@ class Replica(Generic[S]):
         if record.position != self.position:
             raise self._fail_corrupt(f"a record is out of place: expected={self.position} got={record.position}")
         kind = record.data[0] if record.data else -1
-        if kind == codec.ROLLUP:
+        if kind == ROLLUP:
             # A replica that has applied everything before a rollup already has its state.
-            self._following, _ = codec.decode_part(record.data)
+            self._following, _ = decode_part(record.data)
             self.records_since_rollup = 0
             self._last_rollup = self.position
             self.position += 1
             return
-        if kind != codec.COMMAND or self._following:
+        if kind != COMMAND or self._following:
             raise self._fail_corrupt(f"a record has an unknown kind: position={record.position} kind={kind}")
         refused: TidemillError | None = None
         try:
@@ -127,9 +154,9 @@ class Replica(Generic[S]):
             except MissingError:
                 return
             for record in found.records:
-                if not record.data or record.data[0] != codec.ROLLUP:
+                if not record.data or record.data[0] != ROLLUP:
                     raise self._fail_corrupt(f"the log does not start with a rollup: start={start} position={position}")
-                following, part = codec.decode_part(record.data)
+                following, part = decode_part(record.data)
                 parts.append(part)
                 position += 1
                 if following == 0:

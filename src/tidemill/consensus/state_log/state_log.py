@@ -31,8 +31,7 @@ from tidemill.base.errors import (
 from tidemill.base.limits import MIB
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogRecord
-from tidemill.consensus.state_log import codec
-from tidemill.consensus.state_log.replica import Replica, S
+from tidemill.consensus.state_log.replica import Replica, S, encode_command, encode_rollup
 
 _log = structlog.get_logger()
 
@@ -195,7 +194,7 @@ class StateLog(Replica[S]):
                 return self._last_rollup, False
             # The append succeeds only if the log ends at `start`, so the state lacks nothing that is before the rollup.
             start, encoded = self.position, self._encode(self.state)
-            records = codec.encode_rollup(encoded if isinstance(encoded, bytes) else await encoded)
+            records = encode_rollup(encoded if isinstance(encoded, bytes) else await encoded)
             nonce = self._rand.nonce()
             try:
                 await self._consensus.append(self.log, self.term, start, records, nonce)
@@ -270,7 +269,7 @@ class StateLog(Replica[S]):
             self._in_flight = None
 
     async def _append(self, flight: _InFlight[S]) -> bool:
-        records = [codec.encode_command(proposal.command) for proposal in flight.batch]
+        records = [encode_command(proposal.command) for proposal in flight.batch]
         try:
             await self._consensus.append(self.log, self.term, flight.expected, records, flight.nonce)
         except ConflictError:

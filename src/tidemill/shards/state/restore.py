@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, InvalidError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.state_log import codec
+from tidemill.consensus.state_log import replica
 from tidemill.shards.bindings.remap import remap_log_name
 from tidemill.shards.state.codec import encode_command, encode_state
 from tidemill.shards.state.commands import REGISTER_PREFIX, Create
@@ -45,7 +45,7 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
     log = shard_log_name(shard_id)
     head = await consensus.log_head(log)
     if head.next == 0:
-        records = [codec.encode_command(create), *codec.encode_rollup(encode_state(state))]
+        records = [replica.encode_command(create), *replica.encode_rollup(encode_state(state))]
         while head.next == 0:
             with contextlib.suppress(UnknownOutcomeError, ConflictError):  # the nonce in the log decides
                 await consensus.append(log, 0, 0, records, attempt)

@@ -8,7 +8,7 @@ import msgspec
 
 from tidemill.base.errors import TidemillError
 from tidemill.consensus.api import LogRecord
-from tidemill.consensus.state_log import codec
+from tidemill.consensus.state_log.replica import COMMAND
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.state import DomainState, assert_invariants
 
@@ -33,7 +33,7 @@ class Shadow:
         step = rule if callable(rule) else apply
         newest = epoch = 0
         for record in records:
-            if record.data[0] != codec.COMMAND:
+            if record.data[0] != COMMAND:
                 continue
             before = self.state.manifest
             try:

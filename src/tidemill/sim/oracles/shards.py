@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.consensus.state_log import codec
+from tidemill.consensus.state_log.replica import COMMAND
 from tidemill.shards.handle import LogShard
 from tidemill.shards.state.apply import RejectedCommand, apply
 from tidemill.shards.state.codec import decode_command
@@ -91,7 +91,7 @@ def check_landed(records: Sequence[bytes], attempts: Mapping[str, Attempt]) -> l
     state: ShardState | None = None
     stands: list[str] = []
     for data in records:
-        if data[0] != codec.COMMAND:
+        if data[0] != COMMAND:
             continue
         command = decode_command(data[1:])
         result = apply(state, command)

@@ -30,7 +30,7 @@ from tidemill.base.errors import (
     UnavailableError,
     UnknownOutcomeError,
 )
-from tidemill.consensus.state_log import codec
+from tidemill.consensus.state_log.replica import COMMAND
 from tidemill.metastore.domain import domain as domain_module
 from tidemill.metastore.domain import follower as follower_module
 from tidemill.metastore.domain import leader as leader_module
@@ -395,7 +395,7 @@ async def late_manifests(shared: Shared, stop: asyncio.Future[None]) -> None:
     while not stop.done():
         await asyncio.sleep(source.uniform(0.1, 0.8))
         records = world.consensus.placed.get(LOG, [])
-        old = [r.data for r in records if r.data[0] == codec.COMMAND and is_manifest(r.data[1:])]
+        old = [r.data for r in records if r.data[0] == COMMAND and is_manifest(r.data[1:])]
         if not old:
             continue
         head = await world.consensus.log_head(LOG)
