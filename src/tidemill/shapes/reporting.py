@@ -66,9 +66,12 @@ class ShapeReporter:
             self._failed[shape.definition] = name
             self._tracker.fail(name, error, now_ms=now_ms)
 
-    def failed(self) -> list[ShapeDefinition]:
-        """Return the definitions whose failures are reported."""
-        return list(self._failed)
+    def clear_recovered(self, by_definition: Mapping[ShapeDefinition, LiveShape]) -> None:
+        """Clear the failures of definitions that have a live shape again."""
+        for definition in list(self._failed):
+            again = by_definition.get(definition)
+            if again is not None and again.state == "live":
+                self.clear_failure(again)
 
     def clear_failure(self, shape: LiveShape) -> None:
         """Clear the failure of the shape's definition: this shape has loaded, or failed itself."""
@@ -145,6 +148,28 @@ class LargestShapes:
             LARGEST_COUNT, live.values(), key=lambda shape: shape.log.base_bytes + shape.log.log_bytes
         )
         return self._found
+
+    def describe(self, shapes: Mapping[str, LiveShape]) -> list[dict[str, object]]:
+        return [
+            {"handle": s.handle, "source": str(s.definition.source), "bytes": s.log.base_bytes + s.log.log_bytes}
+            for s in self.find(shapes)
+        ]
+
+
+def describe_shape(shape: LiveShape, pending_bytes: int) -> dict[str, object]:
+    """Return a plain record of a shape, for the CLI and the console."""
+    return {
+        "handle": shape.handle,
+        "source": str(shape.definition.source),
+        "where": shape.definition.where,
+        "state": shape.state,
+        "offset": str(shape.log.end),
+        "rows": shape.rows_loaded,
+        "base_bytes": shape.log.base_bytes,
+        "log_bytes": shape.log.log_bytes,
+        "pending_bytes": pending_bytes,
+        "waiting": shape.waiting_count,
+    }
 
 
 def status_name_of(shape: LiveShape) -> str:

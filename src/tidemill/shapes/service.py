@@ -22,8 +22,6 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from urllib.parse import quote
 
 import structlog
@@ -36,26 +34,28 @@ from tidemill.shapes.definition.compiler_thread import CompilerThread
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, fixed_bytes
 from tidemill.shapes.definition.plan_cache import PlanCache, RejectionCache
 from tidemill.shapes.definition.planner import Plan, ShapeRequest, parse_shard_name
+from tidemill.shapes.eviction import IdleEviction
 from tidemill.shapes.live_shape import LiveShape, unexpected_failure
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.log import LogStorage
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.log.saved_shape import SavedShardShape, SavedTableShape
-from tidemill.shapes.log.sqlite_file import ShapeFile, StoredShape
+from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget, OverBudgetError
 from tidemill.shapes.reporting import (
-    CHECKED_PER_REPORT,
     SHARDS_STATUS,
     LargestShapes,
     ShapeReporter,
     SourceProgress,
+    describe_shape,
     set_metrics,
     status_name_of,
 )
 from tidemill.shapes.settings import ShapeSettings
 from tidemill.shapes.shards.shard_shapes import Build, ShardOpener, ShardShapes
+from tidemill.shapes.store_files import SHARDS_FILE, StoreFiles, disk_status_name
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import Relations, TableFinder, needs_old_rows
 from tidemill.shapes.tables.initial_snapshot import TransientTableError
@@ -71,13 +71,6 @@ SUBSET_MEMORY_DIVISOR = 4
 """Divisor: the rows of subsets that are being sent may use this fraction of the memory; the rest is reserved for
 shapes."""
 
-READER_THREADS = 2
-"""Threads that read log entries that are only on disk. Each store also has its own writer thread."""
-
-SHARDS_FILE = "%shards"
-"""File name for shapes over shards. It cannot collide with a capture's file: a `%` in those is followed by two
-digits."""
-
 
 class ShapeService:
     """Assembled by the node: add databases and shards, mount `shape_routes(service)`, and close it at the end."""
@@ -86,9 +79,12 @@ class ShapeService:
         self.settings = settings or ShapeSettings()
         self.clock = clock
         self.rand = rand
-        self.budget = Budget(self.settings.memory_bytes, self._make_memory)
+        self._by_handle: OrderedDict[str, LiveShape] = OrderedDict()
+        """Live shapes, least recently used first."""
+        self._eviction = IdleEviction(self.settings, clock, self._by_handle, self._end_shape)
+        self.budget = Budget(self.settings.memory_bytes, self._eviction.make_memory)
         of_disk = {"whose": "all shapes together", "what": "disk", "setting": "shapes.disk_mb"}
-        self.disk = Budget(self.settings.disk_bytes, self._make_disk, **of_disk)
+        self.disk = Budget(self.settings.disk_bytes, self._eviction.make_disk, **of_disk)
         self.subsets = Budget(self.settings.memory_bytes // SUBSET_MEMORY_DIVISOR, whose="all subsets together")
         self.share = LoopShare(clock, self.settings.loop_share)
         self._tracker = tracker
@@ -99,8 +95,6 @@ class ShapeService:
         self._tables = TableShapes(clock, self.share, self.settings.backlog, self._compiler)
         self._shards = ShardShapes(clock, self.share, self._compiler)
         self._handles = HandleMint(clock, rand)
-        self._by_handle: OrderedDict[str, LiveShape] = OrderedDict()
-        """Live shapes, least recently used first."""
         self._counts: dict[str, int] = {}
         """Number of live shapes per stage status."""
         self._loading: dict[LiveShape, None] = {}
@@ -113,8 +107,7 @@ class ShapeService:
         self._stores: dict[str, ShapeStore] = {}
         self._shard_store: ShapeStore | None = None
         self._shard_pumps: list[asyncio.Task[None]] = []
-        self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="shapes-read")
-        self._evicted = 0
+        self._files = StoreFiles(self.settings, clock, rand, tracker, self.budget, self.disk)
         self._over = False
         """Shapes have ended since the catalog entries of uncaptured tables were last removed."""
         self._keeping = False
@@ -134,7 +127,7 @@ class ShapeService:
         if name in self._stores:
             raise RuntimeError(f"the database is already served: name={name}")
         self.suspend_database(name, "the capture was restarted")
-        store = self._open_store(quote(name, safe=""), name)
+        store = self._files.open(quote(name, safe=""), name)
         sink = self._tables.add(name, dsn, relations, store, seeker)
 
         async def pump() -> None:
@@ -153,32 +146,6 @@ class ShapeService:
             kept.append(run_unit(disk_status_name(name), store.run, tracker=self._tracker, clock=self.clock))
         self._pumps[name] = [self._tasks.spawn(each, name=f"shapes:{name}") for each in kept]
         return sink
-
-    def _open_store(self, stem: str, name: str) -> ShapeStore | None:
-        """Open the file `stem`.db. Return None if it cannot be opened or no directory is set: then shapes live in
-        memory only."""
-        if self.settings.directory is None:
-            return None
-        file: ShapeFile | None = None
-        try:
-            file = ShapeFile(self.settings.directory / f"{stem}.db")
-            return ShapeStore(
-                file,
-                self._readers,
-                ThreadPoolExecutor(1, thread_name_prefix="shapes-write"),
-                self.clock,
-                self.rand,
-                self._tracker,
-                disk_status_name(name),
-                self.settings.limits,
-                self.budget,
-                self.disk,
-            )
-        except UnavailableError as error:
-            if file is not None:
-                file.release()
-            _log.error("shapes are in memory only: their file cannot be opened", database=name, error=str(error))
-            return None
 
     async def release_database(self, name: str, reason: str = "the capture left this node") -> None:
         """End the shapes of a database that this process no longer captures.
@@ -212,7 +179,7 @@ class ShapeService:
     def add_shards(self, opener: ShardOpener, cluster: Callable[[], Awaitable[str]] | None = None) -> None:
         """Serve shards: `opener(name)` returns a handle or raises MissingError. `cluster()` returns the id of the
         cluster that they belong to; without it their shapes are in memory only."""
-        store = self._shard_store = self._open_store(SHARDS_FILE, "shards") if cluster is not None else None
+        store = self._shard_store = self._files.open(SHARDS_FILE, "shards") if cluster is not None else None
         self._shards.start_serving(opener, cluster, store)
         if store is not None:
             store.name = _ignore_file_name
@@ -245,7 +212,7 @@ class ShapeService:
             self._end_shape(shape, "the node is stopping")
         await self._tasks.aclose()
         self._compiler.close()
-        self._readers.shutdown(wait=False)
+        self._files.close()
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         """Stop all shapes: a supervised task ends with an error only if the supervision itself has a defect."""
@@ -261,21 +228,7 @@ class ShapeService:
 
     def shapes(self) -> list[dict[str, object]]:
         """Return one plain record per live shape, for the CLI and the console."""
-        return [
-            {
-                "handle": shape.handle,
-                "source": str(shape.definition.source),
-                "where": shape.definition.where,
-                "state": shape.state,
-                "offset": str(shape.log.end),
-                "rows": shape.rows_loaded,
-                "base_bytes": shape.log.base_bytes,
-                "log_bytes": shape.log.log_bytes,
-                "pending_bytes": self._tables.pending_bytes(shape),
-                "waiting": shape.waiting_count,
-            }
-            for shape in self._by_handle.values()
-        ]
+        return [describe_shape(shape, self._tables.pending_bytes(shape)) for shape in self._by_handle.values()]
 
     def facts(self) -> dict[str, object]:
         """Return counts and bytes of all shapes, and the largest ones; of bounded size."""
@@ -293,15 +246,12 @@ class ShapeService:
             "kept": sorted(name for name, store in self._all_stores().items() if store.waited_for),
             "backlog_bytes": sum(sink.held_bytes for sink in sinks),
             "fell_behind": sum(sink.fell_behind for sink in sinks),
-            "evicted_idle": self._evicted,
+            "evicted_idle": self._eviction.count,
             "refused": self._refusals.count,
             "last_refusal": self._refusals.last,
             "loop_ms": round(self.share.busy_s * 1000, 1),
             "longest_slice_ms": round(self.share.longest_s * 1000, 1),
-            "largest": [
-                {"handle": s.handle, "source": str(s.definition.source), "bytes": s.log.base_bytes + s.log.log_bytes}
-                for s in self._largest.find(self._by_handle)
-            ],
+            "largest": self._largest.describe(self._by_handle),
         }
 
     def _all_stores(self) -> dict[str, ShapeStore]:
@@ -396,7 +346,7 @@ class ShapeService:
     def _start_shape(self, plan: Plan) -> LiveShape:
         now_s = self.clock.monotonic_s()
         self._refusals.raise_if_rejected(plan.definition, now_s)
-        self._make_room_for_shape(now_s)
+        self._eviction.make_room_for_shape(now_s)
         self.budget.reserve(fixed_bytes(plan.definition))
         source = plan.definition.source
         log: LogStorage = (
@@ -441,46 +391,6 @@ class ShapeService:
         shape.restored = True
         self._add_shape(shape, build, self.clock.monotonic_s())
         return shape
-
-    def _find_idle(self) -> LiveShape | None:
-        """Return the least recently used shape that was not read for `idle_s`, is not loading, and has no waiting
-        request."""
-        before_s = self.clock.monotonic_s() - self.settings.idle_s
-        for shape in self._by_handle.values():
-            if shape.used_s > before_s:
-                return None
-            if not shape.waiting_count and shape.state != "loading":
-                return shape
-        return None
-
-    def _make_room_for_shape(self, now_s: float) -> None:
-        if len(self._by_handle) < self.settings.max_shapes:
-            return
-        idle = self._find_idle()
-        if idle is not None:
-            self._evict(idle)
-            return
-        oldest = next((s for s in islice(self._by_handle.values(), CHECKED_PER_REPORT) if not s.waiting_count), None)
-        left_s = 60.0 if oldest is None else oldest.used_s + self.settings.idle_s - now_s
-        raise OverBudgetError(
-            f"too many shapes on this node: limit={self.settings.max_shapes}.",
-            max(1, min(60, int(left_s) + 1)),
-            fix="Raise shapes.max_shapes, or wait until unused shapes become idle.",
-        )
-
-    def _make_memory(self, missing_bytes: int) -> None:
-        while missing_bytes > 0 and (shape := self._find_idle()) is not None:
-            missing_bytes -= shape.log.held_bytes + fixed_bytes(shape.definition)
-            self._evict(shape)
-
-    def _make_disk(self, missing_bytes: int) -> None:
-        while missing_bytes > 0 and (shape := self._find_idle()) is not None:
-            missing_bytes -= shape.log.base_bytes + shape.log.log_bytes
-            self._evict(shape)
-
-    def _evict(self, shape: LiveShape) -> None:
-        self._evicted += 1
-        self._end_shape(shape, f"evicted: not read for idle_s={self.settings.idle_s}")
 
     def _end_shape(self, shape: LiveShape, reason: str) -> None:
         """End a shape and remove all references to it. Idempotent."""
@@ -566,10 +476,7 @@ class ShapeService:
         sources[SHARDS_STATUS] = SourceProgress(min(seen, default=0), max(seen, default=0), "ms")
         words = f"; {self.budget.used_bytes >> 20} of {self.budget.limit_bytes >> 20} MiB"
         now_ms = self.clock.now_ms()
-        for definition in self._reporter.failed():
-            again = self._by_definition.get(definition)
-            if again is not None and again.state == "live":
-                self._reporter.clear_failure(again)
+        self._reporter.clear_recovered(self._by_definition)
         self._reporter.publish(self._counts, self._loading, sources, words, now_ms, now_s)
         set_metrics(
             shapes=len(self._by_handle),
@@ -588,7 +495,3 @@ async def _ignore_file_name(_: str) -> None:
 
 async def _build_nothing(_: LiveShape) -> None:
     """Do nothing: the rows of a restored shape are already in its log."""
-
-
-def disk_status_name(database: str) -> str:
-    return f"shapes:{database}/disk"
