@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--give-back", action="store_true", help="without keep_freed_memory: what that brings")
+    parser.add_argument("--give-back", action="store_true", help="without retain_freed_memory: what that brings")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     pa.set_memory_pool(pa.system_memory_pool())
