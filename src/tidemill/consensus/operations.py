@@ -64,7 +64,7 @@ class Truncate(Op, frozen=True, tag=8):
 
 
 class Wait(Op, frozen=True, tag=9):
-    """Answered as soon as head.next > beyond. The client owns the deadline; it cancels with `Forget`."""
+    """Answered as soon as head.next > beyond. The client owns the deadline; it cancels with `CancelWait`."""
 
     log: str
     beyond: int

@@ -1,7 +1,7 @@
 """The protocol between clients and the sequencer: requests may be pipelined, answers come back in any order.
 
     frame     length uint32 little-endian | body (msgpack): a list of requests, or a list of answers
-    request   [id, [tag, field, …]]          id counts from 1 per client; tags: `operations`, 20 Hello, 21 Forget
+    request   [id, [tag, field, …]]          id counts from 1 per client; tags: `operations`, 20 Hello, 21 CancelWait
     answer    [id, outcome, body]            outcome 0: body is the result; else body is [message, fix, current]
     bye       [0, 99, nil]                   orderly end: unanswered requests were not executed
 

@@ -282,7 +282,7 @@ class Sequencer:
                 return None
 
     def _pause_accepting(self, listener: socket.socket) -> None:
-        """Stop accepting for REST_S, since not even the reserve helped.
+        """Stop accepting for ACCEPT_PAUSE_S, since not even the reserve helped.
 
         Otherwise waiting clients would wake this thread constantly.
         """
