@@ -107,8 +107,8 @@ class Consensus(Protocol):
 
         A dropped key starts again at version 1, so a client that remembers an older version could mistake the new one
         for its own. Drop only keys that one process writes, keys that are never written again, and keys under
-        `rollback_detection.REWRITTEN_PREFIXES`. For any other key, a version below one already seen means that the engine rolled
-        back.
+        `rollback_detection.REWRITTEN_PREFIXES`. For any other key, a version below one already seen means that the
+        engine rolled back.
         """
         ...
 
