@@ -15,9 +15,9 @@ from starlette.routing import Route
 from tidemill.node.http.app import build_application
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.http.server import HttpServer
-from tidemill.shapes.http import streaming
+from tidemill.shapes.http import responses
 from tidemill.shapes.http.authorization import client_host
-from tidemill.shapes.http.streaming import ItemsResponse, split_pieces
+from tidemill.shapes.http.responses import ItemsResponse, split_pieces
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -166,7 +166,7 @@ def test_pieces_join_to_the_array_whatever_the_sizes() -> None:
     for items in ([], [b"1"], [b"1", b"2"], [b"x" * 200_000], [b"a" * 10, b"b" * 65_536, b"c"], [b"y" * 65_535] * 3):
         found = list(split_pieces(items))
         assert b"".join(found) == b"[" + b",\n".join(items) + b"]"
-        assert all(len(piece) <= streaming.PIECE_BYTES + 10 for piece in found)
+        assert all(len(piece) <= responses.PIECE_BYTES + 10 for piece in found)
 
 
 def memory_kb() -> int:
@@ -177,7 +177,7 @@ def memory_kb() -> int:
 def test_f109_readers_that_never_read_cost_no_copy_of_their_answer_and_are_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streaming, "STALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(responses, "STALL_TIMEOUT_S", 1.0)
     chunk = b'"' + b"x" * (20 << 20) + b'"'
     ended: list[BaseException] = []
 
@@ -207,7 +207,7 @@ def test_f109_readers_that_never_read_cost_no_copy_of_their_answer_and_are_cut_o
         assert (await ask(port)).endswith(b"hello")
         while len(ended) < 20:
             await asyncio.sleep(0.05)
-        assert all(isinstance(error, streaming.StalledReaderError) for error in ended)
+        assert all(isinstance(error, responses.StalledReaderError) for error in ended)
         while server.bounded.under_way:
             await asyncio.sleep(0.05)
         reader, writer = stuck[0]

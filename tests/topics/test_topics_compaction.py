@@ -14,8 +14,7 @@ from tidemill.topics.batch.control_batch import as_transactional, encode_marker
 from tidemill.topics.batch.records import columns_from_fields
 from tidemill.topics.batch.validation import check_body
 from tidemill.topics.compaction.clean import PassRules, StoredBatch, collect_keys, compact_batches
-from tidemill.topics.compaction.hashes import LONG_BYTES, KeyHash
-from tidemill.topics.compaction.keymap import KeyMap
+from tidemill.topics.compaction.keymap import LONG_BYTES, KeyHash, KeyMap
 from tidemill.topics.fetch.timestamp_lookup import first_offset_at
 
 HASH = KeyHash(b"secret")

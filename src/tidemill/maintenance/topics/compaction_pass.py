@@ -24,8 +24,7 @@ from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, l1_key
 from tidemill.topics.api import BatchRef
 from tidemill.topics.compaction.clean import CompactedBatches, PassRules, collect_keys, compact_batches
-from tidemill.topics.compaction.hashes import KeyHash
-from tidemill.topics.compaction.keymap import KeyMap
+from tidemill.topics.compaction.keymap import KeyHash, KeyMap
 from tidemill.topics.l1.builder import ObjectBuilder
 from tidemill.topics.l1.format import RegionIndex, object_id
 from tidemill.topics.l1.reader import L1Reader

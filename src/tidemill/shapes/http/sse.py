@@ -16,8 +16,7 @@ from starlette.types import Message, Send
 
 from tidemill.shapes.definition.permissions import Grant
 from tidemill.shapes.http.params import ShapeParams
-from tidemill.shapes.http.responses import build_shape_headers
-from tidemill.shapes.http.streaming import PIECE_BYTES, STALL_TIMEOUT_S, StalledReaderError
+from tidemill.shapes.http.responses import PIECE_BYTES, STALL_TIMEOUT_S, StalledReaderError, build_shape_headers
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.items import up_to_date_item
 from tidemill.shapes.log.log import split_chunk

@@ -26,8 +26,7 @@ from tidemill.shapes.definition.planner import FieldError, Plan
 from tidemill.shapes.definition.subset import SubsetMetadata
 from tidemill.shapes.http.connections import DisconnectWatcher, wait_any
 from tidemill.shapes.http.params import BadRequestError, ShapeParams
-from tidemill.shapes.http.responses import BASE_HEADERS, must_refetch
-from tidemill.shapes.http.streaming import ItemsResponse
+from tidemill.shapes.http.responses import BASE_HEADERS, ItemsResponse, must_refetch
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.response_memory import ResponseMemory

@@ -30,8 +30,7 @@ from tidemill.topics.batch.control_batch import is_abort_marker, is_commit_marke
 from tidemill.topics.batch.decode import GROUP_BYTES, OpenedBatch, has_user_records, open_batch, scan_opened
 from tidemill.topics.batch.header import APPEND_TIME, CONTROL, CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END
 from tidemill.topics.batch.records import Int64s, RecordColumns
-from tidemill.topics.compaction.hashes import KeyHash
-from tidemill.topics.compaction.keymap import KeyMap
+from tidemill.topics.compaction.keymap import KeyHash, KeyMap
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
