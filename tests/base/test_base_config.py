@@ -16,8 +16,7 @@ from tidemill.base.config.shapes import ShapesSection
 from tidemill.base.errors import InvalidError
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.settings_from_config import http_limits, shape_settings
-from tidemill.node.supervise.overrides import with_overrides
-from tidemill.node.supervise.processes import group_by_driver, start_drivers
+from tidemill.node.supervise.processes import group_by_driver, start_drivers, with_overrides
 from tidemill.node.supervise.supervisor import ChildSpec
 from tidemill.shapes import ShapeSettings
 

@@ -18,7 +18,7 @@ from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.privileges import check_capture, check_database
-from tidemill.cli import doctor
+from tidemill.cli.cluster import doctor
 from tidemill.metastore.catalogue import CaptureRow
 
 pytestmark = pytest.mark.postgres

@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.base.status.histogram import SINCE_BOUND, StageHistograms
 from tidemill.base.status.status import StatusReport
-from tidemill.cli.status_latency import BAR, latency_bars, merge_latencies, show_latency
+from tidemill.cli.cluster.status import BAR, latency_bars, merge_latencies, show_latency
 
 
 def report(process: str, source: str, **stages: list[int]) -> StatusReport:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tidemill.base.status.status import DerivedStatus, StageStatus, StatusReport, derive_status, this_process
+from tidemill.cli.cluster.why import format_stage
 from tidemill.cli.pipeline.view import PipelineView, _instance_fields, format_instance, format_lag, table_row
-from tidemill.cli.why import format_stage
 
 NOW_MS = 1_000_000_000
 

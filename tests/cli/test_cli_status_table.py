@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from tidemill.base.status.status import StageStatus, derive_status
-from tidemill.cli.status import status_table
+from tidemill.cli.cluster.status import status_table
 
 NOW_MS = 1_000_000
 

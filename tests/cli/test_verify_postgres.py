@@ -15,8 +15,8 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.cli.verify import postgres as verify_postgres
-from tidemill.cli.verify.dead_letter_keys import canonical_keys
 from tidemill.cli.verify.table import Verified, verify_captured, verify_expected
+from tidemill.cli.verify.tables import canonical_keys
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME, Binding, ShardSchema

@@ -22,9 +22,9 @@ import psycopg
 from patience import DEADLINE_S, SCALE, eventually
 from tidemill.base.config.config import parse
 from tidemill.base.errors import TidemillError
+from tidemill.cli.cluster.status import status
+from tidemill.cli.cluster.why import why
 from tidemill.cli.demo.ports import free_address
-from tidemill.cli.status import status
-from tidemill.cli.why import why
 from tidemill.console.app import console_routes
 from tidemill.node.node import Node
 

@@ -20,8 +20,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.catalogue import TopicRow

@@ -10,8 +10,7 @@ import pytest
 from harness import RealBroker, eventually
 from test_kafka_confluent import consumer, produce_all, producer, read_all
 
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.config.settings import TopicSettings

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.rows import check_rows
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.l1_garbage import L1GarbageCollector
 from tidemill.maintenance.topics.l1_merge import L1Merger
 from tidemill.metastore.catalogue import Catalogue, TopicRow

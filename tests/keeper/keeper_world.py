@@ -13,8 +13,7 @@ import pyarrow as pa
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.shards.orphans import OrphanCollector
 from tidemill.maintenance.shards.upkeep import ShardUpkeep
 from tidemill.metastore.rows import SHARDS

@@ -5,8 +5,7 @@ from __future__ import annotations
 from keeper_world import KEYS, World, run
 
 from tidemill.base.status.status import StageState, StageStatus, derive_status
-from tidemill.maintenance.context import Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.shards.bindings import BindingsUpkeep
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows.catalogue import PipelineRow

@@ -11,8 +11,7 @@ import pytest
 from keeper_l1_world import L1World
 
 from tidemill.base.errors import CorruptError, TidemillError, UnknownOutcomeError
-from tidemill.maintenance.context import Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows import ABORTED, L1_CLEANED, L1_EXTENTS, PARTITIONS

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.group_offsets import EMPTY_GROUP_MS, GroupOffsetsExpiry
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import create_metastore

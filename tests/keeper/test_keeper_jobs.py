@@ -13,8 +13,7 @@ from tidemill.base.runtime import tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus import leader_election
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.failure_status import REPORTED_UNITS_MAX, UnitFailures
-from tidemill.maintenance.scheduler import Job, JobRunner, StepBudget
+from tidemill.maintenance.scheduler import REPORTED_UNITS_MAX, Job, JobRunner, StepBudget, UnitFailures
 
 
 class Panic(BaseException):

@@ -10,8 +10,7 @@ import pytest
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.l1_garbage import L1GarbageCollector
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import NODE, create_metastore

@@ -8,8 +8,7 @@ import pytest
 from keeper_world import KEYS, World, contents, run
 
 from tidemill.base.errors import CorruptError, MissingError, UnavailableError
-from tidemill.maintenance.context import Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.shards.api import HistoryLostError, staged_key
 from tidemill.shards.handle import LogShard

@@ -12,8 +12,7 @@ from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
 from tidemill.maintenance.topics.rollups import RollupCollector
 from tidemill.metastore.catalogue import Catalogue, TopicRow

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from tidemill.base.clock import Rand
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.deep_check import deep_check
-from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.restore.restore import Restorer
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.l1_garbage import L1GarbageCollector
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import EXTENTS, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, PARTITIONS

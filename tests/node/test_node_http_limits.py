@@ -12,9 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tidemill.node.http.app import build_application
 from tidemill.node.http.limits import HttpLimits
-from tidemill.node.http.server import HttpServer
+from tidemill.node.http.server import HttpServer, build_application
 from tidemill.shapes.http import responses
 from tidemill.shapes.http.authorization import client_host
 from tidemill.shapes.http.responses import ItemsResponse, split_pieces

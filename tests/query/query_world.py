@@ -13,7 +13,7 @@ import tidemill
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.maintenance.shards.garbage import collect_garbage
+from tidemill.maintenance.shards.upkeep import collect_garbage
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema

@@ -118,7 +118,7 @@ async def _everything_moves(world: World, written: list[int], since: int) -> Non
     from query_world import updates
 
     from tidemill.base.clock import Rand, SystemClock
-    from tidemill.maintenance.shards.garbage import collect_garbage
+    from tidemill.maintenance.shards.upkeep import collect_garbage
     from tidemill.shards.compaction.compaction import compact_once
 
     shard = await world.stores.shard("orders")

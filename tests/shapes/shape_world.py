@@ -27,8 +27,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Column, Fragment, Relation
 from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
 from tidemill.capture.postgres.pgoutput import decode_message
-from tidemill.node.http.app import build_application
-from tidemill.node.http.server import HttpServer
+from tidemill.node.http.server import HttpServer, build_application
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
 from tidemill.shapes.http.authorization import ShapeAuthorizer
 from tidemill.shapes.tables.initial_snapshot import SESSION_SETTINGS

@@ -17,10 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from shard_world import SCHEMA, Row, World, append, contents_of, summed, tuples
 
 from tidemill.base.errors import ConflictError, UnavailableError
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
-from tidemill.maintenance.shards.garbage import collect_garbage
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.shards.orphans import OrphanCollector
+from tidemill.maintenance.shards.upkeep import collect_garbage
 from tidemill.shards import handle
 from tidemill.shards.api import Batch, HistoryLostError
 from tidemill.shards.compaction import compaction

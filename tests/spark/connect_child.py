@@ -22,7 +22,7 @@ from test_spark_read_plan import append, holds, merge, rows  # noqa: E402
 from test_spark_streaming import until  # noqa: E402
 
 from tidemill.base.clock import SystemClock  # noqa: E402
-from tidemill.maintenance.shards.garbage import collect_garbage  # noqa: E402
+from tidemill.maintenance.shards.upkeep import collect_garbage  # noqa: E402
 from tidemill.shards.compaction.compaction import compact_once  # noqa: E402
 from tidemill.spark import read  # noqa: E402
 from tidemill.spark import table_reader as reading  # noqa: E402

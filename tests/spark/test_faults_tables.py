@@ -11,7 +11,7 @@ import crc32c
 import pytest
 from running import error_of, mark, pipeline, until
 
-from tidemill.cli.verify.dead_letter_keys import poisoned_keys
+from tidemill.cli.verify.tables import poisoned_keys
 from tidemill.topics.batch import Record, encode_batch
 
 CLICKS = 'p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string, n long, at timestamp"))'

@@ -13,7 +13,7 @@ import pytest
 from spark_harbour import Harbour
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.maintenance.shards.garbage import collect_garbage
+from tidemill.maintenance.shards.upkeep import collect_garbage
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard

@@ -1,4 +1,4 @@
-"""cli: the `tidemill` command, one module or package per command.
+"""cli: the `tidemill` command, one module per command, in packages of related commands.
 
     main (command tree) ─► a command ─► context (configuration, open stores) ─► interfaces of the rooms ─► output
 

@@ -1,4 +1,4 @@
-"""Shared parts of every command: the configuration, the stores that it names, and JSON output.
+"""Shared parts of every command: the configuration, the stores that it names, JSON output and progress bars.
 
 Rooms are imported inside functions: `tidemill --help` must not pay for pyarrow, psycopg or the stores.
 """
@@ -6,6 +6,7 @@ Rooms are imported inside functions: `tidemill --help` must not pay for pyarrow,
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -145,3 +146,39 @@ def open_stores(path: Path | None) -> Iterator[OpenStores]:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, default=str), flush=True)
+
+
+class ProgressBars:
+    """Progress bars, one per step, on stderr; a context manager. Nothing is shown when stderr is not a terminal.
+    `remaining` shows the estimated time left instead of the elapsed time."""
+
+    def __init__(self, *, remaining: bool = False) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(),
+            TimeRemainingColumn() if remaining else TimeElapsedColumn(),
+            console=Console(stderr=True), disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._tasks: dict[str, Any] = {}
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """Show the progress of one step. A `total` of 0 is unknown."""
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total or None)
+        self._progress.update(self._tasks[what], completed=done, total=total or None)
+
+    def __enter__(self) -> ProgressBars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

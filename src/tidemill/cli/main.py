@@ -34,25 +34,12 @@ def build_application(only_sql: bool = False) -> typer.Typer:
         app.command("sql")(sql.sql)
         app.callback()(lambda: None)  # otherwise the only command would have no name
         return app
-    from tidemill.cli import (
-        acl,
-        demo_command,
-        dlq,
-        doctor,
-        group,
-        restore,
-        schema,
-        shape,
-        shard,
-        sql,
-        status,
-        txn,
-        up,
-        user,
-        why,
-    )
+    from tidemill.cli import demo_command, group, schema, shape, shard, sql, txn
     from tidemill.cli.capture import commands as capture
+    from tidemill.cli.cluster import doctor, restore, status, up, why
     from tidemill.cli.pipeline import commands as pipeline
+    from tidemill.cli.pipeline import dlq
+    from tidemill.cli.security import acl, user
     from tidemill.cli.topic import commands as topic
     from tidemill.cli.verify import command
 

@@ -32,7 +32,7 @@ async def _serve(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    from tidemill.node.node import Node  # behind Without
+    from tidemill.node.node import Node  # behind HiddenModules
 
     await Node(config, console_routes).run(stop)
 

@@ -1,6 +1,6 @@
 """maintenance: background jobs that keep a cluster's data in order and delete what is not needed any more.
 
-    scheduler ─► job_list ─► shards, topics (garbage collection, merges, compaction) ─► failure_status
+    scheduler ─► job_list ─► shards, topics (garbage collection, merges, compaction)
     checkpoint ─► restore;  check: `tidemill doctor --deep`
 
 The room owns checkpoint, restore, the deep check, compaction, retention and garbage collection: every kind of stored

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tidemill.base.status.status import StatusTracker
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import Job
+from tidemill.maintenance.scheduler import Job, JobContext
 from tidemill.maintenance.shards.bindings import INTERVAL_S as BINDINGS_EVERY_S
 from tidemill.maintenance.shards.bindings import BindingsUpkeep
 from tidemill.maintenance.shards.orphans import OrphanCollector

@@ -3,13 +3,19 @@
     every node      competes for the jobs' leases; one node at a time runs the jobs of a lease
     a job           runs a bounded step (`StepBudget`), and returns whether more work waits: then it runs again as soon
                     as the others had their turn, otherwise after its interval
-    a failure       ends that step of that job: reported under `keeper:JOB`, retried by `base.tasks.run_unit`
+    a failure       ends that step of that job: reported under `keeper:JOB`, retried by `base.tasks.run_unit`. A job of
+                    many units (shards, sources) reports each unit under its own stage (`UnitFailures`)
+
+`JobContext` holds the dependencies of the jobs, `Retention` the limits they obey (`[retention]` of the configuration).
 
 Invariant (safe steps): a lease only decides which node tries. A step must be harmless when two nodes run it
 concurrently and when it is interrupted anywhere. Commands therefore fence by `StepBudget.term`, and deletions concern
 only what nothing can refer to.
 
 Invariant (background only): no step runs on the path of a commit, an acknowledgement or a status report.
+
+Invariant (bounded report): at most a few dozen failing units of a job are reported. A status report is one register,
+and must not grow with the number of simultaneous failures.
 """
 
 from __future__ import annotations
@@ -20,11 +26,14 @@ from itertools import groupby
 
 import msgspec
 
-from tidemill.base.clock import Clock
-from tidemill.base.runtime.tasks import Tasks, is_fault, run_unit
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.runtime.tasks import Tasks, error_sentence, is_fault, needs_operator, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.leader_election import run_while_leading
+from tidemill.metastore.metastore import Metastore
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.api import RunCpuWork, run_inline
 
 LEASE = "keeper"
 STEP_S = 2.0
@@ -35,6 +44,49 @@ MORE_PAUSE_S = 0.05
 """Pause between two steps of a job that has more to do: commits come first on the loop and the disk."""
 LATE_AFTER_MS = 60_000
 """Time beyond its interval after which a job's step counts as stuck."""
+REPORTED_UNITS_MAX = 50
+
+
+class Retention(msgspec.Struct, frozen=True):
+    """Times, in seconds, for which unused data stays.
+
+    history_s        the past of a shard that can be read without a hold, and the bindings with it
+    collect_after_s  time between the replacement of an object and its deletion: a shorter read needs no hold
+    orphans_after_s  age of an object that was written and never referred to; a writer that was paused for longer
+                     writes it again
+    group_offsets_s  committed offsets of a group without members (Kafka's offsets.retention.minutes)
+    """
+
+    history_s: float = 60.0
+    collect_after_s: float = 120.0
+    orphans_after_s: float = 6 * 3600.0
+    group_offsets_s: float = 7 * 86_400.0
+
+    @property
+    def history_ms(self) -> int:
+        return int(self.history_s * 1000)
+
+    @property
+    def group_offsets_ms(self) -> int:
+        return int(self.group_offsets_s * 1000)
+
+    @property
+    def step_ms(self) -> int:
+        """Step of since. A shard's since may trail the history by less than this, because moving it is a write,
+        worth it only for a quarter."""
+        return self.history_ms // 4
+
+
+class JobContext(msgspec.Struct, frozen=True):
+    """Dependencies of a job. `cpu` runs the computation of merges off the loop that serves."""
+
+    consensus: Consensus
+    objects: ObjectStore
+    metastore: Metastore
+    clock: Clock
+    rand: Rand
+    retention: Retention
+    cpu: RunCpuWork = run_inline
 
 
 class StepBudget:
@@ -138,3 +190,38 @@ class JobRunner:
         """Record the error of a task. `keep` catches every fault, so only an intended end of the process gets here."""
         if is_fault(error):
             self._tracker.fail(name, repr(error), now_ms=self._clock.now_ms())
+
+
+class UnitFailures:
+    """Failing units of one job. `count` is the number that fail now, reported or not."""
+
+    def __init__(self, prefix: str, tracker: StatusTracker, clock: Clock) -> None:
+        self._prefix = prefix
+        self._tracker = tracker
+        self._clock = clock
+        self._failing: set[str] = set()
+        self._told: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self._failing)
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """Report a failure. Raises `error` again when it is no fault of the unit, such as a cancellation or an exit."""
+        if not is_fault(error):
+            raise error
+        self._failing.add(name)
+        if name in self._told or len(self._told) < REPORTED_UNITS_MAX:
+            self._told.add(name)
+            self._tracker.fail(
+                f"{self._prefix}:{name}",
+                error_sentence(error),
+                now_ms=self._clock.now_ms(),
+                parked=needs_operator(error),
+            )
+
+    def clear_failure(self, name: str) -> None:
+        self._failing.discard(name)
+        if name in self._told:
+            self._told.discard(name)
+            self._tracker.clear_failure(f"{self._prefix}:{name}")

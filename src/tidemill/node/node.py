@@ -19,44 +19,37 @@ from functools import partial
 
 import msgspec
 import structlog
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import BaseRoute
 
 from tidemill.base.address import Address, strip_brackets
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import Config, is_authorization_on
-from tidemill.base.config.sections import CaptureSection
 from tidemill.base.errors import ClusterReplacedError, ConflictError, InvalidError, UnavailableError
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.loop_lag import LoopLagMonitor
 from tidemill.base.runtime.memory_budget import MemoryBudget
 from tidemill.base.runtime.tasks import Tasks, error_sentence, open_with_retry, run_unit
 from tidemill.base.status.status import StatusReport, StatusTracker
-from tidemill.capture.config import CaptureConfig
-from tidemill.consensus.api import Consensus, Lease
+from tidemill.consensus.api import Consensus
 from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.leader_election import Body, run_while_leading
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.kafka.server.server import KafkaServer
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
-from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.job_list import build_jobs
-from tidemill.maintenance.scheduler import JobRunner
+from tidemill.maintenance.scheduler import JobContext, JobRunner, Retention
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.bucket_claim import BucketOwnership
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.factory import NODE, create_metastore
 from tidemill.metastore.lsm.compaction.executor import open_executor
-from tidemill.node.captures.balancer import CaptureBalancer, node_of
+from tidemill.node.capture_runner import CaptureRunner
+from tidemill.node.captures.balancer import CaptureBalancer
 from tidemill.node.descriptor_reserve import DescriptorReserve
-from tidemill.node.http.app import build_application
 from tidemill.node.http.auth import AuthDependencies, AuthMiddleware
-from tidemill.node.http.server import HttpServer
+from tidemill.node.http.server import HttpServer, SwitchableApp, build_application, starting_routes
 from tidemill.node.partition_assignment import CaptureAssignment
 from tidemill.node.settings_from_config import (
     build_authenticator,
@@ -105,16 +98,6 @@ START_BUDGET_MS = 60_000
 assembly takes some seconds."""
 
 
-class SwitchableApp:
-    """ASGI application that can be exchanged while it is served: first the early routes, later all of them."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
-
-
 class Node:
     """Node of one process: its parts, their start order, and their end."""
 
@@ -158,7 +141,7 @@ class Node:
         early = build_application(
             [
                 *self._more_routes(self._read_reports, self.not_ready_reason, self.current_problems, self._clock),
-                *_starting_routes(),
+                *starting_routes(STARTING),
             ]
         )
         door = SwitchableApp(early)
@@ -427,9 +410,13 @@ class Node:
                 return row.taps if row is not None else ()
 
             self._spawn_kept("shapes:files", partial(watch_left, shapes.settings.directory, named))
+        captures = CaptureRunner(
+            spread, topics, catalogue, consensus, shapes, self._schemas, reporting, self._marks, clock, rand,
+            instance=self._instance, url=url,
+        )  # fmt: skip
         for name, section in config.capture.items():
-            make = self._capture_body(name, section, spread, topics, catalogue, consensus, shapes)
-            self._spawn_kept(f"capture:{name}", partial(self._share_capture, spread, consensus, name, url, make))
+            body = captures.capture_body(name, section)
+            self._spawn_kept(f"capture:{name}", partial(captures.run_while_elected, name, body))
         reporting.facts["checkpoint"] = keeping.facts
         self._spawn_kept("keeper", keeping.run)
         reporting.facts["keeper"] = upkeep.facts
@@ -451,69 +438,8 @@ class Node:
         if isinstance(consensus, ConsensusClientBase):
             consensus.owner = owner
 
-    async def _share_capture(
-        self, spread: CaptureBalancer, consensus: Consensus, capture: str, url: str, body: Body
-    ) -> None:
-        """Capture whenever it is this node's turn, until another node should."""
-        while True:
-            await spread.wait_for_turn(capture)
-            tries = iter((True, True))  # one more try if an earlier process of this node left the lease behind
-            await run_while_leading(
-                consensus, f"capture/{capture}", self._instance, url.encode(), spread.with_handover(capture, body),
-                own_earlier_life=lambda holder: node_of(holder) == node_of(self._instance),
-                wanted=partial(next, tries, False),
-            )  # fmt: skip
-
     def _spawn_kept(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
         self._tasks.spawn(run_unit(mark, body, tracker=self._marks, clock=self._clock), name=mark)
-
-    def _capture_body(
-        self,
-        name: str,
-        section: CaptureSection,
-        spread: CaptureBalancer,
-        topics: LocalTopics,
-        catalogue: Catalogue,
-        consensus: Consensus,
-        shapes: ShapeService,
-    ) -> Body:
-        from tidemill.capture.session.capture import Capture  # psycopg is loaded only where something is captured
-
-        settings = CaptureConfig(
-            name, section.dsn, tuple(section.tables), binding_interval_ms=section.binding_interval_ms,
-            identity=section.identity, manual=section.manual,
-            failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
-            copy_again=section.copy_again, copy_again_pause_s=section.copy_again_pause_s,
-            copy_again_max_mb=section.copy_again_max_mb,
-            copy_connections=section.copy_connections, copy_rows_per_s=section.copy_rows_per_s,
-            copy_aside_after_s=section.copy_aside_after_s, copy_aside_max_mb=section.copy_aside_max_mb,
-        )  # fmt: skip
-
-        async def run() -> None:
-            remap = await open_remap(consensus, self._clock, self._rand, settings.remap_name)
-            capture = Capture(
-                settings, topics=topics, catalogue=catalogue, remap=remap,
-                clock=self._clock, rand=self._rand, tracker=self._marks, schemas=self._schemas,
-            )  # fmt: skip
-            assert self._reporting is not None
-            self._reporting.facts[f"capture:{name}"] = capture.facts
-            self._reporting.stages[settings.remap_name] = capture.stages
-            spread.health[name] = capture.health
-            capture.add_tap(shapes.add_database(name, section.dsn, capture.relations, capture))
-            try:
-                await capture.run()
-            finally:
-                del self._reporting.facts[f"capture:{name}"]
-                del self._reporting.stages[settings.remap_name]
-                del spread.health[name]
-                await capture.aclose()
-                # Another node may continue the capture, and the shapes served here would get no more changes.
-                await shapes.release_database(name)
-
-        async def led(_: Lease) -> None:
-            await run_unit(settings.mark, run, tracker=self._marks, clock=self._clock)
-
-        return led
 
     async def _create_topics(self, catalogue: Catalogue) -> None:
         for name, section in self._config.topics.items():
@@ -548,10 +474,3 @@ async def _prepare_authentication(authenticator: Authenticator, rulebook: AclCac
     if authenticator.tokens is not None:
         await authenticator.tokens.start()
     await rulebook.refresh()
-
-
-def _starting_routes() -> list[BaseRoute]:
-    async def refuse(_: Request) -> Response:
-        return JSONResponse({"message": STARTING}, 503, headers={"retry-after": "1", "cache-control": "no-store"})
-
-    return [Route("/{rest:path}", refuse, methods=["GET", "POST", "PUT", "DELETE"])]

@@ -53,7 +53,7 @@ class MetastoreSection(Section):
 
 
 class RetentionSection(Section):
-    """Retention of unused data, in seconds: see `maintenance.context.Retention`."""
+    """Retention of unused data, in seconds: see `maintenance.scheduler.Retention`."""
 
     history_s: float = Field(60.0, ge=1.0, le=30 * 86_400.0)
     collect_after_s: float = Field(120.0, ge=1.0, le=30 * 86_400.0)

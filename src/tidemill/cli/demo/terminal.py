@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StageState
-from tidemill.cli.status import status_table
+from tidemill.cli.cluster.status import status_table
 
 if TYPE_CHECKING:
     from tidemill.cli.demo.runner import Runner

@@ -1,1 +1,1 @@
-"""`tidemill pipeline`: pipelines and their restart."""
+"""`tidemill pipeline` and `tidemill dlq`: pipelines, their drivers and their dead letters."""

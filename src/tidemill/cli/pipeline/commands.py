@@ -11,8 +11,8 @@ from tidemill.base.config.config import Config, load
 from tidemill.base.config.sections import PipelineSection
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
+from tidemill.cli.pipeline.restart import Name, restart
 from tidemill.cli.pipeline.view import (
-    driver_reports,
     format_derived_table,
     format_instance,
     format_lag,
@@ -23,12 +23,10 @@ from tidemill.cli.pipeline.view import (
 from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.node.supervise.driver_instances import is_local_live_driver, is_silent, processes_sharing_driver
-from tidemill.node.supervise.overrides import with_overrides
-from tidemill.node.supervise.processes import start_drivers
+from tidemill.node.supervise.driver_instances import is_silent
+from tidemill.node.supervise.processes import start_drivers, with_overrides
 
 app = typer.Typer(help="Run, list, describe, restart and delete pipelines.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="Pipeline name.")]
 
 
 @app.command("run")
@@ -114,44 +112,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
         print(f"    {format_instance(instance)}")
 
 
-@app.command("restart")
-def restart(
-    name: Name,
-    instance: Annotated[str, typer.Option("--instance", help="Restart only this driver, named as in `describe`.")] = "",
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Restart the drivers of a pipeline on this machine, one after the other.
-
-    The command ends each driver, and its supervisor starts it again. The next driver is ended only after the previous
-    one reports again, so that some of several identical drivers always work. Pipelines that share a driver restart
-    together; the others are listed.
-    """
-    from tidemill.cli.pipeline.restart import restart_driver
-
-    done = []
-    with open_stores(config) as opened:
-        reports = opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports())
-        found = driver_reports(reports, name)
-        if instance:
-            found = [r for r in found if instance in (r.process, r.process.removeprefix(f"pipeline:{name}:"))]
-        else:  # drivers of other machines, and dead drivers whose report remains, cannot be ended from here
-            found = [r for r in found if is_local_live_driver(r)] or found[:1]
-        if not found:
-            raise MissingError(
-                f"no such driver is reporting: pipeline={name} instance={instance!r}.",
-                fix="See `tidemill pipeline list`.",
-            )
-        for report in found:
-            others = processes_sharing_driver(report, reports, opened.clock.now_ms())
-            if others and not as_json:
-                told = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all of them restart"
-                print(f"{report.process}: {told}", flush=True)
-            done.append(restart_driver(opened, report, others))
-            if not as_json:
-                print(f"{report.process}: pid {done[-1]['before']} → {done[-1]['pid']}", flush=True)
-    if as_json:
-        print_json(done)
+app.command("restart")(restart)
 
 
 @app.command("delete")

@@ -1,4 +1,4 @@
-"""Restart of one driver on this machine: end it and wait for its replacement."""
+"""`tidemill pipeline restart`: end each driver on this machine and wait for its replacement."""
 
 from __future__ import annotations
 
@@ -7,15 +7,58 @@ import os
 import signal
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
-from tidemill.base.errors import InvalidError, UnavailableError
+import typer
+
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.status.status import StatusReport, this_process
-from tidemill.cli.context import OpenStores
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.pipeline.view import driver_reports
 from tidemill.consensus.status.board import StatusBoard
-from tidemill.node.supervise.driver_instances import is_driver
+from tidemill.node.supervise.driver_instances import is_driver, is_local_live_driver, processes_sharing_driver
 
 RESTART_TIMEOUT_S = 90.0
 POLL_INTERVAL_S = 0.2
+
+Name = Annotated[str, typer.Argument(help="Pipeline name.")]
+
+
+def restart(
+    name: Name,
+    instance: Annotated[str, typer.Option("--instance", help="Restart only this driver, named as in `describe`.")] = "",
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Restart the drivers of a pipeline on this machine, one after the other.
+
+    The command ends each driver, and its supervisor starts it again. The next driver is ended only after the previous
+    one reports again, so that some of several identical drivers always work. Pipelines that share a driver restart
+    together; the others are listed.
+    """
+    done = []
+    with open_stores(config) as opened:
+        reports = opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports())
+        found = driver_reports(reports, name)
+        if instance:
+            found = [r for r in found if instance in (r.process, r.process.removeprefix(f"pipeline:{name}:"))]
+        else:  # drivers of other machines, and dead drivers whose report remains, cannot be ended from here
+            found = [r for r in found if is_local_live_driver(r)] or found[:1]
+        if not found:
+            raise MissingError(
+                f"no such driver is reporting: pipeline={name} instance={instance!r}.",
+                fix="See `tidemill pipeline list`.",
+            )
+        for report in found:
+            others = processes_sharing_driver(report, reports, opened.clock.now_ms())
+            if others and not as_json:
+                told = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all of them restart"
+                print(f"{report.process}: {told}", flush=True)
+            done.append(restart_driver(opened, report, others))
+            if not as_json:
+                print(f"{report.process}: pid {done[-1]['before']} → {done[-1]['pid']}", flush=True)
+    if as_json:
+        print_json(done)
 
 
 def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[str] = ()) -> dict[str, object]:

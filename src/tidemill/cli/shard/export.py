@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, ProgressBars, open_stores, print_json
 from tidemill.cli.shard.show import Name, format_time
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
 
@@ -66,7 +66,6 @@ async def _export(opened: OpenStores, shard: LogShard, as_of: int | None, to: Pa
             f"the shard is not readable yet at this time: shard={shard.name} as_of={time_ms} upper={upper}.",
             fix="Choose a time below upper.",
         )
-    from tidemill.cli.progress import ProgressBars
     from tidemill.shards.read.hash_ranges import cut_ranges
     from tidemill.shards.read.part_reader import fetch_through
 

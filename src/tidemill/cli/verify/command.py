@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import msgspec
 import typer
 
-from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, ProgressBars, open_stores, print_json
 
 
 def verify(
@@ -22,7 +21,7 @@ def verify(
     from tidemill.cli.verify.tables import Verifier
     from tidemill.topics.l1.reader import open_l1_reader
 
-    with open_stores(config) as opened, _TableProgressBars() as bar:
+    with open_stores(config) as opened, ProgressBars(remaining=True) as bars:
         verifier = Verifier(
             opened.config,
             opened.consensus,
@@ -30,7 +29,7 @@ def verify(
             opened.catalogue,
             opened.clock,
             opened.rand,
-            progress=bar.show,
+            progress=bars.show,
             l1=open_l1_reader(opened.metastore, opened.objects, opened.clock, opened.rand),
         )
         found = opened.portal.call(verifier.tables(tables or ()))
@@ -53,29 +52,3 @@ def verify(
             for example in v.examples:
                 print(f"    {example}")
     raise SystemExit(0 if all(v.clean for v in found) else 1)
-
-
-class _TableProgressBars:
-    """Progress bars, one per table, on stderr; nothing is shown when stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            console=Console(stderr=True), disable=not sys.stderr.isatty(),
-        )  # fmt: skip
-        self._tasks: dict[str, int] = {}
-
-    def show(self, table: str, rows: int, expected: int) -> None:
-        if table not in self._tasks:
-            self._tasks[table] = self._progress.add_task(table)
-        self._progress.update(self._tasks[table], completed=rows, total=expected or None)  # type: ignore[arg-type]
-
-    def __enter__(self) -> _TableProgressBars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()

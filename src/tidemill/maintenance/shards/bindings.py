@@ -31,9 +31,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint.stages import binding_sources
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.failure_status import REPORTED_UNITS_MAX, UnitFailures
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import REPORTED_UNITS_MAX, JobContext, StepBudget, UnitFailures
 from tidemill.metastore.rows import PIPELINES
 from tidemill.metastore.rows.catalogue import PipelineRow, source_of
 from tidemill.shards.bindings.remap import LOG_PREFIX, WHOLE_RECORD_INTERVAL, LogRemap

@@ -17,8 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, StepBudget
 from tidemill.objects.store import ObjectMeta
 from tidemill.shards.api import STAGED, written_ms
 from tidemill.shards.handle import LogShard

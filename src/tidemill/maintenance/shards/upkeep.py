@@ -2,10 +2,15 @@
 
     retention    since follows now - history_s, never past a hold, never past the newest time
     merging      `shards.compaction`: a run at a time, each published whole or not at all
-    collection   `garbage`: objects replaced collect_after_s ago, that no live hold may read and no restore needs
+    collection   objects replaced collect_after_s ago, that no live hold may read and no restore needs, oldest first,
+                 and then their entries (`collect_garbage`)
 
 Invariant (leak rather than lose): a step that is interrupted anywhere leaves work that the next step repeats, or
-objects that the sweep finds.
+objects that the sweep finds. An object is deleted before its entry is, and deleting it again is harmless.
+
+Invariant (readers hold first): a reader holds first and then chooses; a writer replaces first and then deletes. The
+choice of what to delete uses a state read in this call, and a hold that is set later chooses from a state that names
+none of it.
 
 Invariant (isolation): an error in reading, merging or collecting a shard concerns that shard only. It is reported under
 `keeper:shards:NAME`.
@@ -13,17 +18,20 @@ Invariant (isolation): an error in reading, merging or collecting a shard concer
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
+from tidemill.base.clock import Clock
+from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.base.status.status import StatusTracker
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.failure_status import UnitFailures
-from tidemill.maintenance.scheduler import StepBudget
-from tidemill.maintenance.shards.garbage import collect_garbage
+from tidemill.maintenance.scheduler import JobContext, StepBudget, UnitFailures
+from tidemill.objects.store import ObjectStore
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
 from tidemill.shards.registry import list_created_shards
+from tidemill.shards.state import apply as rules
 from tidemill.shards.state.commands import Create
 from tidemill.shards.state.state_machine import open_machine
 
@@ -168,3 +176,25 @@ class ShardUpkeep:
         count, size_bytes = await collect_garbage(shard, g.objects, g.clock, after_ms=after_ms, persisted=persisted)
         self._figures.deleted_objects += count
         self._figures.deleted_bytes += size_bytes
+
+
+async def collect_garbage(
+    shard: LogShard, objects: ObjectStore, clock: Clock, *, after_ms: int, persisted: int
+) -> tuple[int, int]:
+    """Delete objects that were replaced at least `after_ms` ago, by version `persisted` at the latest, and that no
+    live hold may read. Return (objects, bytes). Raises UnavailableError, UnknownOutcomeError: call again."""
+    await shard.frontiers()
+    now_ms = clock.now_ms()
+    may_go = rules.collectable_garbage(shard.state, now_ms - after_ms, now_ms)
+    found = [garbage for garbage in may_go if garbage.version <= persisted]
+    if not found:
+        return 0, 0
+    slots = asyncio.Semaphore(OBJECT_CONCURRENCY)
+
+    async def delete(key: str) -> None:
+        async with slots:
+            await objects.delete(key)
+
+    await asyncio.gather(*(delete(key) for garbage in found for key in garbage.objects))
+    await shard.mark_collected(found[-1].version)
+    return sum(len(g.objects) for g in found), sum(g.size_bytes for g in found)

@@ -22,8 +22,7 @@ import msgspec
 
 from tidemill.base.errors import ConflictError, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, StepBudget
 from tidemill.maintenance.topics.compaction_pass import Bounds, CompactionPass
 from tidemill.metastore.rows import L1_PARTITIONS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1PartitionRow

@@ -19,8 +19,7 @@ from functools import partial
 import msgspec
 
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, StepBudget
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, l1_key
 from tidemill.topics.api import BatchRef
 from tidemill.topics.compaction.clean import CompactedBatches, PassRules, collect_keys, compact_batches

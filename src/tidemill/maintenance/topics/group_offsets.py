@@ -13,8 +13,7 @@ member, wins.
 from __future__ import annotations
 
 from tidemill.base.errors import ConflictError, FencedError, UnknownOutcomeError
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, StepBudget
 from tidemill.metastore.rows import GROUP_OFFSETS, GROUPS, TOPICS
 from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
 

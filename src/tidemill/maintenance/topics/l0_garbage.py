@@ -25,8 +25,7 @@ import msgspec
 from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, StepBudget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectMeta

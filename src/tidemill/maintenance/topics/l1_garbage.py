@@ -21,8 +21,7 @@ import msgspec
 
 from tidemill.base.errors import ConflictError
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, StepBudget
 from tidemill.metastore.rows import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import PREFIX, L1ObjectRow, l1_key
 from tidemill.topics.l1 import row_transitions

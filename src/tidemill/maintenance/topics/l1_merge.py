@@ -12,8 +12,7 @@ import msgspec
 
 from tidemill.base.errors import CorruptError, InvalidError, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, StepBudget
 from tidemill.metastore.rows import L1_PARTITIONS
 from tidemill.metastore.rows.l1 import L1PartitionRow, l1_key
 from tidemill.topics.l1.builder import ObjectBuilder

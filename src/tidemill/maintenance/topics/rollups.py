@@ -22,8 +22,7 @@ from collections.abc import Mapping
 
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.change_journal import ChangedLogs
-from tidemill.maintenance.context import JobContext
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, StepBudget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.topics.lifecycle.deletion import truncate_deleted_log
 from tidemill.topics.partition.recovery import LOG_PREFIX, parse_log_name, partition_log

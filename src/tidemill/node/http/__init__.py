@@ -1,4 +1,4 @@
 """HTTP server of a node.
 
-socket ─► connection_limits ─► server (ASGI) ─► auth ─► limits ─► app ─► routes of the rooms
+socket ─► connection_limits ─► server (ASGI) ─► auth ─► limits ─► routes of the rooms
 """

@@ -1,7 +1,8 @@
 """Server of one ASGI application on one address, run by granian inside this process's event loop.
 
 The module owns the listening socket. It binds without SO_REUSEPORT, so a taken port is an error and port 0 gives a free
-one. It does not own the application.
+one. `build_application` makes an application of routes: a request that no route serves is refused as JSON, like every
+other refusal. Until all parts of the node are ready, a `SwitchableApp` serves only early routes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.base.address import Address
 from tidemill.base.errors import InvalidError, UnavailableError
@@ -241,3 +248,40 @@ def _embedded_server(listening: socket.socket, **settings: Any) -> Any:
                 raise UnavailableError(f"the HTTP server did not restart: error={fresh._task.exception()!r}.")
 
     return OnSocket(**settings)
+
+
+def build_application(routes: Sequence[BaseRoute]) -> Starlette:
+    return Starlette(
+        routes=routes, exception_handlers={HTTPException: _http_error_response, Exception: _internal_error_response}
+    )
+
+
+def _http_error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: "There is nothing at this path.", 405: f"This path does not support {request.method}."}
+    headers = {**(error.headers or {}), "cache-control": "no-store"}
+    return JSONResponse({"message": said.get(error.status_code, error.detail)}, error.status_code, headers)
+
+
+def _internal_error_response(request: Request, error: Exception) -> Response:
+    """Return the response for a handler that raised. Starlette raises the error again, and the server logs it."""
+    return JSONResponse({"message": "Internal error"}, 500, {"cache-control": "no-store"})
+
+
+class SwitchableApp:
+    """ASGI application that can be exchanged while it is served: first the early routes, later all of them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+def starting_routes(message: str) -> list[BaseRoute]:
+    """Return routes that refuse every request with `message`, to be served before all parts are ready."""
+
+    async def refuse(_: Request) -> Response:
+        return JSONResponse({"message": message}, 503, headers={"retry-after": "1", "cache-control": "no-store"})
+
+    return [Route("/{rest:path}", refuse, methods=["GET", "POST", "PUT", "DELETE"])]

@@ -1,5 +1,5 @@
 """Supervisor of `tidemill up`: child processes, restarts with back-off.
 
-configuration, overrides ─► processes ─► supervisor ─► child_launch ─► child
+configuration ─► processes ─► supervisor ─► child_launch ─► child
 driver_instances: identical drivers of one pipeline; status: children that do not start
 """

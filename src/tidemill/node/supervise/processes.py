@@ -1,7 +1,8 @@
 """Processes that a configuration requires, and how each is started.
 
 The configuration travels to children as one JSON file in the data directory, so that all of them see what the parent
-saw, with environment variables filled in.
+saw, with environment variables filled in. Settings of pipelines on the command line are applied over those of the file
+(`with_overrides`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from tidemill.base.address import Address
 from tidemill.base.clock import Clock
 from tidemill.base.config.config import Config, pipelines_by_driver
-from tidemill.base.config.sections import ConsensusSection, ObjectsSection
+from tidemill.base.config.sections import ConsensusSection, ObjectsSection, PipelineSparkSection
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.node.supervise.driver_instances import DRIVER_MODULE, instance_name, process_name
@@ -24,6 +27,44 @@ from tidemill.spark.settings import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_V
 
 NODE_MODULE = "tidemill.cli.serve"
 """Node module, started by name: the layer above adds the console to the node's process."""
+
+
+def with_overrides(
+    config: Config,
+    names: Iterable[str],
+    *,
+    instances: int | None = None,
+    master: str = "",
+    driver_memory: str = "",
+    conf: Iterable[str] = (),
+) -> Config:
+    """Return the configuration with these settings for the pipelines `names`. None and "" leave the file's. Each item
+    of `conf` is KEY=VALUE.
+
+    Raises InvalidError with the option that is wrong.
+    """
+    pairs = [_parse_pair(text) for text in conf]
+    given = {"instances": instances, "master": master or None, "driver_memory": driver_memory or None}
+    values = {key: value for key, value in given.items() if value is not None}
+    pipelines = dict(config.pipeline)
+    for name in names:
+        section = pipelines[name]
+        merged = section.spark.model_dump() | values | {"conf": section.spark.conf | dict(pairs)}
+        try:
+            spark = PipelineSparkSection.model_validate(merged)
+        except ValidationError as error:
+            first = error.errors()[0]
+            option = "--" + str(first["loc"][0]).replace("_", "-")
+            raise InvalidError(f"bad option: {option}: {first['msg']}.", fix=f"Correct {option}.") from error
+        pipelines[name] = section.model_copy(update={"spark": spark})
+    return config.model_copy(update={"pipeline": pipelines})
+
+
+def _parse_pair(text: str) -> tuple[str, str]:
+    key, found, value = text.partition("=")
+    if not found or not key.strip():
+        raise InvalidError(f"invalid Spark setting: --conf {text!r}.", fix="Write --conf KEY=VALUE.")
+    return key.strip(), value
 
 
 def resolved_path(config: Config) -> Path:

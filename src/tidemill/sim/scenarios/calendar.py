@@ -17,8 +17,7 @@ import msgspec
 
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
 from tidemill.maintenance.topics.rollups import RollupCollector
 from tidemill.metastore.catalogue import Catalogue, TopicRow

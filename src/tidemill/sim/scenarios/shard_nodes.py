@@ -12,10 +12,9 @@ import pyarrow as pa
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, FencedError, MissingError, UnavailableError, UnknownOutcomeError
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
-from tidemill.maintenance.shards.garbage import collect_garbage
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.shards.orphans import OrphanCollector
+from tidemill.maintenance.shards.upkeep import collect_garbage
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard

@@ -27,8 +27,7 @@ from typing import Any
 
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.maintenance.context import JobContext, Retention
-from tidemill.maintenance.scheduler import StepBudget
+from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
 from tidemill.maintenance.topics.l1_garbage import L1GarbageCollector

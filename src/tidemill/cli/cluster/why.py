@@ -12,8 +12,8 @@ from tidemill.base.errors import MissingError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of, status_row
+from tidemill.cli.cluster.status import read_stage_statuses
 from tidemill.cli.context import OPEN_TIMEOUT_S, ConfigOption, JsonOption, open_consensus_only, print_json
-from tidemill.cli.status import read_stage_statuses
 
 Name = Annotated[
     str,

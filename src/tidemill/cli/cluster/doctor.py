@@ -20,7 +20,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.cli.context import ConfigOption, JsonOption, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, ProgressBars, print_json
 from tidemill.metastore.check.findings import Findings
 
 MINIMUM_FREE_BYTES = 2 << 30
@@ -56,7 +56,6 @@ def doctor(
 
 def _run_deep_check(config: Config, as_json: bool, contents: bool) -> NoReturn:
     """Run the deep check, with nodes up or down. Exit 0 clean, 1 with findings."""
-    from tidemill.cli.progress import ProgressBars
     from tidemill.consensus.factory import open_consensus
     from tidemill.maintenance.check.deep_check import deep_check
     from tidemill.objects.factory import open_objects

@@ -14,8 +14,7 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
-from tidemill.node.supervise.overrides import with_overrides
-from tidemill.node.supervise.processes import start_all, supervised_pipelines
+from tidemill.node.supervise.processes import start_all, supervised_pipelines, with_overrides
 from tidemill.node.supervise.supervisor import Supervisor
 
 

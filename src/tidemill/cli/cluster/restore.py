@@ -13,8 +13,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.status.logging import configure_logs
-from tidemill.cli.context import ConfigOption, JsonOption, print_json
-from tidemill.cli.progress import ProgressBars
+from tidemill.cli.context import ConfigOption, JsonOption, ProgressBars, print_json
 
 if TYPE_CHECKING:
     from tidemill.maintenance.restore.restore import Restorer
