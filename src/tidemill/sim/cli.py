@@ -1,6 +1,6 @@
-"""`python -m tidemill.sim`: many seeds, or one seed again.
+"""`python -m tidemill.sim`: run many seeds, or replay one.
 
-Exit 0 when every seed is clean, 1 at the first that is not (its replay command is printed), 2 on bad usage.
+Exit 0 when every seed is clean, 1 at the first seed that fails (its replay command is printed), 2 on bad usage.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tidemill.sim.scenarios import FAULTS, ROOMS, scenario
 from tidemill.sim.world import Outcome, World, log_to_trace
 
 CHUNK = 20
-"""Seeds that one process runs between two collections of garbage."""
+"""Seeds that one process runs between two garbage collections."""
 
 Failure = tuple[str, int, str]
-"""room, seed, error"""
+"""(room, seed, error)."""
 
 
 def run_seed(room: str, seed: int, fault: str = "") -> Outcome:
-    """One world from its beginning to its end."""
+    """Run one world from its beginning to its end."""
     return World(seed).run(scenario(room, fault))
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--room", default="all", choices=(*ROOMS, "all"))
     parser.add_argument("--fault", default="", choices=("", *FAULTS), help="plant a known fault; it must be found")
     parser.add_argument("--trace", action="store_true", help="print every event of the seed")
-    parser.add_argument("--seconds", type=float, default=None, help="stop cleanly after so much real time")
+    parser.add_argument("--seconds", type=float, default=None, help="stop cleanly after this much real time")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; results do not depend on it")
     options = parser.parse_args(argv)
     try:
@@ -69,7 +69,7 @@ def _rooms(room: str, fault: str) -> tuple[str, ...]:
         return ROOMS if room == "all" else (room,)
     found_in = FAULTS[fault][0]
     if room not in ("all", found_in):
-        raise InvalidError(f"This fault is not in that room: fault={fault} room={room}.", fix=f"Use --room {found_in}.")
+        raise InvalidError(f"the fault is not in this room: fault={fault} room={room}.", fix=f"Use --room {found_in}.")
     return (found_in,)
 
 
@@ -88,7 +88,7 @@ def _replay(rooms: Sequence[str], seed: int, fault: str, trace: bool) -> int:
 
 
 def _many(rooms: Sequence[str], seeds: range, fault: str, seconds: float | None, jobs: int) -> int:
-    started = time.perf_counter()  # how long people wait; no world sees it
+    started = time.perf_counter()  # real time, for progress only; no world sees it
     steps = done = 0
     shown = 0.0
     with contextlib.ExitStack() as stack:
@@ -116,7 +116,7 @@ def _many(rooms: Sequence[str], seeds: range, fault: str, seconds: float | None,
 def _chunks(
     rooms: Sequence[str], seeds: range, fault: str, jobs: int, stack: contextlib.ExitStack
 ) -> Iterator[tuple[int, int, Failure | None]]:
-    """Results of runs of seeds, in order of seeds whatever process ran them."""
+    """Return the results of the chunks in the order of their seeds, independent of the process that ran them."""
     chunks = [(rooms, list(seeds[at : at + CHUNK]), fault) for at in range(0, len(seeds), CHUNK)]
     if jobs == 1 or len(chunks) < 2 * jobs:
         return map(_run_chunk, chunks)
@@ -125,7 +125,7 @@ def _chunks(
 
 
 def _run_chunk(chunk: tuple[Sequence[str], list[int], str]) -> tuple[int, int, Failure | None]:
-    """(seeds done, steps, the first failure) of one run of seeds; garbage is collected between runs only."""
+    """Run one chunk; return (seeds done, steps, first failure). Garbage is collected only between chunks."""
     rooms, seeds, fault = chunk
     steps = 0
     for done, seed in enumerate(seeds):

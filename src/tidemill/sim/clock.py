@@ -1,4 +1,4 @@
-"""The simulated clocks: one true time, and what each process believes it is."""
+"""Simulated clocks: one true time, and the time that each process believes it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EPOCH_MS = 1_750_000_000_000
 
 
 class SimClock:
-    """Virtual time of the loop. `skew_ms` may be changed at any moment: wall clocks jump, monotonic ones do not."""
+    """Virtual time of the loop. `skew_ms` may change at any moment: wall clocks jump, monotonic clocks do not."""
 
     def __init__(self, loop: SimLoop, skew_ms: int = 0) -> None:
         self._loop = loop

@@ -1,14 +1,14 @@
-"""The fault model of the stores: took effect or not × told or not, delay, delivery again, delivery late.
+"""Fault model of the stores: effect or no effect, outcome reported or unknown, delay, repeated and late delivery.
 
-    TOLD_OK        effect, told ok
-    REFUSED        no effect, told Unavailable
-    LOST_ANSWER    effect, told Unknown
-    LOST_CALL      no effect, told Unknown; a put may still arrive later (keys are write-once, so it may)
-    AGAIN          effect, told ok, and delivered a second time later, its result ignored
+    TOLD_OK        effect, reported as ok
+    REFUSED        no effect, reported as Unavailable
+    LOST_ANSWER    effect, reported as Unknown
+    LOST_CALL      no effect, reported as Unknown; a put may still arrive later (keys are write-once, so this is safe)
+    AGAIN          effect, reported as ok, and delivered a second time later; that result is ignored
 
-Reads are told ok or Unavailable. A consensus attempt ends before its caller hears Unknown (that is the
-contract `resolve_append` rests on), so only objects have late calls; a second delivery of an append or a
-compare-and-set must be refused by its expected position, and is delivered to prove it.
+Reads report ok or Unavailable. A consensus attempt ends before its caller gets Unknown (`resolve_append` relies on that
+contract), so only objects have late calls. A second delivery of an append or a compare-and-set must be rejected by its
+expected position; it is delivered to prove that.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ class Fault(StrEnum):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Probabilities per call; delays are drawn for every call. All zero = a healthy world with instant stores."""
+    """Probabilities per call; delays are drawn for every call. All zero: a healthy world with instant stores."""
 
     refused: float = 0.0
     lost_answer: float = 0.0
     lost_call: float = 0.0
     again: float = 0.0
     late: float = 0.5
-    """Share of lost puts that arrive after all."""
+    """Share of lost puts that arrive later."""
     slow: float = 0.0
-    """Share of calls that take up to slow_s instead of delay_s, each way."""
+    """Share of calls that take up to slow_s instead of delay_s, in each direction."""
     delay_s: float = 0.0
     slow_s: float = 0.0
 
     @classmethod
     def drawn(cls, source: random.Random) -> Rates:
-        """A climate: from calm to stormy, so that rare combinations are not drowned by common ones."""
+        """Draw the rates of one world, from calm to stormy, so that common faults do not hide rare combinations."""
         storm = source.choice((0.0, 0.01, 0.03, 0.08))
 
         def rate() -> float:
@@ -83,7 +83,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Faults:
-    """Draws what happens to each call, and tells the trace. `heal` ends all faults and slowness for good."""
+    """Source of faults: draws the fate of each call and traces it. `heal` ends all faults and slowness for good."""
 
     def __init__(
         self,
@@ -134,35 +134,35 @@ class Faults:
         late: bool = False,
         repeatable: bool = True,
     ) -> T:
-        """One call of actor `who` through the fault model. `late`: a lost one may arrive later."""
+        """Make one call of the actor `who` through the fault model. With `late`, a lost call may arrive later."""
         fault = self.draw(writes)
         self.counts[fault] += 1
         await self.pause()
         if fault is Fault.REFUSED:
             self._trace(f"{who} {what} → refused")
             await self.pause()
-            raise UnavailableError(f"The simulated store refused a call: call={what}.")
+            raise UnavailableError(f"the simulated store refused a call: call={what}.")
         if fault is Fault.LOST_CALL:
             arrives = late and self._source.random() < self.rates.late
             self._trace(f"{who} {what} → lost{', arrives late' if arrives else ''}")
             if arrives:
                 self._background(self._deliver(who, what, effect, "late"))
             await self.pause()
-            raise UnknownOutcomeError(f"The simulated store lost a call: call={what}.")
+            raise UnknownOutcomeError(f"the simulated store lost a call: call={what}.")
         try:
             result = await effect()
         except TidemillError as error:
             self._trace(f"{who} {what} → {type(error).__name__}{'' if fault is Fault.TOLD_OK else f' ({fault})'}")
             await self.pause()
             if fault is Fault.LOST_ANSWER:
-                raise UnknownOutcomeError(f"The simulated store lost an answer: call={what}.") from error
+                raise UnknownOutcomeError(f"the simulated store lost an answer: call={what}.") from error
             raise
         self._trace(f"{who} {what} → {fault}")
         if fault is Fault.AGAIN and repeatable:
             self._background(self._deliver(who, what, effect, "again"))
         await self.pause()
         if fault is Fault.LOST_ANSWER:
-            raise UnknownOutcomeError(f"The simulated store lost an answer: call={what}.")
+            raise UnknownOutcomeError(f"the simulated store lost an answer: call={what}.")
         return result
 
     async def _deliver(self, who: str, what: str, effect: Callable[[], Awaitable[Any]], how: str) -> None:
@@ -176,7 +176,7 @@ class Faults:
 
 
 class FaultyObjects:
-    """One actor's handle on shared objects."""
+    """Handle of one actor on the shared objects."""
 
     def __init__(self, inner: ObjectStore, faults: Faults, who: str) -> None:
         self._inner = inner
@@ -185,7 +185,7 @@ class FaultyObjects:
         self._closed = False
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        # What is sent is what the caller's buffers hold now, however late it arrives.
+        # Copy now: the call sends the current contents of the caller's buffers, even if it arrives late.
         pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
         sent = b"".join(pieces)
         await self._call(f"put {key} {len(sent)}B", lambda: self._inner.put(key, sent), writes=True, late=True)
@@ -207,7 +207,7 @@ class FaultyObjects:
         async for meta in self._inner.list(prefix, start_after):
             yield meta
             if self._faults.draw(False) is Fault.REFUSED:
-                raise UnavailableError(f"The simulated store broke off a listing: prefix={prefix}.")
+                raise UnavailableError(f"the simulated store ended a listing early: prefix={prefix}.")
 
     async def delete(self, key: str) -> None:
         await self._call(f"delete {key}", lambda: self._inner.delete(key), writes=True, late=True)
@@ -219,19 +219,19 @@ class FaultyObjects:
         self, what: str, effect: Callable[[], Awaitable[T]], *, writes: bool = False, late: bool = False
     ) -> T:
         if self._closed:
-            raise ClosedError(f"The object store was closed: actor={self._who}.")
+            raise ClosedError(f"the object store was closed: actor={self._who}.")
         return await self._faults.call(self._who, what, effect, writes=writes, late=late)
 
 
 class FaultyConsensus(ConsensusClientBase):
-    """One actor's client of the shared engine. It lives as long as its process, and remembers what it heard (`seen`).
+    """Client of one actor on the shared engine. It lives as long as its process, and remembers the answers (`seen`).
 
-    An engine that went back to an earlier state (`World.lose_commits`) has broken every connection: what was under way
-    did not happen, or has no known outcome, and nobody hears of the state that is gone.
+    When the engine goes back to an earlier state (`Engine.lose_commits`), every connection breaks: an operation in
+    flight did not happen or has an unknown outcome, and no client gets an answer from the lost state.
     """
 
     def __init__(self, inner: Consensus, faults: Faults, who: str, *, blind: bool = False) -> None:
-        """`blind`: planted; it does not compare what it hears with what it heard before."""
+        """Create the client. `blind` plants a fault: answers are not compared with earlier answers."""
         self._inner = inner
         self._faults = faults
         self._who = who
@@ -243,16 +243,16 @@ class FaultyConsensus(ConsensusClientBase):
 
         async def effect() -> Any:
             if self._engine_life() != life:
-                raise UnavailableError(f"The simulated engine is another one: actor={self._who}.")
+                raise UnavailableError(f"the simulated engine was replaced: actor={self._who}.")
             return await self._asked(op)
 
-        # A renewal delivered again would give a released lease back to its holder: real engines end an attempt first.
+        # A repeated renewal would give a released lease back to its holder; real engines end an attempt first.
         again = not isinstance(op, Drop | Acquire)
         answer = await self._call(_said(op), effect, writes=op.writes, again=again)
         if self._engine_life() != life:
             if op.writes:
-                raise UnknownOutcomeError(f"The simulated engine went away: actor={self._who}.")
-            raise UnavailableError(f"The simulated engine went away: actor={self._who}.")
+                raise UnknownOutcomeError(f"the simulated engine went away: actor={self._who}.")
+            raise UnavailableError(f"the simulated engine went away: actor={self._who}.")
         return answer
 
     def _engine_life(self) -> int:
@@ -294,7 +294,7 @@ class FaultyConsensus(ConsensusClientBase):
         return await super().append(log, term, expected_next, tuple(bytes(record) for record in records), nonce)
 
     async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
-        """A hint: it may come late, and it may be refused."""
+        """Wait for the log to grow. The result is a hint: it may come late, and it may be refused."""
         if self.seen.lost is not None:
             raise self.seen.lost
         return await self._call(f"wait {log} {beyond}", lambda: self._inner.wait(log, beyond, timeout_s))
@@ -312,12 +312,12 @@ class FaultyConsensus(ConsensusClientBase):
         self, what: str, effect: Callable[[], Awaitable[T]], *, writes: bool = False, again: bool = True
     ) -> T:
         if self._closed:
-            raise ClosedError(f"This consensus client was closed: actor={self._who}.")
+            raise ClosedError(f"this consensus client was closed: actor={self._who}.")
         return await self._faults.call(self._who, what, effect, writes=writes, repeatable=again)
 
 
 class Blind(RollbackDetector):
-    """Planted: whatever it hears, it goes on."""
+    """Planted fault: continue in spite of every detected rollback."""
 
     def end(self, what: str) -> StoreRolledBackError:
         raise _Unseen
@@ -332,7 +332,7 @@ class _Unseen(Exception):
 
 
 def _said(op: AnyOp) -> str:
-    """An operation in the trace."""
+    """Return the text of an operation in the trace."""
     match op:
         case Head(key=key):
             return f"head {key}"

@@ -1,16 +1,22 @@
-"""An asyncio event loop with virtual time whose choices all come from one seed.
+"""Asyncio event loop with virtual time, whose choices all come from one seed.
 
-L1  One ready callback, chosen by the seed, runs at a time; asyncio's first-in first-out is a courtesy of
-    its implementation, and code that relies on it is what this loop is for.
-L2  Time moves only when nothing is ready: to the next timer, or a little past it (a stall), so that
-    several timers come due at once and race.
-L3  Nothing ready and no timer left is a Deadlock, never a hang. Too many steps without an end are a Livelock.
-L4  No threads. An executor's work runs on the loop after a virtual delay; call_soon_threadsafe is refused.
-L5  Tasks and futures hash by creation order, so sets of them iterate the same way in every process.
-L6  Callbacks of a dead life (`kill`) are dropped unrun.
+Invariant (random order): one ready callback, chosen by the seed, runs at a time. First-in first-out order is a property
+of asyncio's implementation, not a promise; this loop exposes code that relies on it.
 
-Leans on private names of asyncio's base loop and handles (`_ready`, `_scheduled`, `_run_once`, `_context`,
-`_cancelled`): they are used in this file only. Measured: about 300,000 steps a second.
+Invariant (virtual time): time advances only when nothing is ready: to the next timer, or a little past it (a stall), so
+that several timers are due at the same moment and race.
+
+Invariant (no hang): nothing ready and no timer left is a Deadlock. Too many steps without an end are a Livelock.
+
+Invariant (no threads): an executor's work runs on the loop after a virtual delay; call_soon_threadsafe is refused.
+
+Invariant (stable hashes): tasks and futures hash by creation order, so sets of them iterate in the same order in every
+process.
+
+Invariant (death is final): callbacks of a dead life (`kill`) are dropped and never run.
+
+The module uses private names of asyncio's base loop and handles (`_ready`, `_scheduled`, `_run_once`, `_context`,
+`_cancelled`); no other file does. It runs about 300,000 steps a second.
 """
 
 from __future__ import annotations
@@ -34,15 +40,15 @@ Waiting = Coroutine[Any, Any, Any] | Generator[Any, None, Any]
 
 
 class Deadlock(Exception):
-    """Nothing can ever happen again, and the main task is not done."""
+    """Raised when nothing can happen any more although the main task is not done."""
 
 
 class Livelock(Exception):
-    """The step limit was reached: something goes round without getting anywhere."""
+    """Raised at the step limit: something repeats without progress."""
 
 
 class Life:
-    """One incarnation of an actor. `alive` turns False once, for good."""
+    """One incarnation of an actor. `alive` becomes False once and never True again."""
 
     __slots__ = ("alive", "frozen_until_s", "name", "number")
 
@@ -57,7 +63,7 @@ class Life:
 
 
 LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("tidemill_sim_life", default=None)
-"""The life that a task, and everything it starts, belongs to."""
+"""Life to which a task, and everything that it starts, belongs."""
 
 
 class SimTask(asyncio.Task[Any]):
@@ -100,7 +106,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.set_task_factory(self._make_task)
         self.set_debug(False)
 
-    # what asyncio asks of a loop -------------------------------------------------------------------
+    # interface required by asyncio ------------------------------------------------------------------
 
     def time(self) -> float:
         return self._time_s
@@ -133,7 +139,7 @@ class SimLoop(asyncio.BaseEventLoop):
         raise RuntimeError("the simulated loop has no threads: call_soon_threadsafe is refused")
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """The work runs whole, on the loop, after a virtual delay; the executor itself is never asked."""
+        """Run the function on the loop, after a virtual delay. The executor itself is never used."""
         future = self.create_future()
 
         def run() -> None:
@@ -150,7 +156,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """What nobody handled: a bug, unless it is an error of a foreseen kind, which components may report so."""
+        """Record an unhandled error. It is a bug unless its kind is expected: components may report those this way."""
         error = context.get("exception")
         said = f"{context.get('message')}: {error!r}" if error else str(context.get("message"))
         if isinstance(error, TidemillError) and not isinstance(error, CorruptError):
@@ -168,7 +174,7 @@ class SimLoop(asyncio.BaseEventLoop):
         context = options.get("context")
         life = LIFE.get() if context is None else context.get(LIFE)
         task = SimTask(coroutine, loop=self, number=self._numbers, life=life, **options)
-        task.set_name(f"task-{self._numbers}")  # asyncio's own numbering runs on from world to world
+        task.set_name(f"task-{self._numbers}")  # asyncio's own numbers continue from world to world
         self.tasks.append(task)
         if len(self.tasks) > self._prune_at:
             self.tasks = [task for task in self.tasks if not task.done()]
@@ -204,7 +210,7 @@ class SimLoop(asyncio.BaseEventLoop):
         if life is not None and not life.alive:
             return
         if life is not None and life.frozen_until_s > self._time_s:
-            # In nobody's context: it is looked at again then, and may be dead or frozen once more.
+            # In an empty context: the life is checked again at that time, and may be dead or frozen again.
             self.call_at(life.frozen_until_s, self._ready.append, chosen, context=contextvars.Context())
             return
         self.steps += 1
@@ -233,14 +239,14 @@ class SimLoop(asyncio.BaseEventLoop):
         waiting = [task for task in self.tasks if not task.done() and (task.life is None or task.life.alive)]
         return "waiting: " + ("; ".join(_where(task) for task in waiting) or "no task")
 
-    # what the world asks of it ---------------------------------------------------------------------
+    # interface used by the world --------------------------------------------------------------------
 
     def kill(self, life: Life) -> None:
-        """From here on nothing of this life runs. Its tasks are kept, frozen, until `dispose`."""
+        """End a life: nothing of it runs any more. Its tasks are retained, frozen, until `dispose`."""
         life.alive = False
 
     def dispose(self) -> None:
-        """Close what is left so that memory is freed; whatever it tries to do while it dies is discarded."""
+        """Close the remaining tasks to free memory. Callbacks that they schedule while they close are discarded."""
         self._discarding = True
         events._set_running_loop(self)
         try:
@@ -258,11 +264,11 @@ class SimLoop(asyncio.BaseEventLoop):
 
 
 LAST_WORDS = 20
-"""How often a coroutine may wait for something while it is closed."""
+"""Number of times that a coroutine may wait for something while it is closed."""
 
 
 def _close(task: asyncio.Task[Any]) -> None:
-    """End its coroutines, the innermost first. One that waits in its `finally` is told again."""
+    """End the coroutines of a task, the innermost first. A coroutine that waits in its `finally` is closed again."""
     chain: list[Any] = [task.get_coro()]
     while hasattr(deeper := getattr(chain[-1], "cr_await", None), "cr_frame"):
         chain.append(deeper)
@@ -270,13 +276,13 @@ def _close(task: asyncio.Task[Any]) -> None:
         for _ in range(LAST_WORDS):
             try:
                 coroutine.close()
-            except BaseException:  # a dying coroutine's last words concern nobody
+            except BaseException:  # errors of a coroutine that is being closed do not matter
                 continue
             break
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """The task's name and the innermost place it waits at."""
+    """Return the name of a task and the innermost place where it waits."""
     at: Any = task.get_coro()
     while hasattr(deeper := getattr(at, "cr_await", None), "cr_frame"):
         at = deeper

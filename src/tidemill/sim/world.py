@@ -1,8 +1,8 @@
 """One seeded world: its loop, its stores with their faults, its actors, its trace.
 
-An actor is a process: `start` builds its node anew from the stores, `crash` freezes everything it runs
-(W3), `Link` carries requests to it in order over connections that break when it dies. Code of the
-scenario itself belongs to no actor and survives.
+An actor is a process: `start` builds a new node from the stores, `crash` ends everything that it runs, and `Link`
+carries requests to it in order, over connections that break when it dies. Code of the scenario itself belongs to no
+actor and survives.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from tidemill.sim.faults import Faults, FaultyConsensus, FaultyObjects, Rates
 from tidemill.sim.loop import LIFE, Life, SimLoop
 
 VIRTUAL_LIMIT_S = 600.0
-"""A scenario that is not done by then, although it heals itself, is not live."""
+"""Virtual time after which an unfinished scenario is not live: every scenario heals its faults."""
 
 Node = TypeVar("Node")
 T = TypeVar("T")
 
 
 class Violated(AssertionError):
-    """An oracle found a broken promise."""
+    """Raised by an oracle for a broken invariant."""
 
 
 class NotLive(AssertionError):
-    """After healing, something that had to happen did not within the virtual time limit."""
+    """Raised when something that must happen after healing did not happen within the virtual time limit."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """error is empty when the seed is clean. `digest` is the hash of the whole trace."""
+    """Outcome of one seed. `error` is empty when the seed is clean; `digest` is the hash of the whole trace."""
 
     error: str
     digest: str
@@ -66,7 +66,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def swapped(module: ModuleType | type, name: str, value: object) -> Iterator[None]:
-    """A constant or pure function of a room, replaced for one world: to make rare things common, or dear ones cheap."""
+    """Replace a constant or pure function of a room for one world: makes rare events common, or costly work cheap."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -76,15 +76,15 @@ def swapped(module: ModuleType | type, name: str, value: object) -> Iterator[Non
 
 
 class Engine(MemoryConsensus):
-    """The memory engine, which also remembers every record that ever landed: truncation forgets, oracles do not."""
+    """Memory engine that also stores every record that ever landed, so that oracles see records that were truncated."""
 
     def __init__(self, clock: SimClock) -> None:
         super().__init__(clock)
         self.landed: dict[str, list[bytes]] = {}
         self.placed: dict[str, list[LogRecord]] = {}
-        """The same with the position and term of each."""
+        """The records of `landed`, with the position and term of each."""
         self.lives = 0
-        """How often commits were lost."""
+        """Number of times that commits were lost."""
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
         head = await super().append(log, term, expected_next, records, nonce)
@@ -94,15 +94,15 @@ class Engine(MemoryConsensus):
         return head
 
     def snapshot(self) -> Snapshot:
-        """What a standby has now."""
+        """Return the state that a standby has now."""
         state = self.state
         records = {log: list(found) for log, found in state.records.items()}
         return Snapshot(dict(state.registers), dict(state.heads), records, dict(state.leases))
 
     def lose_commits(self, standby: Snapshot) -> None:
-        """A failover to a standby that is behind: what was committed since is gone, and so are all connections."""
+        """Fail over to a standby that is behind: later commits are lost, and all connections break."""
         self.lives += 1
-        self.seen = RollbackDetector("sim")  # of the engine's own, which oracles ask
+        self.seen = RollbackDetector("sim")  # of the engine itself, which oracles call
         state = self.state
         state.registers, state.heads, state.leases = dict(standby.registers), dict(standby.heads), dict(standby.leases)
         state.records = {log: list(found) for log, found in standby.records.items()}
@@ -125,7 +125,7 @@ class World:
         self.seed = seed
         self.loop = SimLoop(random.Random(f"loop {seed}"), fifo=random.Random(f"fifo {seed}").random() < 0.1)
         self.source = random.Random(f"scenario {seed}")
-        """Choices of the scenario: sizes, counts, pauses."""
+        """Source of the scenario's choices: sizes, counts, pauses."""
         self.clock = SimClock(self.loop)
         self.trace_lines: list[str] = []
         self._ids = random.Random(f"ids {seed}")
@@ -134,32 +134,32 @@ class World:
         self.faults = Faults(random.Random(f"faults {seed}"), drawn, self.trace, self.background)
         self.objects = MemoryObjects(self.clock)
         self.consensus = Engine(self.clock)
-        """The engines themselves, without faults: what oracles read."""
+        """Engine without faults, like `objects`; oracles read these two."""
         self.actors: list[Actor[Any]] = []
         self.blind = False
-        """Planted: no client notices that consensus lost commits."""
+        """Planted fault: no client notices that consensus lost commits."""
 
     @cached_property
     def filler(self) -> str:
-        """20 KB of text that does not compress: makes anything that holds it large."""
+        """20 KB of text that does not compress, to make objects large."""
         return random.Random(f"filler {self.seed}").randbytes(10_000).hex()
 
     def rand(self) -> Rand:
-        """A source of its own for one component."""
+        """Return a separate random source for one component."""
         return Rand(self._ids.getrandbits(64))
 
     def trace(self, event: str) -> None:
         self.trace_lines.append(f"{self.loop.time():.6f} {event}")
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run it as part of the world: no crash of an actor ends it."""
+        """Run a coroutine as part of the world: no crash of an actor ends it."""
         self.loop.create_task(coroutine, context=self.context.copy())
 
     def digest(self) -> str:
         return hashlib.sha256("\n".join(self.trace_lines).encode()).hexdigest()
 
     def run(self, scenario: Callable[[World], Awaitable[None]]) -> Outcome:
-        """Run the scenario to its end, however it ends."""
+        """Run the scenario to its end, and return the outcome even if it fails."""
 
         async def main() -> None:
             self.trace(f"seed {self.seed} rates {msgspec.json.encode(self.faults.rates).decode()}")
@@ -196,14 +196,14 @@ class World:
         return outcome
 
     async def until(self, condition: Callable[[], bool], every_s: float = 0.1) -> None:
-        """Wait, in virtual time, until the scenario's condition holds."""
+        """Wait, in virtual time, until the condition of the scenario is true."""
         while True:
             if condition():
                 return
             await asyncio.sleep(every_s)
 
     async def answered(self, within_s: float = 60.0) -> None:
-        """Liveness, in a healed world whose clients ask no more: every wait ends, also one that nobody waits for."""
+        """Check liveness in a healed world without new requests: every request ends, even if its client hung up."""
         try:
             async with asyncio.timeout(within_s):
                 await self.until(lambda: not any(actor.requests for actor in self.actors))
@@ -215,7 +215,7 @@ class World:
         return self.loop.who_waits()
 
     async def heal(self) -> None:
-        """End all faults, and start every actor that is down: from here on everything must get done."""
+        """End all faults, and start every actor that is down. From here on everything must complete."""
         self.trace("heal")
         self.faults.heal()
         for actor in self.actors:
@@ -228,7 +228,7 @@ CURRENT: contextvars.ContextVar[World | None] = contextvars.ContextVar("tidemill
 
 
 def log_to_trace(_: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
-    """structlog processor: a warning becomes a line of the current world's trace; nothing is printed."""
+    """Add a warning or error to the current world's trace, as a structlog processor. Nothing is printed."""
     world = CURRENT.get()
     if world is not None and method in ("warning", "error", "exception", "critical"):
         life = LIFE.get()
@@ -237,7 +237,7 @@ def log_to_trace(_: Any, method: str, event: MutableMapping[str, Any]) -> NoRetu
 
 
 class Actor(Generic[Node]):
-    """A process that can die. `build` makes its node from the actor's own handles; `stores` give them."""
+    """Process that can die. `build` makes its node from the actor's own handles (`objects`, `consensus`)."""
 
     def __init__(self, world: World, name: str, build: Callable[[Actor[Node]], Awaitable[Node]]) -> None:
         self.world = world
@@ -247,9 +247,9 @@ class Actor(Generic[Node]):
         self.life.alive = False
         self.links: list[Link[Node]] = []
         self.clients: list[FaultyConsensus] = []
-        """Of consensus, of this life."""
+        """Consensus clients of this life."""
         self.requests: set[asyncio.Future[Any]] = set()
-        """What this life has not answered yet, whether or not its client still waits."""
+        """Requests that this life has not answered yet, even if their client no longer waits."""
         self._build = build
         self._node: Node | None = None
         self._building: asyncio.Future[Node] | None = None
@@ -262,18 +262,18 @@ class Actor(Generic[Node]):
 
     @property
     def ready(self) -> bool:
-        """Up, and its node is built."""
+        """True if the actor is up and its node is built."""
         return self.life.alive and self._node is not None
 
     @property
     def node(self) -> Node:
-        """The running node. Raises Down."""
+        """Running node. Raises Down."""
         if self._node is None or not self.life.alive:
             raise Down(f"the actor is down: actor={self.name}.")
         return self._node
 
     def objects(self) -> ObjectStore:
-        """A new handle on the world's objects, with faults; behind retries in every second world."""
+        """Return a new handle on the world's objects, with faults, and in every second world with retries."""
         faulty = FaultyObjects(self.world.objects, self.world.faults, str(self.life))
         if self.world.seed % 2:
             return faulty
@@ -286,17 +286,17 @@ class Actor(Generic[Node]):
 
     @property
     def ended(self) -> bool:
-        """Has it found that consensus moved back? Its process ends then: a supervisor starts another."""
+        """True if a client found that consensus went back. The process then ends, and a supervisor starts another."""
         return any(client.seen.lost is not None for client in self.clients)
 
     def freeze(self, for_s: float) -> None:
-        """SIGSTOP, and SIGCONT after so long: meanwhile nothing of this life runs, and its clocks go on."""
+        """Stop the process (SIGSTOP) for `for_s` seconds: nothing of this life runs, but its clocks continue."""
         if self.life.alive:
             self.world.trace(f"{self.life} frozen for {for_s:.3f}")
             self.life.frozen_until_s = self.world.loop.time() + for_s
 
     async def start(self) -> None:
-        """A new life. Start-up that fails for want of a store is tried again, as a supervisor would.
+        """Begin a new life. A start that fails because a store is unavailable is repeated, as by a supervisor.
 
         Returns when the node is up, or when it was crashed before that.
         """
@@ -323,7 +323,7 @@ class Actor(Generic[Node]):
         return await self._build(self)
 
     def crash(self) -> None:
-        """Nothing of this life runs from here on; its links break."""
+        """End this life: nothing of it runs any more, and its links break."""
         if self.life.alive:
             self.world.trace(f"{self.life} crash")
             self.world.loop.kill(self.life)
@@ -336,7 +336,7 @@ class Actor(Generic[Node]):
         self.requests.clear()
 
     def enter(self, work: Callable[[Node], Awaitable[T]]) -> asyncio.Future[T]:
-        """Run `work` as part of this life; the future fails with Down if it dies meanwhile."""
+        """Run `work` as part of this life. The future fails with Down if the actor dies first."""
         link = Link(self)
         future = link.request_nowait(work)
         future.add_done_callback(lambda _: link.close())
@@ -361,20 +361,20 @@ def _pass_on(to: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
 
 
 class Crew(asyncio.TaskGroup):
-    """The scenario's own tasks, which belong to no actor: the first to fail ends the world."""
+    """Tasks of the scenario itself, which belong to no actor. The first failure ends the world."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return self.create_task(coroutine)
 
 
 class Down(Exception):
-    """The connection is gone; requests without an answer may or may not have been served."""
+    """Raised when the connection is gone. Requests without an answer may or may not have been served."""
 
 
 class Link(Generic[Node]):
-    """One connection to an actor: requests arrive in the order sent, answers in any order, each delayed.
+    """Connection to an actor: requests arrive in the order sent, answers in any order, each delayed.
 
-    `request_nowait` sends now, in a plain call; breaking fails every request without an answer with Down.
+    `request_nowait` sends synchronously. When the connection breaks, every request without an answer fails with Down.
     """
 
     def __init__(self, actor: Actor[Node], delay_s: float = 0.0) -> None:
@@ -395,13 +395,13 @@ class Link(Generic[Node]):
     def request_nowait(self, work: Callable[[Node], Awaitable[T]]) -> asyncio.Future[T]:
         loop = self._actor.world.loop
         future: asyncio.Future[T] = loop.create_future()
-        future.add_done_callback(_retrieved)  # a client that hung up does not look at its answers
+        future.add_done_callback(_retrieved)  # a client that hung up does not read its answers
         if self._closed:
             future.set_exception(Down(f"the connection is closed: actor={self._actor.name}."))
             return future
         self._sent.append((work, future))
         self._open[future] = None
-        # Whichever timer comes first takes the oldest request: a stall may swap timers, never requests.
+        # The first timer delivers the oldest request: a stall may swap timers, never requests.
         loop.call_later(self._drawn(), self._arrive, context=self._context)
         return future
 
@@ -417,7 +417,7 @@ class Link(Generic[Node]):
                 future.set_exception(Down(f"the connection broke: actor={self._actor.name}."))
 
     def close(self) -> None:
-        """The client hangs up: what the actor already took, it goes on with."""
+        """Hang up. The actor continues with the requests that it already received."""
         if self in self._actor.links:
             self._actor.links.remove(self)
         self.broken()
@@ -426,7 +426,7 @@ class Link(Generic[Node]):
         return self._actor.world.source.uniform(0, self._delay_s) if self._delay_s else 0.0
 
     def _arrive(self) -> None:
-        # Runs in the actor's life: what the node starts in here dies with it.
+        # Runs in the actor's life: tasks that the node starts here die with it.
         if self._closed or not self._sent:
             return
         work, future = self._sent.pop(0)

@@ -1,9 +1,9 @@
-"""Is a history of concurrent calls one that a sequential object could have given? (Wing and Gong, 1993.)
+"""Check whether a sequential object could have produced a history of concurrent calls (Wing and Gong, 1993).
 
-A history is checked per object (registers and logs are independent, so a whole store is linearizable when
-each of them is). A call whose outcome the caller never learned may take effect at any moment after it
-began, or never. The search remembers (set of calls placed, state), which keeps small histories cheap:
-five clients with a thousand calls take a quarter of a second when outcomes are mostly known.
+A history is checked per object: registers and logs are independent, so a whole store is linearizable if each of them
+is. A call whose outcome its caller never learned may take effect at any moment after its start, or never. The search
+remembers (set of placed calls, state), which keeps small histories cheap: five clients with a thousand calls take a
+quarter of a second when most outcomes are known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEVER = float("inf")
 
 
 class Call(msgspec.Struct):
-    """`known` False: the caller heard nothing it can rely on; `end` is then NEVER."""
+    """One call. `known` is False if the caller got no reliable answer; `end` is then NEVER."""
 
     client: str
     operation: Hashable
@@ -28,14 +28,14 @@ class Call(msgspec.Struct):
 
 
 Model = Callable[[Hashable, Hashable], tuple[Hashable, Any]]
-"""(state, operation) → (next state, the result a sequential object would give)."""
+"""(state, operation) → (next state, the result of a sequential object)."""
 
 
 def linearizable(calls: Sequence[Call], initial: Hashable, model: Model) -> bool:
     order = sorted(calls, key=lambda call: call.start)
     everything = sum(1 << i for i, call in enumerate(order) if call.known)
     tried: set[tuple[int, Hashable]] = set()
-    # An explicit stack: histories are longer than Python's recursion allows.
+    # An explicit stack, because histories are longer than Python's recursion limit.
     stack: list[tuple[int, Hashable]] = [(0, initial)]
     while stack:
         placed, state = stack.pop()
@@ -58,7 +58,7 @@ def linearizable(calls: Sequence[Call], initial: Hashable, model: Model) -> bool
 
 
 def register_model(state: Hashable, operation: Hashable) -> tuple[Hashable, Any]:
-    """State: (seq, data). Operations: ("read",), ("cas", expected seq, data); a refused cas returns what it met."""
+    """State: (seq, data). Operations: ("read",), ("cas", expected seq, data); a rejected cas returns the state."""
     match operation:
         case ("read",):
             return state, state

@@ -1,4 +1,4 @@
-"""What a domain's rows are, by its log alone: every record that ever landed, applied by the faultless rules."""
+"""Rows of a domain, from its log alone: every record that ever landed, applied by rules without planted faults."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tidemill.metastore.domain.state import DomainState, assert_invariants
 class Written(msgspec.Struct, frozen=True):
     seqno: int
     rows: dict[bytes, bytes]
-    """Key → value, empty = deleted; the last of a key repeated in one batch."""
+    """Key → value; empty means deleted. For a key that is repeated in one batch, its last value."""
 
 
 class Shadow:
-    """Replay of one domain's log. Asserts on the way that seqno and epoch never go back, and S2 to S4 of the state.
+    """Replay of one domain's log. Asserts that seqno and epoch never go back, and the invariants of each state.
 
-    `apply` may add rules (the scenario's refusals) but no fault.
+    `rule` replaces `apply`: it may add rules (the scenario rejects manifests) but no fault.
     """
 
     def __init__(self, records: Iterable[LogRecord], rule: object = None) -> None:
         self.state = DomainState()
         self.batches: list[Written] = []
         self.persisted: dict[tuple[int, int], int] = {}
-        """(epoch, last seqno) of every manifest the log took → position of the record that took it"""
+        """(epoch, last seqno) of every manifest that the log accepted → position of its record."""
         step = rule if callable(rule) else apply
         newest = epoch = 0
         for record in records:
@@ -55,7 +55,7 @@ class Shadow:
                 self.persisted[manifest.epoch, manifest.last_seqno] = record.position
 
     def rows(self, start: dict[bytes, tuple[int, bytes]], through: int | None = None) -> dict[bytes, tuple[int, bytes]]:
-        """Live rows, key → (seqno, value), after every batch up to `through`, on top of what a restore began with."""
+        """Return the live rows, key → (seqno, value), after the batches up to `through`, on top of a restore's rows."""
         rows = dict(start)
         for batch in self.batches:
             if through is not None and batch.seqno > through:

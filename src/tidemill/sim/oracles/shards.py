@@ -1,6 +1,6 @@
-"""What a shard must hold, by its log alone, and whether everything that was read of it agrees.
+"""Contents that a shard must have, computed from its log alone, and whether everything read from it agrees.
 
-The model is a list of updates in the order in which they were appended: what a single writer would have written.
+The model is the list of updates in the order in which they were appended: the list that a single writer would write.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from tidemill.shards.state.state import ShardState, check_invariants
 from tidemill.sim.world import Violated
 
 DEFAULT_N = 7
-"""What a row holds in the column `n` that was written before the shard had it."""
+"""Value of the column `n` in a row that was written before the shard had that column."""
 
 Row = tuple[str, str, int | None]
-"""k, v, n"""
+"""(k, v, n)."""
 Update = tuple[str, str, int | None, int, int]
-"""k, v, n, time, diff"""
+"""(k, v, n, time, diff)."""
 Command = tuple[int, str, str | None, int]
-"""offset, k, v (None = deleted), time"""
+"""(offset, k, v (None = deleted), time)."""
 
 
 def n_of(offset: int, version: int) -> int:
-    """What a record of a topic has in column `n`, to whom reads it under this version of the schema."""
+    """Return the value of column `n` of a topic's record, read under this version of the schema."""
     return DEFAULT_N if version == 1 else DEFAULT_N + offset % 3
 
 
 class Attempt(msgspec.Struct):
-    """One compare-and-append as its writer knows it: of `updates`, or of what `seen` made of the shard's contents.
+    """One compare-and-append as its writer knows it: either of `updates`, or of the updates that the commands in `seen`
+    cause on the shard's contents.
 
-    outcome: `running` (its writer died, or never learned), `ok`, or `refused`.
+    outcome: `running` (the writer died, or never learned the outcome), `ok`, or `refused`.
     """
 
     token: str
@@ -50,7 +51,7 @@ class Attempt(msgspec.Struct):
 
 
 class Frontiers:
-    """What linearizable reads gave as since and upper: no read that begins later may give less."""
+    """Greatest since and upper returned by linearizable reads. A read that begins later may not return less."""
 
     def __init__(self) -> None:
         self.since = self.upper = 0
@@ -65,7 +66,7 @@ class Frontiers:
 
 
 class Model:
-    """The multiset at every time."""
+    """Multiset of rows at every time."""
 
     def __init__(self, updates: Iterable[Update]) -> None:
         self.updates = sorted(updates, key=lambda update: update[3])
@@ -79,14 +80,14 @@ class Model:
         return Counter({row: count for row, count in out.items() if count})
 
     def from_since(self, since: int) -> Counter[Update]:
-        """The history that is still told apart: everything up to `since` is one sum."""
+        """Return the history that is still distinguishable: everything up to `since` is one sum."""
         return _told(self.updates, since)
 
 
 def check_landed(records: Sequence[bytes], attempts: Mapping[str, Attempt]) -> list[Attempt]:
-    """The attempts that stand, in order, by a replay of every record that ever landed in the shard's log.
+    """Return the attempts in the shard's log, in order, by a replay of every record that ever landed there.
 
-    An append stands once if it was acknowledged, never if it was refused; since and upper never go back.
+    Raises Violated unless an acknowledged append is there once, a refused one never, and since and upper never go back.
     """
     state: ShardState | None = None
     stands: list[str] = []
@@ -112,7 +113,7 @@ def check_landed(records: Sequence[bytes], attempts: Mapping[str, Attempt]) -> l
 
 
 def check_reads(reads: Iterable[tuple[int, Counter[Row]]], model: Model) -> None:
-    """Contents at every time ever read are the model's, whenever they were read."""
+    """Check that the contents read at any time are those of the model, independent of when they were read."""
     for as_of, found in reads:
         wanted = model.at(as_of)
         if found != wanted:
@@ -120,22 +121,22 @@ def check_reads(reads: Iterable[tuple[int, Counter[Row]]], model: Model) -> None
 
 
 def check_stored(stored: Iterable[Update], since: int, model: Model) -> None:
-    """What is stored says the same as the model at every readable time, not only at those that were read."""
+    """Check that the stored updates equal the model at every readable time, not only at times that were read."""
     found, wanted = _told(stored, since), model.from_since(since)
     if found != wanted:
         raise Violated(f"history differs from the model: since={since} {difference(found, wanted)}")
 
 
 def check_heard(heard: Counter[Update], frontier: int, model: Model) -> None:
-    """A listener from the beginning saw every update below its frontier once."""
+    """Check that a listener from the beginning saw every update below its frontier once."""
     wanted = Counter(update for update in model.updates if update[3] < frontier)
     if heard != wanted:
         raise Violated(f"a listener missed or repeated updates: {difference(heard, wanted)}")
 
 
 def folded(appends: Iterable[Attempt], evolved_at: int = 1 << 60) -> list[Update]:
-    """The updates that one sequential upsert makes of the commands of `appends`: the highest offset wins within a
-    key and time, null deletes, what changes nothing is nothing. From `evolved_at` on rows have the column `n`."""
+    """Return the updates that one sequential upsert makes of the commands of `appends`: the highest offset wins within
+    a key and time, null deletes, and an unchanged row gives no update. From `evolved_at` on, rows have column `n`."""
     live: dict[str, Row] = {}
     out: list[Update] = []
     for attempt in appends:
@@ -156,7 +157,7 @@ def folded(appends: Iterable[Attempt], evolved_at: int = 1 << 60) -> list[Update
 
 
 def check_nothing_skipped(appends: Iterable[Attempt], topic: Iterable[Command]) -> None:
-    """Every record that was always there was seen by whoever wrote its time."""
+    """Check that the writer of each time saw all records of that time in `topic`, which no compaction removed."""
     records = list(topic)
     for attempt in appends:
         missed = {r for r in records if attempt.lower <= r[3] < attempt.upper} - set(attempt.seen)

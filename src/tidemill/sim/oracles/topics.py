@@ -1,11 +1,11 @@
-"""What a topic must look like after any run: checked on the durable log, read without faults.
+"""Rules that a topic must satisfy after any run, checked on the durable log, read without faults.
 
-contiguous      offsets of a partition are those from its log's start on, without gap or repeat
-acknowledged    every acknowledged record stands at the offset it was acknowledged with
-once            a record of an idempotent producer, or of one connection, stands in the log at most once
-in order        records of an idempotent producer, or of one connection, stand in the order they were sent
-durable         whatever a client is told of stands in the log by then
-stable          whatever a consumer was ever given stands in the log, at that offset
+contiguous      offsets of a partition begin at its log start, without gap or repetition
+acknowledged    every acknowledged record is at the offset with which it was acknowledged
+once            a record of an idempotent producer, or of one connection, is in the log at most once
+in order        records of an idempotent producer, or of one connection, are in the order in which they were sent
+durable         every offset that a client learns of is durable at that moment
+stable          every record that a consumer received is in the log, at that offset
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from tidemill.topics.partition.state_machine.codec import decode_command
 from tidemill.topics.partition.state_machine.state import PartitionState
 
 Place = tuple[int, int]
-"""(partition, offset)"""
+"""(partition, offset)."""
 
 
 Log = Mapping[int, bytes]
-"""offset → record, of what retention left"""
+"""Offset → record, without the records that retention removed."""
 
 
 Gone = Callable[[bytes, Place], bool]
 
 
 class Durable:
-    """`landed`: of a partition, every record that its log ever took."""
+    """Durable ends of partitions. `landed` returns every record that the log of a partition ever accepted."""
 
     def __init__(self, landed: Callable[[int], Sequence[LogRecord]]) -> None:
         self._landed = landed
         self._states: dict[int, PartitionState] = {}
 
     def vouch(self, partition: int, end: int, what: str) -> None:
-        """What was told of reaches up to the offset `end`: so does the log now. Raises Violated."""
+        """Check that the log reaches up to the offset `end`, which a client has learned of. Raises Violated."""
         state = self._states.setdefault(partition, PartitionState())
         if end <= state.high_watermark:
             return
@@ -63,7 +63,8 @@ def check_acknowledged(
     starts: Mapping[int, int] | None = None,
     gone: Gone = never,
 ) -> None:
-    """`starts`: where each log begins; what is below was taken by retention. `gone`: may compaction have taken it?"""
+    """Check the acknowledged records. `starts` are the log starts, below which retention removed everything. `gone`
+    returns whether compaction may have removed a record."""
     for value, (partition, offset) in acknowledged.items():
         standing = logs[partition].get(offset)
         if standing is None and gone(value, (partition, offset)):
@@ -76,7 +77,7 @@ def check_acknowledged(
 
 
 def check_producer(producer: str, sent: Sequence[bytes], log: Sequence[tuple[int, bytes]]) -> None:
-    """`sent`: the producer's records for this partition in order; those in the log must be so too, each once."""
+    """Check that the producer's records in the log are in the order of `sent`, each once."""
     position = {value: index for index, value in enumerate(sent)}
     standing = [position[value] for _, value in log if value in position]
     if len(set(standing)) != len(standing):

@@ -1,9 +1,9 @@
-"""What committed readers may be shown of transactions: checked on all that they are shown of every partition.
+"""Rules for the transactions that committed readers see, checked on all records shown to them of every partition.
 
-whole       of a transaction they are shown all or nothing, over all partitions: all of it where its commit was
-            acknowledged, nothing where none was asked for
-once        no record of it twice
-in order    a producer's records in the order it sent them
+whole       all or nothing of a transaction is shown, over all partitions: all of it if its commit was acknowledged,
+            nothing if no commit was requested
+once        no record is shown twice
+in order    a producer's records are shown in the order in which it sent them
 as one      a group has the offsets of a committed transaction, and of no other
 """
 
@@ -29,9 +29,9 @@ class Sent:
         self.number = number
         self.fate = Fate.UNASKED
         self.records: set[tuple[int, bytes]] = set()
-        """partition, value"""
+        """(partition, value)."""
         self.offset = -1
-        """of the group, in partition `number` of a topic that nobody reads"""
+        """Offset of the group, in partition `number` of a topic that no client reads."""
 
 
 def check_order(shown: Mapping[tuple[int, int], bytes]) -> None:

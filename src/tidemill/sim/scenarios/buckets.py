@@ -1,9 +1,9 @@
-"""One bucket and those who want it: clusters that begin on it at once, and a restore beside a cluster that was frozen.
+"""One bucket and its claimants: clusters that begin on it concurrently, and a restore while a cluster is frozen.
 
-Faults: every store fault; wall clocks up to ten minutes apart; nodes that are frozen for any time and go on, or die.
-Oracle: of clusters that begin at once exactly one serves. A restore is refused while a node lives. From the moment that
-a restore has claimed the bucket no node of the old cluster acknowledges an append or begins a delete, and every one
-that goes on ends within a moment.
+Faults: every store fault; wall clocks up to ten minutes apart; nodes that are frozen for any time and continue, or die.
+Oracle: of clusters that begin concurrently, exactly one serves. A restore is refused while a node lives. After a
+restore has claimed the bucket, no node of the old cluster acknowledges an append or begins a delete, and every old node
+that continues ends within a moment.
 Replay: python -m tidemill.sim --room buckets --seed K --trace
 """
 
@@ -42,12 +42,12 @@ class Shared:
         self.world = world
         self.fault = fault
         self.claimed_s = float("inf")
-        """When a restore had the bucket."""
+        """Time at which a restore claimed the bucket."""
         self.numbers = 0
 
 
 class ClusterNode:
-    """What a node does of all this: claim, own, show signs of life while it leads; appends and deletes for clients."""
+    """Part of a node: it claims and owns the bucket, shows signs of life while it leads, and appends and deletes."""
 
     def __init__(self, shared: Shared, actor: Actor[Any], engine: Engine) -> None:
         world = shared.world
@@ -93,7 +93,7 @@ class ClusterNode:
                 await asyncio.sleep(0.1)
 
     async def produce(self) -> None:
-        """An object, its place in the log, then the acknowledgement."""
+        """Write an object, append its place to the log, then acknowledge."""
         self.shared.numbers += 1
         await self.objects.put(f"l0/{self.shared.numbers}", b"records")
         head = await self.consensus.log_head(LOG)
@@ -151,7 +151,7 @@ async def replace(shared: Shared, nodes: list[Actor[ClusterNode]]) -> None:
             await asyncio.sleep(0.1)
         with contextlib.suppress(InvalidError):
             await restore(shared)
-            raise Violated("a restore was let beside a living cluster")
+            raise Violated("a restore was allowed while a cluster lives")
         frozen_s = [source.choice((0.5, 3.5, 6.0)) * source.uniform(1.0, 1.5) for _ in nodes]
         for actor, for_s in zip(nodes, frozen_s, strict=True):
             if source.random() < 0.2:
@@ -162,19 +162,19 @@ async def replace(shared: Shared, nodes: list[Actor[ClusterNode]]) -> None:
             try:
                 await restore(shared)
             except InvalidError:
-                # Somebody went on in time: then all are frozen once more, for longer than the bucket is watched.
+                # A node continued in time. Freeze all of them again, for longer than the bucket is watched.
                 for actor in nodes:
                     actor.freeze(source.uniform(4.0, 6.0))
-        await asyncio.sleep(16.0)  # longer than any is frozen
+        await asyncio.sleep(16.0)  # longer than any node is frozen
         for actor in nodes:
             if actor.up and not actor.node.watching.done():
-                raise Violated(f"a node of a replaced cluster goes on: node={actor.node.name}")
+                raise Violated(f"a node of a replaced cluster continues: node={actor.node.name}")
         stop.set_result(None)
         await asyncio.wait(clients)
 
 
 async def restore(shared: Shared) -> None:
-    """The steps of a restore that decide whose the bucket is. Raises InvalidError."""
+    """Do the steps of a restore that decide who owns the bucket. Raises InvalidError."""
     world = shared.world
     signs = tuple([sign async for sign, _ in signs_of_life(world.objects)])
     manifest = ClusterManifest("old", "", 1, ("d",), 0)

@@ -1,10 +1,11 @@
-"""A month of a small cluster, day by day: what it stores stays level.
+"""A month of a small cluster, day by day: the amount of stored data stays level.
 
-One busy topic that forgets after half a day, idle ones, a topic that lives for one day, producers that come and go,
-and one node that starts anew every day: in order, or by a crash with batches on their way. A day is half a minute of
-the node's life, and a clock that jumps to the next. The stores have no faults here: those are the rooms' own worlds.
-Oracle: from the third day on, in the evening, records and objects of each kind are no more than a tenth above what
-they were; what retention keeps is there.
+The cluster has one busy topic that forgets after half a day, idle topics, a topic that lives for one day, producers
+that come and go, and one node that starts again every day, after an orderly stop or after a crash with batches in
+flight. A day is half a minute of the node's life, followed by a clock jump to the next day. The stores have no faults:
+the worlds of the rooms cover those.
+Oracle: from the third day on, in the evening, records and objects of each kind grow by at most a tenth, and everything
+within retention is there.
 Replay: python -m tidemill.sim --room calendar --seed K --trace
 """
 
@@ -38,7 +39,7 @@ BATCHES = 40
 SETTLED_DAY = 3
 TOLERANCE = 0.10
 SLACK = 14
-"""Records or objects of one kind: a roll-up is due now or tomorrow; a crash leaves what was on its way."""
+"""Tolerated records or objects of one kind: a rollup is due today or tomorrow; a crash leaves work in flight."""
 
 NO_KEEPER = "no-keeper"
 
@@ -92,7 +93,7 @@ class Month:
         self.broken = error
 
     async def day(self, number: int) -> Evening:
-        """A life of the node; what is stored when it has ended."""
+        """Run one life of the node; return the stored data after its end."""
         source = self.world.source
         self.node.clock.skew_ms = number * DAY_MS
         await self.node.start()
@@ -131,7 +132,7 @@ class Month:
         return encode_batch([Record(None, b"v" * 40, timestamp_ms=self.node.clock.now_ms())])
 
     async def _produce(self, name: str, count: int) -> None:
-        """As clients do it: a partition that was made to settle has its leader again a moment later."""
+        """Produce like a client, with retries: a partition that settles has its leader again a moment later."""
         for _ in range(count):
             place, batch = self._place(name), self._batch()
             while True:
@@ -142,7 +143,7 @@ class Month:
                     await asyncio.sleep(0.05)
 
     async def _check(self, number: int) -> None:
-        """Today's records, and those of the idle topics, can be read; yesterday's busy ones are gone."""
+        """Check that today's records and those of idle topics are readable, and that yesterday's busy ones are gone."""
         reader = LogPartitionReader(self.world.consensus, self.world.objects)
         for name, row in self.topics.items():
             if name.startswith("day") and name != f"day{number}":
@@ -152,7 +153,7 @@ class Month:
                 end = await reader.high_watermark(row.topic_id, partition)
                 kept += len(await reader.read(await reader.plan(row.topic_id, partition, 0, end)))
             if name == "busy" and not BATCHES <= kept <= BATCHES + 1:
-                raise Violated(f"retention keeps what it should not, or less: day={number + 1} batches={kept}")
+                raise Violated(f"retention kept the wrong number of batches: day={number + 1} batches={kept}")
             if name.startswith("idle") and kept != 1:
                 raise Violated(f"an idle topic lost its record: topic={name} batches={kept}")
 
@@ -172,7 +173,7 @@ async def run(world: World, fault: str = "") -> None:
 
 
 async def month(world: World, fault: str = "", *, days: int = DAYS, idle_topics: int = IDLE_TOPICS) -> list[Evening]:
-    """What is stored in each evening. Raises Violated."""
+    """Return the amounts of stored data of each evening. Raises Violated."""
     world.faults.heal()
     cluster = Month(world, fault, idle_topics)
     evenings = []
@@ -182,5 +183,5 @@ async def month(world: World, fault: str = "", *, days: int = DAYS, idle_topics:
     settled, last = evenings[SETTLED_DAY - 1], evenings[-1]
     for kind, count in last.items():
         if count > settled[kind] * (1 + TOLERANCE) + SLACK:
-            raise Violated(f"it grows: {kind} day {SETTLED_DAY} {settled[kind]} → day {days} {count}")
+            raise Violated(f"stored data grows: {kind} day {SETTLED_DAY} {settled[kind]} → day {days} {count}")
     return evenings

@@ -1,5 +1,6 @@
-"""Processes around one metastore that die while clients call them, and the history of those calls: what the rooms
-`catalogue` and `registry` share. The order in which a seed's choices are drawn is part of it."""
+"""Processes around one metastore that die while clients call them, and the history of those calls. The scenarios
+`catalogue` and `registry` share this. The order in which random choices are drawn defines the history of a seed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Answer = TypeVar("Answer")
 
 
 class Guessing:
-    """A planted fault: a commit of unknown outcome is taken for one that did not happen."""
+    """Planted fault: a commit with unknown outcome is treated as one that did not happen."""
 
     def __init__(self, metastore: Metastore) -> None:
         self._metastore = metastore
@@ -57,7 +58,7 @@ def opening(
     domains: int,
     process: Callable[[Metastore, Actor[Process], Rand], Process],
 ) -> Callable[[Actor[Process]], Awaitable[Process]]:
-    """What builds a process that leads domains, or only asks."""
+    """Return the builder of a process that leads domains, or with `lead` False only calls leaders."""
     told = {name: getattr(settings, name) for name in settings.__struct_fields__} | {"lead": lead}
 
     async def build(actor: Actor[Process]) -> Process:
@@ -74,7 +75,7 @@ def opening(
 async def under_crashes(
     world: World, actors: Sequence[Actor[Process]], client: Callable[[str], Coroutine[Any, Any, None]]
 ) -> None:
-    """Clients at work while processes die; then everything heals."""
+    """Run clients while processes die; then heal everything."""
     source = world.source
     for actor in actors:
         await actor.start()
@@ -94,7 +95,7 @@ async def under_crashes(
 async def through_any(
     world: World, actors: Sequence[Actor[Process]], act: Callable[[Actor[Process]], Awaitable[None]]
 ) -> None:
-    """One call, tried until it may have happened."""
+    """Make one call, repeated until it may have happened."""
     source = world.source
     while True:
         up = [actor for actor in actors if actor.up]
@@ -118,7 +119,7 @@ async def recorded(
     moment: Callable[[], int],
     about: str = "",
 ) -> None:
-    """Enter the call into a history; drop it again when it certainly did not happen."""
+    """Enter the call into a history, and remove it if it certainly did not happen."""
     entry.start = moment()
     calls.append(entry)
     world.trace(f"{entry.client} {actor.life} asks {entry.operation}{about}")
@@ -136,7 +137,7 @@ async def recorded(
 
 
 async def soon(work: Callable[[], Awaitable[Answer]]) -> Answer:
-    """What was on its way before the healing may still hold the line for a while; not for ever."""
+    """Do the work, with retries: calls from before the healing may delay it for a while, but not indefinitely."""
     for _ in range(LAST_TRIES - 1):
         try:
             return await work()

@@ -1,10 +1,11 @@
 """The real collector, flush tracker and status table between a model of Postgres and durable consumers.
 
-Faults: storages flush when they like, in the middle of a transaction too, and may say that they hold a little more than
-what they last wrote, where nothing else is there to write; the capture process dies at any step
-and begins again at the position the server was last told; statuses are delayed or lost with the process.
-Oracle: the position told to the server never passes what every storage holds (P1); after any crash each
-storage holds every change once, in order; when all is flushed, the server is told the last commit.
+Faults: storages flush at any moment, also in the middle of a transaction, and may report a position slightly beyond
+their last write if nothing else is left to write; the capture process dies at any step and begins again at the last
+position confirmed to the server; statuses are delayed, or lost with the process.
+Oracle (no early confirm): the position confirmed to the server never passes the position that every storage holds.
+After any crash each storage holds every change once, in order. When everything is flushed, the last commit is
+confirmed to the server.
 Replay: python -m tidemill.sim --room capture --seed K --trace
 """
 
@@ -28,7 +29,7 @@ FAULTS = ("seed002", "near-miss", "early-keepalive", "early-register")
 
 
 class Server:
-    """What Postgres keeps: transactions as fragments, and the slot's confirmed position (inclusive)."""
+    """State of Postgres: transactions as fragments, and the slot's confirmed position (inclusive)."""
 
     def __init__(self, world: World, tables: int) -> None:
         source = world.source
@@ -64,25 +65,25 @@ class Server:
 
 
 class Storage:
-    """What one consumer's disk holds; survives the process."""
+    """Disk of one consumer; it survives the process."""
 
     def __init__(self) -> None:
         self.durable: list[ChangePosition] = []
 
 
 class Consumer:
-    """One consumer in memory: a buffer in front of its storage."""
+    """State of one consumer in memory: a buffer in front of its storage."""
 
     def __init__(self, storage: Storage, fault: str) -> None:
         self.storage = storage
         self.logic = FlushAlignment(defer=fault != "seed002")
         self.buffer: deque[ChangePosition] = deque()
         self.open = False
-        """Something of a transaction came that has not committed yet."""
+        """True while a part of an uncommitted transaction has arrived."""
 
 
 class Consumers:
-    """Implements consumers.Sink for all consumers of one process."""
+    """Implementation of consumers.Sink for all consumers of one process."""
 
     def __init__(self, world: World, consumers: dict[str, Consumer], tasks: Tasks) -> None:
         self._world = world
@@ -94,7 +95,7 @@ class Consumers:
         for name, consumer in self._consumers.items():
             own = [change.position for change in fragment.changes if change.relation.table == name]
             held = consumer.storage.durable
-            # A replay: what the storage holds already is not written again, but still reported.
+            # A replay: changes that the storage already holds are not written again, but still reported.
             fresh = [position for position in own if not held or position > held[-1]]
             consumer.open = not fragment.commits and (consumer.open or bool(own))
             if own:
@@ -112,7 +113,7 @@ class Consumers:
         return touched
 
     async def _flush(self, name: str, consumer: Consumer, notices: FlushNotices) -> None:
-        """Some time later, make everything buffered durable, or first only a part of it."""
+        """Make everything buffered durable some time later, or first only a part of it."""
         source = self._world.source
         while consumer.buffer:
             await asyncio.sleep(source.uniform(0, 0.1))
@@ -134,7 +135,7 @@ class Consumers:
 
 
 class Process:
-    """One capture process: collector, sink and the stream that feeds them."""
+    """Capture process: collector, sink and the stream that feeds them."""
 
     def __init__(self, world: World, server: Server, storages: dict[str, Storage], fault: str) -> None:
         self._world = world
@@ -164,14 +165,14 @@ class Process:
         flushed = self._status.flushed
         self._world.trace(f"status flushed={flushed}")
         self._server.check(flushed, self._storages)
-        # In this life's context: a status that is still on its way dies with the connection.
+        # In this life's context: a status in flight dies with the connection.
         self._world.loop.call_later(self._world.source.uniform(0, 0.05), self._told, flushed)
 
     def _told(self, flushed: int) -> None:
         self._server.confirmed = max(self._server.confirmed, flushed)
 
     async def _stream(self, start: int) -> None:
-        """Everything that commits after `start`, keepalives in between, then keepalives for ever."""
+        """Stream everything that commits after `start`, with keepalives in between, then only keepalives, forever."""
         source, sent = self._world.source, start
         for fragments in self._server.transactions:
             if fragments[0].commit_lsn <= start:
@@ -179,7 +180,7 @@ class Process:
             for fragment in fragments:
                 await asyncio.sleep(source.uniform(0, 0.05) if source.random() < 0.5 else 0)
                 if source.random() < 0.3:
-                    # The next record may be this very commit: the server can promise nothing beyond its start.
+                    # The next record may be this commit, so the server can promise nothing beyond its start.
                     self._keepalive(source.randint(sent + 1, fragment.commit_lsn), inside=not fragment.begins)
                 self._world.trace(f"fragment {fragment.last} {'commits' if fragment.commits else ''}")
                 await self._collector.put(fragment)

@@ -1,4 +1,4 @@
-"""Worlds whose copies are slow, so that what changes meanwhile is set aside, and faults planted into that."""
+"""Worlds with slow copies, whose concurrent changes go to the side topic, and the faults planted into that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAULTS = ("unheld-copy", "shown-twice", "joined-ahead", "late-stop")
 def slowly_copied(
     source: random.Random, config: CaptureConfig, stack: contextlib.ExitStack, fault: str
 ) -> CaptureConfig:
-    """Copies of a row or two at a time, told at once, which give way soon; appends of a batch or two."""
+    """Configure copies of one or two rows at a time, recorded immediately, which yield soon, and small appends."""
     for module, name, value in (
         (copier, "RECORD_S", 0.05),
         (copier, "MIN_REMAINING_SHARE", 0.0),
@@ -42,19 +42,19 @@ def slowly_copied(
 
 
 def _nothing_shown(row: CaptureTableRow, partitions: int) -> TableSnapshot:
-    """Plants shown-twice."""
+    """Plant the fault shown-twice."""
     assert row.copy is not None
     return TableSnapshot(0, 0, (), row.copy.lsn, 0, (0,) * partitions)
 
 
 def _ahead(*args: Any) -> tuple[int, tuple[int, ...]] | None:
-    """Plants joined-ahead."""
+    """Plant the fault joined-ahead."""
     found = _joins_at(*args)
     return None if found is None else (found[0] + 3, found[1])
 
 
 async def _at_confirmed(self: context.SideLoopContext) -> int:
-    """Plants late-stop."""
+    """Plant the fault late-stop."""
     found = await _wal_end(self)
     return max(1, found - 40)
 
@@ -67,7 +67,7 @@ def planted_aside(fault: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         match fault:
             case "unheld-copy":
-                # And nobody looks whether it was let go: each of the two would make up for the other.
+                # The check whether WAL was released is removed too: either of the two compensates for the other.
                 stack.enter_context(swapped(session.Session, "_set_hold", lambda self, on: None))
                 stack.enter_context(swapped(session, "tables_needing_wal", lambda *_: []))
                 stack.enter_context(swapped(continuity_check, "is_confirmed", lambda slot, lsn: False))

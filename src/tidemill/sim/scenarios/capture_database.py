@@ -1,13 +1,13 @@
-"""A model of PostgreSQL as a capture sees it: transactions that begin, commit and become visible, one publication, one
-slot, snapshots; and what every reader of it has to come to.
+"""Model of PostgreSQL as a capture sees it: transactions that begin, commit and become visible, one publication, one
+slot, snapshots; and the state that every reader has to arrive at.
 
     begin ──► xid        write ──► edits, under locks        commit ──► LSN, in the stream        show ──► in snapshots
 
-Commits are in the order of LSNs, xids in that of beginnings, visibility in any: two that do not conflict may become
-visible the other way round. A change is carried by the stream where its table was published when it was written.
-In some worlds keys are deferrable: rows swap and rotate theirs, and two hold one key in between.
-A standby that is behind may take the place of the database (`standby`, `fail_over`): what committed since is gone, xids
-and LSNs are given once more.
+Commits are in the order of LSNs, xids in the order of beginnings, and visibility in any order: two transactions that do
+not conflict may become visible in reverse. The stream carries a change if its table was published when it was written.
+In some worlds keys are deferrable: rows swap and rotate their keys, and two rows hold one key in between.
+A standby that is behind may replace the database (`standby`, `fail_over`): later commits are lost, and their xids and
+LSNs are used again.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ COLUMNS = (
     Column("b", 25, -1, "text", -1),
 )
 WRITERS = 3
-"""Each has keys of its own, so that only a TRUNCATE ever waits for another one."""
+"""Number of writers. Each has its own keys, so that only a TRUNCATE waits for another writer."""
 KEYS = 9
 WIDE = "w" * 400
-"""A value that no record of this world may have: the topic writer parks the table."""
+"""Value that is too large for a record in this world: the topic writer pauses the table."""
 VANISHING = "gone"
-"""A row whose message comes without its body: the reader parks the table."""
+"""Value of a row whose message comes without its body: the reader pauses the table."""
 
 STRANGER = 99
-"""A table that somebody published by hand, and nobody captures: in half of the worlds."""
+"""Table that was published by hand and is not captured, in half of the worlds."""
 
 Contents = dict[str, Row]
-"""By the primary key's text."""
+"""Rows by the text of their primary key."""
 
 
 class Edit(NamedTuple):
@@ -56,7 +56,7 @@ class Edit(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A record that a topic has to hold."""
+    """Record that a topic must hold."""
 
     position: ChangePosition
     key: bytes | None
@@ -70,9 +70,9 @@ class Txn:
         self.edits: list[Edit] = []
         self.tag = ""
         self.sent = False
-        """The stream tells it: it has something that is published, or a message."""
+        """True if the stream sends it: it contains a published change or a message."""
         self.taken: set[tuple[int, str]] = set()
-        """Keys, with their tables, that rows took in it: these rows leave them no more, or only the database knew."""
+        """(Table, key) that rows took in this transaction. They keep these keys; else only the database would know."""
 
     def of(self, oid: int) -> list[Edit]:
         return [edit for edit in self.edits if edit.oid == oid]
@@ -82,7 +82,7 @@ class Txn:
 
 
 class Taken(NamedTuple):
-    """A snapshot: what it says of itself, the xids that it really sees, and all rows in it."""
+    """Snapshot: its PostgreSQL description, the xids that it really sees, and all its rows."""
 
     seen: PgSnapshot
     lsn: int
@@ -91,14 +91,14 @@ class Taken(NamedTuple):
 
 
 class Standby(NamedTuple):
-    """How far one has come that follows no more."""
+    """State of a standby that has stopped following."""
 
     commits: int
     lsn: int
     xid: int
     publication: frozenset[int] | None
     confirmed: int | None
-    """Of the slot, as it was kept in step; None = it was not"""
+    """Confirmed position of the slot, if the slot was synchronized, otherwise None."""
     slot_lsn: int
 
 
@@ -113,25 +113,25 @@ class Database:
         if world.source.random() < 0.5:
             self.relations[STRANGER] = Relation(STRANGER, "public", f"t{STRANGER}", COLUMNS)
         self.log: list[Txn] = []
-        """What committed, in order."""
+        """Committed transactions, in order."""
         self.lsn = 100
-        """Of the newest commit; the next record begins behind it."""
+        """LSN of the newest commit; the next record begins after it."""
         self.moved = asyncio.Event()
         self.publication: set[int] | None = None
         self.history: tuple[tuple[int, int], ...] = ((1, 0),)
-        """Its timelines (capture/postgres/timeline.py)."""
+        """Timelines of the server (capture/postgres/timeline.py)."""
         self.fork_lsn: int | None = None
-        """Where the newest of them began; None = it is the first one."""
+        """LSN at which the newest timeline began; None for the first one."""
         self.confirmed: int | None = None
-        """What the slot was told, inclusive; None = there is no slot."""
+        """LSN confirmed to the slot, inclusive; None without a slot."""
         self.slot_lsn = 0
-        """Where the slot began: what committed up to there is not in its stream."""
+        """LSN at which the slot began: earlier commits are not in its stream."""
         self.snapshots: dict[tuple[PgSnapshot, int], Taken] = {}
         self.copies: list[int] = []
-        """LSNs of those that tables were copied from."""
+        """LSNs of the snapshots from which tables were copied."""
         self._xid = 700
         self._running: dict[int, Txn] = {}
-        """Begun, and not visible yet."""
+        """Transactions that have begun and are not visible yet, by xid."""
         self._current: dict[int, Contents] = {oid: {} for oid in self.relations}
         self._visible: dict[int, Contents] = {oid: {} for oid in self.relations}
         self._shown: set[int] = set()
@@ -143,15 +143,15 @@ class Database:
         return txn
 
     def lives(self, txn: Txn) -> bool:
-        """False: the server that it was begun on is gone."""
+        """Return False if the server on which the transaction began is gone."""
         return self._running.get(txn.xid) is txn
 
     def writers_of(self, oid: int) -> list[Txn]:
-        """Who has its lock."""
+        """Return the transactions that hold the lock of the table."""
         return [txn for txn in self._running.values() if any(edit.oid == oid for edit in txn.edits)]
 
     def write(self, txn: Txn, writer: int, text: str, oid: int = 0) -> None:
-        """One random statement of `txn`, on any table unless it is named, if no lock is in its way."""
+        """Execute one random statement of `txn`, on `oid` or any table, unless a lock prevents it."""
         if not self.lives(txn):
             return
         source = self.world.source
@@ -176,7 +176,7 @@ class Database:
             self._edit(txn, Edit(oid, "delete", old, None, self._carried(oid)))
 
     def permute(self, txn: Txn, writer: int, text: str) -> None:
-        """One statement that gives the writer's rows each other's keys, in any order: the key is checked at its end."""
+        """Execute one statement that permutes the keys of the writer's rows; the key is checked at its end."""
         if self.rivals is None or self.rivals.random() < 0.5 or not self.lives(txn):
             return
         source, oid = self.rivals, self.rivals.choice(self.captured)
@@ -196,7 +196,7 @@ class Database:
         return self.publication is not None and oid in self.publication
 
     def _edit(self, txn: Txn, *edits: Edit) -> None:
-        """Of one table, by one statement."""
+        """Apply the edits of one statement to one table."""
         for edit in edits:
             txn.edits.append(edit)
             if self.rivals is not None and edit.new is not None and (edit.old or {}).get("id") != edit.new["id"]:
@@ -215,7 +215,7 @@ class Database:
         self.moved.set()
 
     def show(self, txn: Txn) -> None:
-        """From now on snapshots see it."""
+        """Make the transaction visible to snapshots."""
         if not self.lives(txn):
             return
         del self._running[txn.xid]
@@ -224,7 +224,7 @@ class Database:
             applied(rows, txn.of(oid))
 
     def mend(self) -> None:
-        """Rows that nobody can copy are taken away, so that in the end every table can be captured."""
+        """Delete the rows that cannot be copied, so that in the end every table can be captured."""
         txn = self.begin()
         for oid, rows in self._current.items():
             for row in [row for row in rows.values() if row["v"] in (WIDE, VANISHING)]:
@@ -237,12 +237,12 @@ class Database:
 
     @property
     def idle(self) -> bool:
-        """No transaction is open."""
+        """True if no transaction is open."""
         return not self._running
 
     @property
     def settled(self) -> bool:
-        """All that committed is visible."""
+        """True if all committed transactions are visible."""
         return all(not txn.lsn for txn in self._running.values())
 
     def snapshot(self) -> Taken:
@@ -253,9 +253,9 @@ class Database:
         self.snapshots[seen, taken.lsn] = taken
         return taken
 
-    # another server in its place ------------------------------------------------------------------
+    # failover to another server ------------------------------------------------------------------
     def standby(self) -> Standby:
-        """One that has replayed all so far, and follows no more."""
+        """Return a standby that has replayed everything so far and stops following."""
         published = None if self.publication is None else frozenset(self.publication)
         confirmed = self.confirmed if self.world.source.random() < 0.8 else None
         return Standby(len(self.log), self.lsn, self._xid, published, confirmed, self.slot_lsn)
@@ -275,9 +275,9 @@ class Database:
             self._visible[oid] = dict(self._current[oid])
         self.moved.set()
 
-    # what readers have to come to -------------------------------------------------------------------
+    # expected results of readers -------------------------------------------------------------------
     def select(self, oid: int, also: frozenset[int], lsn: int) -> Contents:
-        """The table as of all transactions up to `lsn`, and those of `also`."""
+        """Return the table as of all transactions up to `lsn`, and those in `also`."""
         rows: Contents = {}
         for txn in self.log:
             if txn.lsn <= lsn or txn.xid in also:
@@ -285,7 +285,7 @@ class Database:
         return rows
 
     def wanted(self, oid: int, held: frozenset[int], end_lsn: int, partitions: int) -> list[list[Wanted]]:
-        """The records of each partition, of the transactions below `end_lsn` that the copy did not hold."""
+        """Return the records of each partition, from the transactions below `end_lsn` that the copy did not contain."""
         found: list[list[Wanted]] = [[] for _ in range(partitions)]
 
         def put(at: ChangePosition, key: Row, value: Row | None) -> None:
@@ -319,7 +319,7 @@ class Database:
 
 
 def applied(rows: Contents, edits: Iterable[Edit]) -> list[Row | None]:
-    """Change the rows; of each edit, the row that holds the key that it leaves. In between two may hold one."""
+    """Apply edits to the rows. Return for each edit the row that holds the key it leaves; two rows may share a key."""
     holders = {key: [row] for key, row in rows.items()}
     stay: list[Row | None] = []
     for edit in edits:
@@ -347,7 +347,7 @@ def _json(row: Mapping[str, object]) -> bytes:
 
 
 def messages(txn: Txn, described: set[int], relations: dict[int, Relation]) -> list[FramedMessage]:
-    """The transaction as pgoutput tells it on a connection that has `described` these relations."""
+    """Return the transaction as pgoutput sends it on a connection that has `described` these relations."""
     time_us = (txn.lsn + 1_000_000_000_000 - POSTGRES_EPOCH_MS) * 1000
     out = [FramedMessage(txn.lsn, b"B" + struct.pack(">qqI", txn.lsn, time_us, txn.xid))]
     if txn.tag:
@@ -395,7 +395,7 @@ def _change(edit: Edit) -> bytes:
 
 
 def _values(row: Row | None, old: Row | None) -> bytes:
-    """A value of column b that an update left alone is TOASTed."""
+    """Encode a row. A value of column b that an update did not change is sent as TOASTed."""
     assert row is not None
     out = struct.pack(">H", len(COLUMNS))
     for column in COLUMNS:

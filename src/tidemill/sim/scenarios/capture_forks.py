@@ -1,4 +1,4 @@
-"""Worlds whose database fails over to a standby that is behind, and faults planted into what follows."""
+"""Worlds whose database fails over to a standby that is behind, and the faults planted into the reaction to that."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tidemill.sim.world import swapped
 
 FAULTS = ("unseen-fork", "kept-positions")
 NARROW = ("kept-positions",)
-"""Faults of shapes that outlive the failover: those of a table that lost nothing, in a process that lives on."""
+"""Faults in shapes that outlive the failover: shapes of a table that lost nothing, in a process that survives."""
 
 
 async def failing_over(
     server: Server, streams: Callable[[], bool], bound: Callable[[], int], *, narrow: bool = False
 ) -> None:
-    """Once, at some moment; the standby has fallen behind by then, mostly behind what is bound. `narrow`: far behind,
-    and in one table alone, so that the shapes of the others continue."""
+    """Fail over once, at some moment, to a standby that is behind, mostly behind the bound position. With `narrow` it
+    is far behind, but only in one table, so that the shapes of the other tables continue."""
     world, source, db = server.world, server.world.source, server.db
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(source.choice((0.5, 30.0, 30.0, 30.0))):
             await world.until(streams)
     await asyncio.sleep(source.uniform(0, 1.0) ** 2)
     standby = db.standby()
-    db.lsn += source.choice((50, 300) if narrow else (0, 0, 50, 300))  # of what nobody captures
+    db.lsn += source.choice((50, 300) if narrow else (0, 0, 50, 300))  # WAL of tables that are not captured
     await _writing(db, source.randint(int(narrow), 3), "lost", db.captured[:1] if narrow else db.captured)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(source.choice((0.0, 3.0, 3.0, 3.0))):
@@ -40,7 +40,7 @@ async def failing_over(
 
 
 async def _writing(db: Database, count: int, text: str, tables: Sequence[int]) -> None:
-    """So many transactions, each at a moment when nobody else has one open."""
+    """Write `count` transactions, each at a moment when no other transaction is open."""
     for number in range(count):
         await db.world.until(lambda: db.idle, every_s=0.01)
         txn = db.begin()
@@ -50,7 +50,7 @@ async def _writing(db: Database, count: int, text: str, tables: Sequence[int]) -
 
 
 async def _nothing(*_: object) -> ContinuityResult:
-    """Plants unseen-fork."""
+    """Plant the fault unseen-fork."""
     return ContinuityResult()
 
 

@@ -1,12 +1,13 @@
-"""Shapes that are kept over the lives of a capture: the real store on its real file, on one machine or two, and clients
-that follow a shape by its handle, whoever serves it.
+"""Shapes that outlive their capture process: the real store on its real file, on one machine or two, and clients that
+follow a shape by its handle, independent of the process that serves it.
 
-Faults: a flush takes effect or not, is told or not; a disk fails for a while, also for longer than anybody waits for
-it; what is read fails; a process dies in the middle of all that, or leaves in order, and the next one is on either
-machine: the files stay where they are.
-Oracle: wherever a client is up to date it has exactly the rows of a SELECT as of what it was told, through any lives; a
-handle is given once; no shape ends with a fault that nobody listed; a file that the capture's row names has all that
-was confirmed; once nothing moves every client comes to what the table is, and the last commit is confirmed.
+Faults: a flush takes effect or not, and is reported as successful or not; a disk fails for a while, also for longer
+than any client waits; reads fail; a process dies in the middle of that, or leaves in order, and the next process runs
+on either machine: the files remain where they are.
+Oracle: a client that is up to date has exactly the rows of a SELECT as of the LSN reported to it, across all processes;
+a handle is given out once; no shape ends with an unexpected fault; a file that the capture's row names has everything
+that was confirmed; once nothing moves, every client arrives at the contents of the table, and the last commit is
+confirmed.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ RETRY_S = 0.1
 
 
 class Disk:
-    """What the disks of a world do: some flushes fail, and some reads; for a while all flushes do; each takes up to
-    `slow_s`, both before and after it happens."""
+    """Disks of a world: some flushes and some reads fail; for a while all flushes fail. Each operation takes up to
+    `slow_s` before and again after its effect."""
 
     def __init__(self, world: World) -> None:
         source = world.source
@@ -67,12 +68,12 @@ class Disk:
         self._out = start_s, start_s + source.uniform(0, 5)
 
     def worsen(self) -> None:
-        """For faults that show only while it is slow and fails."""
+        """Make the disk slow and failing, for faults that are visible only then."""
         start_s = self._world.source.uniform(2, 6)
         self._out, self.slow_s, self._flushes = (start_s, start_s + 10), 0.3, 0.3
 
     def flushes(self) -> str:
-        """ "lost": it did not happen; "untold": it did, and is told as failed."""
+        """Draw the fault of a flush: "lost" (no effect), "untold" (effect, but reported as failed) or ""."""
         source, now_s = self._world.source, self._world.loop.time()
         if self._world.faults.healed:
             return ""
@@ -81,13 +82,13 @@ class Disk:
         return ""
 
     def read(self) -> None:
-        """Raises UnavailableError."""
+        """Raise UnavailableError if this read fails."""
         if not self._world.faults.healed and self._world.source.random() < self._reads:
             raise UnavailableError("the simulated disk does not read.")
 
 
 class SimFile(ShapeFile):
-    """The real file on a simulated disk."""
+    """Real file on a simulated disk."""
 
     def __init__(self, path: Path, world: World, disk: Disk) -> None:
         super().__init__(path)
@@ -116,7 +117,7 @@ class SimFile(ShapeFile):
 
 
 class SimStore(ShapeStore):
-    """The real store; what its threads do takes as long as the disk does."""
+    """Real store, whose threads take as long as the disk."""
 
     slow_s = 0.0
 
@@ -129,32 +130,32 @@ class SimStore(ShapeStore):
 
 
 class Machines:
-    """Where captures run, one after another, and what stays there when they die."""
+    """Machines on which the captures run, one after another, and the files that remain when they die."""
 
     def __init__(self, db: Database, directory: Path, *, count: int) -> None:
         self._db = db
         self._world = db.world
         self._count = count
         self.alternate = 0
-        """Lives are on so many machines by turns; 0 = at random."""
+        """Number of machines that the lives use in turn; 0 for random choice."""
         self._directory = directory
         self.disk = Disk(db.world)
         self._files: dict[str, SimFile] = {}
         self._catalogue: Catalogue | None = None
         self._limits = LogLimits(chunk_bytes=db.world.source.choice((100, 1 << 20)))
         self.sees: dict[str, frozenset[int]] = {}
-        """handle → the transactions that its first rows have"""
+        """Handle → transactions that its initial rows contain."""
         self.followed = 0
-        """Shapes that lived on in another process."""
+        """Number of shapes that continued in another process."""
 
     def open(self, actor: Actor[Any]) -> ShapeStore:
-        """By a new life of the capture, on any machine."""
+        """Open the store for a new life of the capture, on any machine."""
         number = actor.life.number % self.alternate if self.alternate else self._world.source.randrange(self._count)
         name = f"machine{number}"
         if name in self._files:
-            self._files[name].release()  # the lock, and all that was open, went with its process
+            self._files[name].release()  # the lock and all open files ended with their process
         file = self._files[name] = SimFile(self._directory / f"{name}.db", self._world, self.disk)
-        nobody = ThreadPoolExecutor(1)  # the simulated loop has no threads, and asks none
+        nobody = ThreadPoolExecutor(1)  # the simulated loop has no threads and uses none
         self._world.trace(f"{actor.life} on {name}")
         store = SimStore(
             file, nobody, nobody, actor.clock, self._world.rand(), StatusTracker(), "shapes:sim/disk", self._limits,
@@ -168,7 +169,7 @@ class Machines:
             file.release()
 
     async def lives(self, capture: Actor[Any], count: int) -> None:
-        """One after another, most of them once they stream; each dies at any moment, or leaves in order."""
+        """Run lives one after another, most of them until they stream; each dies at any moment, or leaves in order."""
         source, world = self._world.source, self._world
         for _ in range(count):
             with contextlib.suppress(TimeoutError):
@@ -185,7 +186,7 @@ class Machines:
             await capture.start()
 
     async def check(self) -> None:
-        """When no process runs: what may be restored has all that was confirmed, and nothing twice."""
+        """Check, while no process runs, that files that may be restored have every confirmed change once."""
         if self._catalogue is None:
             world = self._world
             self._catalogue = Catalogue(
@@ -193,7 +194,7 @@ class Machines:
                 world.clock, world.rand(),
             )  # fmt: skip
         row = await self._catalogue.get(CaptureRow, NAME)
-        # Where no table was copied all begins anew, and so do shapes.
+        # If no table was copied, the capture and its shapes begin again.
         goes_on = any(table.snapshot is not None for table in await self._catalogue.tables(NAME))
         for file in self._files.values():
             file.release()
@@ -213,7 +214,7 @@ class Machines:
             for item in split_chunk([joined for (joined,) in (*base, *items) if joined]):
                 read(json.loads(item), rows, handle)
             check_rows(self._db, self.sees[handle], kept.relation.oid, kept.request, max(confirmed, last), rows,
-                       f"what is kept of a shape lacks something that was confirmed: handle={handle}")  # fmt: skip
+                       f"a stored shape lacks confirmed changes: handle={handle}")  # fmt: skip
 
 
 def check_rows(
@@ -227,7 +228,7 @@ def check_rows(
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """`seen`: the client is up to date with this LSN; None = there is more."""
+    """Answer to a client. `seen` is the LSN as of which it is up to date; None if there is more."""
 
     items: list[bytes]
     end: LogOffset
@@ -235,7 +236,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class KeptShapes(Shapes):
-    """Those of one process that keeps them, as a node serves them (service.py, http/routes.py)."""
+    """Stored shapes of one process, served as by a node (service.py, http/routes.py)."""
 
     def __init__(self, machines: Machines, *args: Any, store: ShapeStore, late: bool) -> None:
         super().__init__(*args, late=late, store=store)
@@ -256,7 +257,7 @@ class KeptShapes(Shapes):
         self._run(readers)
 
     async def leave(self) -> None:
-        """In order, after the capture has."""
+        """Stop in order, after the capture has stopped."""
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -271,7 +272,7 @@ class KeptShapes(Shapes):
         return shape
 
     async def open(self, oid: int, request: ShapeRequest) -> str:
-        """Its new handle, once it is loaded; "" where the table is not captured now. Raises as `plan` else."""
+        """Return the handle of a new loaded shape; "" if the table is not captured now. Raises the errors of `plan`."""
         try:
             plan = await self._tables.plan_request(request)
         except FieldError:
@@ -285,11 +286,11 @@ class KeptShapes(Shapes):
             self._end(shape, "it cannot be loaded")
             raise
         if self._checked(shape) is None:
-            raise UnavailableError(f"it is over: {shape.end_reason}.")
+            raise UnavailableError(f"the shape has ended: {shape.end_reason}.")
         return shape.handle
 
     async def fetch(self, handle: str, offset: LogOffset) -> Answer | None:
-        """None: must-refetch. Raises UnavailableError."""
+        """Return the next items, or None for must-refetch. Raises UnavailableError."""
         if self._sink.restoring:
             raise UnavailableError("the shapes of an earlier life are being restored.")
         shape = self._checked(self._served.get(handle))
@@ -311,7 +312,7 @@ class KeptShapes(Shapes):
             self._end(shape, "deleted on request")
 
     def _checked(self, shape: LiveShape | None) -> LiveShape | None:
-        """None when it is over. Raises Violated when that should not have been."""
+        """Return the shape, or None if it has ended. Raises Violated if it broke."""
         if shape is not None and shape.broken:
             raise Violated(f"a shape broke: handle={shape.handle} error={shape.error}")
         if shape is not None and shape.has_ended:
@@ -321,7 +322,7 @@ class KeptShapes(Shapes):
 
 
 class Followers:
-    """Clients, who live as long as the world."""
+    """Clients that live as long as the world."""
 
     def __init__(self, db: Database, capture: Actor[Any], machines: Machines) -> None:
         self._db = db
@@ -330,11 +331,11 @@ class Followers:
         self._machines = machines
         self._handles: set[str] = set()
         self._seen: dict[int, int] = {}
-        """Of each: as of which LSN it is up to date, and was found right."""
+        """Client number → LSN as of which it is up to date, and was verified."""
         self.refetches = 0
 
     async def follow(self, number: int) -> None:
-        """For ever, one shape after another."""
+        """Follow one shape after another, forever."""
         source = self._world.source
         self._seen[number] = 0
         while True:
@@ -366,25 +367,25 @@ class Followers:
         await self._ask(lambda shapes: shapes.delete(handle))
 
     async def _ask(self, question: Callable[[KeptShapes], Awaitable[T]]) -> T:
-        """Of whoever serves, until somebody answers."""
+        """Ask the process that serves, until one answers."""
         while True:
             with contextlib.suppress(TidemillError, Down):
                 return await self._capture.enter(lambda node: question(node.shapes))
             await asyncio.sleep(self._world.source.uniform(0, 2 * RETRY_S))
 
     async def settled(self, lsn: int, within_s: float) -> None:
-        """All are up to date with this LSN. Raises NotLive."""
+        """Wait until all clients are up to date with this LSN. Raises NotLive."""
         try:
             async with asyncio.timeout(within_s):
                 await self._world.until(lambda: min(self._seen.values(), default=lsn) >= lsn)
         except TimeoutError as error:
-            raise NotLive(f"clients do not come to the end: seen={self._seen} last={lsn}") from error
+            raise NotLive(f"clients do not reach the end: seen={self._seen} last={lsn}") from error
 
 
 @contextlib.contextmanager
 def quickened(world: World, *, harsh: bool, patient: bool) -> Iterator[None]:
-    """Flushes within a world's time, on a disk that no power failure threatens. `harsh`: and often; `patient`: whose
-    faults are waited for."""
+    """Flush within a world's time, on a disk without power failures; often with `harsh`. With `patient`, the store
+    waits until a fault of the disk ends."""
     source = world.source
     with contextlib.ExitStack() as stack:
         for module, name, value in (
@@ -395,7 +396,7 @@ def quickened(world: World, *, harsh: bool, patient: bool) -> Iterator[None]:
             (store_module, "ABANDON_AFTER_S", 10.0 if patient else 0.3),
         ):
             stack.enter_context(swapped(module, name, value))
-        # Without the gap more of them are under way at once.
+        # Without the gap, more batches are in flight at the same time.
         gapless = random.Random(f"gap {world.seed}").random() < 0.5
         stack.enter_context(swapped(batch_sender, "MIN_ROUND_GAP_S", 0.0 if gapless else batch_sender.MIN_ROUND_GAP_S))
         yield

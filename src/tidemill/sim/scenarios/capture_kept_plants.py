@@ -1,4 +1,4 @@
-"""Faults planted into what shapes keep over the lives of a capture (`capture_kept`)."""
+"""Faults planted into the shape logs that outlive a capture process (`capture_kept`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LATE_S = 3.0
 
 
 class HastyStore(SimStore):
-    """Plants confirm-before-flush: what a flush takes counts as durable before it is."""
+    """Planted fault confirm-before-flush: the data of a flush counts as durable before it is."""
 
     async def flush(self) -> None:
         self.durable(self.position())
@@ -35,15 +35,15 @@ class HastyStore(SimStore):
 
 
 class TrustingStore(SimStore):
-    """Plants trusted-file: what a file holds is taken for complete, whoever captured in between."""
+    """Planted fault trusted-file: a file counts as complete although another process captured in between."""
 
     def claim(self, last: Collection[str]) -> bool:
         return super().claim([*last, self.owner] if self.owner else last)
 
 
 class LateSession(Session):
-    """Plants late-name: whoever follows on where another one was named has its own names written some time after the
-    stream has begun."""
+    """Planted fault late-name: a session that continues where another process was named writes its own names some time
+    after the stream has begun."""
 
     async def store_tap_names(self) -> None:
         if self.streaming or not self._own.current.taps:
@@ -55,12 +55,12 @@ class LateSession(Session):
                 await asyncio.sleep(LATE_S)
                 await super(LateSession, self).store_tap_names()
 
-        self._late = Tasks(lambda *_: None)  # whose failure is no more than a name that is not written
+        self._late = Tasks(lambda *_: None)  # its failure only leaves a name unwritten
         self._late.spawn(later(), name="late names")
 
 
 class HastyShapes(TableShapes):
-    """Plants route-before-restore: what the stream brings is routed while shapes are still being restored."""
+    """Planted fault route-before-restore: changes are routed while shapes are still being restored."""
 
     async def restore(self, name: str, start: Callable[[StoredShape, SavedTableShape, DiskLog], LiveShape]) -> None:
         sink = self._databases[name].sink
@@ -76,7 +76,7 @@ class HastyShapes(TableShapes):
 
 
 class UntrimmedConsumer(TableConsumer):
-    """Plants untrimmed-restore: a log that comes from disk takes again what it has."""
+    """Planted fault untrimmed-restore: a log from disk accepts changes again that it already has."""
 
     def __init__(self, *args: Any, has_lsn: int = 0, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -91,9 +91,9 @@ PLACES: dict[str, tuple[ModuleType, str, object]] = {
 }
 
 MOVES = ("trusted-file", "late-name")
-"""They show where another machine captured in between."""
+"""Faults that are visible only if another machine captured in between."""
 BAD_DISK = ("confirm-before-flush",)
-"""It shows while a disk is slow and fails."""
+"""Faults that are visible only while a disk is slow and fails."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a capture has stored, read without faults and held against what the database did (see `capture_topics`)."""
+"""Stored data of a capture, read without faults and compared with the database's history (see `capture_topics`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tidemill.topics.batch import decode_batch
 from tidemill.topics.partition_reader import LogPartitionReader
 
 NAME = "sim"
-"""Of the capture."""
+"""Name of the capture."""
 
 
 class Oracle:
-    """Reads what is stored, without faults."""
+    """Oracle that reads the stored data without faults."""
 
     def __init__(self, world: World, db: Database, config: CaptureConfig) -> None:
         self._world = world
@@ -32,7 +32,7 @@ class Oracle:
         self._tags: dict[str, set[int]] = {}
 
     def bindings(self) -> list[Binding]:
-        """Every binding that ever landed, whole."""
+        """Return every binding that ever landed, decoded."""
         landed = self._world.consensus.landed.get(remap_log_name(self._config.remap_name), [])
         for record in landed[len(self._bindings) :]:
             binding = decode_binding(record, self._bindings[-1] if self._bindings else None)
@@ -47,16 +47,16 @@ class Oracle:
         return stored[-1].lsn if stored else 0
 
     def check_told(self, flushed: int) -> None:
-        """P1, first half: a commit that is confirmed is bound."""
+        """Check that every confirmed commit is bound."""
         bound, slot = self.bound, self._db.slot_lsn
         unbound = [t.lsn for t in self._db.log if t.sent and max(bound, slot) < t.lsn <= flushed]
         if unbound:
-            # Raised within a session it would be one more fault to begin anew after.
+            # Not raised: within a session it would be another fault, after which the session begins again.
             said = f"confirmed past what is bound: flushed={flushed} bound={bound} commits={unbound}"
             self._world.loop.call_exception_handler({"message": "a status", "exception": Violated(said)})
 
     async def watch(self) -> None:
-        """Every binding, as it lands."""
+        """Check every binding when it lands."""
         log, seen = remap_log_name(self._config.remap_name), 0
         while True:
             await self._world.consensus.wait(log, seen, 600.0)
@@ -64,7 +64,7 @@ class Oracle:
             await self.check_bound()
 
     async def check_bound(self) -> None:
-        """P1, second half: what is bound is durable."""
+        """Check that all bound offsets are durable."""
         reader = LogPartitionReader(self._world.consensus, self._world.objects)
         for binding in self.bindings()[-1:]:
             for topic_id, offsets in binding.offsets.items():
@@ -74,17 +74,17 @@ class Oracle:
                         raise Violated(f"bound past what is durable: topic={topic_id} bound={offset} held={held}")
 
     def _lost(self, binding: Binding) -> bool:
-        """It describes what the database was before it failed over, and nothing that it is."""
+        """Return whether the binding describes only history that the database lost in its failover."""
         fork_lsn = self._db.fork_lsn
         return fork_lsn is not None and not binding.era and binding.lsn >= fork_lsn and self._forked
 
     @property
     def _forked(self) -> bool:
-        """Some binding is of a later era."""
+        """True if a binding is of a later era."""
         return any(binding.era for binding in self.bindings())
 
     async def check(self, catalogue: Catalogue) -> None:
-        """Once nothing moves any more."""
+        """Check the stored data, once nothing moves any more."""
         for row in await catalogue.tables(NAME):
             topic = await catalogue.get(TopicRow, row.topic)
             if row.snapshot is None or topic is None:
@@ -92,10 +92,10 @@ class Oracle:
             await self._check_topic(row, topic)
         bindings = self.bindings()
         for txn in self._db.log:
-            # An idle binding after it hides from the next life that it was bound: it is bound again, at the same place.
+            # An idle binding after it hides the tag from the next life, which binds it again, at the same place.
             if txn.tag and txn.lsn > self._db.slot_lsn and txn.lsn <= bindings[-1].lsn:
                 at = self._tags.get(txn.tag, set())
-                # Of those from before a copy the first binding behind it tells (B2).
+                # Tags from before a copy are bound by the first binding after it.
                 late = min((copied for copied in self._db.copies if copied > txn.lsn), default=LSN_NEVER)
                 if not at and self._cut_short(late):
                     continue
@@ -103,8 +103,8 @@ class Oracle:
                     raise Violated(f"a marker is not bound at its commit: tag={txn.tag} commit={txn.lsn} bound={at}")
 
     def _cut_short(self, late: int) -> bool:
-        """Of several tags from before one copy some are bound, and a session ended before the rest was: the next one
-        takes them for bound. Known, and not mended: it would have to read more than the newest binding."""
+        """Return whether a session ended after it had bound some of several tags from before one copy: the next session
+        treats the rest as bound. Known limitation: it would have to read more than the newest binding."""
         early = [txn.tag for txn in self._db.log if txn.tag and txn.lsn < late < LSN_NEVER]
         return any(lsn >= late for tag in early for lsn in self._tags.get(tag, ()))
 
@@ -129,7 +129,7 @@ class Oracle:
                                f" snapshot={snapshot}")  # fmt: skip
             copied += [record.key for record in found[:start]]
             held = found[start:]
-            # What a parked transaction wrote before it was known to be parked stays, unbound.
+            # Records that a transaction wrote before it paused the table remain, unbound.
             more = row.parked_lsn and all(r.position.commit_lsn >= row.parked_lsn for r in held[len(due) :])
             if held[: len(due)] != due or (len(held) > len(due) and not more):
                 first = next((i for i, pair in enumerate(zip(held, due, strict=False)) if pair[0] != pair[1]), len(due))
@@ -142,7 +142,7 @@ class Oracle:
         self._check_states(row, topic, parts)
 
     def _check_states(self, row: CaptureTableRow, topic: TopicRow, parts: list[list[Wanted]]) -> None:
-        """At every time that is bound the topic shows one state of the table, whatever its copy was made of."""
+        """Check that at every bound time the topic shows one state of the table, independent of how it was copied."""
         for binding in self.bindings():
             offsets = binding.offsets.get(topic.topic_id)
             if offsets is None or self._lost(binding):
@@ -158,7 +158,7 @@ class Oracle:
                                f"{keys} row={row}")  # fmt: skip
 
     def _check_offsets(self, topic: TopicRow, partition: int, start: int, due: list[Wanted], copied_lsn: int) -> None:
-        """B1, B2."""
+        """Check that every binding is a commit boundary, and not from before a copy of the table."""
         for binding in self.bindings():
             offsets = binding.offsets.get(topic.topic_id)
             if offsets is None or self._lost(binding):
@@ -166,7 +166,7 @@ class Oracle:
             covered = start + sum(record.position.commit_lsn <= binding.lsn for record in due)
             if offsets[partition] != covered:
                 raise Violated(f"a binding is no commit boundary: {binding} topic={topic.name} covers={covered}")
-            # The first one of an era may be right before the copy's position: no commit lies between the two.
+            # The first binding of an era may be right before the copy's position: no commit is between the two.
             if binding.lsn + bool(binding.era) < copied_lsn:
                 raise Violated(f"a binding is from before a copy: {binding} topic={topic.name} copy={copied_lsn}")
 
@@ -178,7 +178,7 @@ class Oracle:
 
 
 def _folded(records: list[Wanted]) -> dict[bytes, bytes]:
-    """Of one partition."""
+    """Return the rows of one partition, key → value."""
     rows: dict[bytes, bytes] = {}
     for record in records:
         if record.key is None:

@@ -1,4 +1,4 @@
-"""Faults planted into a session: each takes the place of one of its parts, for the worlds of one fault."""
+"""Faults planted into a session: each replaces one of its parts, for the worlds of one fault."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAULTS = (
 
 
 class RawWriter(TopicWriter):
-    """Plants seed002: what is durable in the middle of a transaction is reported as it is, not at its commit."""
+    """Planted fault `seed002`: a durable position inside a transaction is reported immediately, not at the commit."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -42,7 +42,7 @@ class RawWriter(TopicWriter):
 
 
 class EagerWriter(TopicWriter):
-    """Plants early-boundary: a commit's boundary goes to the binder when it was handed over, not when it is durable."""
+    """Planted fault early-boundary: a commit's boundary goes to the binder at its delivery, before it is durable."""
 
     def _add_boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
         super()._add_boundary(fragment, written)
@@ -50,7 +50,7 @@ class EagerWriter(TopicWriter):
 
 
 class EagerBinder(Binder):
-    """Plants early-confirm: a boundary is reported flushed when it is durable, before a binding covers it."""
+    """Planted fault early-confirm: a durable boundary is reported as flushed before a binding covers it."""
 
     def add_durable(self, boundaries: Sequence[CommitBoundary]) -> None:
         super().add_durable(boundaries)
@@ -59,8 +59,8 @@ class EagerBinder(Binder):
 
 
 class EagerCollector(Collector):
-    """Plants early-register: a commit is registered for those who had something of it before it is delivered, not for
-    those to whom it was."""
+    """Planted fault early-register: a commit is registered before its delivery, for the sinks that received a part of
+    it, not for those that received the commit."""
 
     async def _process_fragment(self, fragment: Fragment) -> None:
         if fragment.commits:
@@ -69,14 +69,14 @@ class EagerCollector(Collector):
 
 
 class BlindRivals(DeferrableKeys):
-    """Plants late-tombstone: who leaves a key leaves a tombstone, whoever has taken it."""
+    """Planted fault late-tombstone: a row that leaves a key writes a tombstone even if another row has the key."""
 
     async def resolve_fragment(self, fragment: Fragment) -> list[Fragment]:
         return [fragment]
 
 
 def _forgetful(world: World) -> Callable[..., Binder]:
-    """Plants lost-notice: now and then nobody is told that a commit is bound."""
+    """Plant the fault lost-notice: some notices that a commit is bound are dropped."""
 
     def make(remap: Any, clock: Any, on_bound: Callable[[ChangePosition], None], **options: Any) -> Binder:
         def told(position: ChangePosition) -> None:
@@ -90,7 +90,7 @@ def _forgetful(world: World) -> Callable[..., Binder]:
 
 @contextlib.contextmanager
 def planted(world: World, fault: str) -> Iterator[None]:
-    """Of the faults that are not planted by who takes part in the world itself."""
+    """Plant one of the faults that replace a part of the session."""
     places: dict[str, tuple[str, object]] = {
         "seed002": ("TopicWriter", RawWriter),
         "early-keepalive": ("ReplicationStatus", partial(ReplicationStatus, recompute_at_commit=False)),

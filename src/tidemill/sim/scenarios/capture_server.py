@@ -1,7 +1,7 @@
-"""The model of PostgreSQL in the place of connections and SQL: what a session asks, and its replication stream.
+"""Model of PostgreSQL in place of connections and SQL: the answers to a session's queries, and its replication stream.
 
-Every question takes a while, connections are refused and cut until the world is healed, and a status that is on its
-way when its connection ends is lost.
+Every query takes a while. Connections are refused and cut until the world is healed. A status in flight at the end of
+its connection is lost.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ POLL_S = 0.02
 KEEPALIVE_S = 1.0
 LOCK_WAIT_S = 0.5
 BLOCKS = 8
-"""Of each table."""
+"""Number of blocks of each table."""
 
 
 class Server:
-    """One database's server. `on_status(flushed)`: a status says that everything up to there is durable."""
+    """Server of one database. `on_status(flushed)` is called for a status: everything up to `flushed` is durable."""
 
     def __init__(self, db: Database, on_status: Callable[[int], None], *, late_publication: bool = False) -> None:
         self.db = db
@@ -53,14 +53,14 @@ class Server:
         self.late_publication = late_publication
         self.looks = 0
         self.late: set[int] = set()
-        """To be published once the snapshot was read: the planted fault."""
+        """Tables to publish after the snapshot was read (planted fault late-publication)."""
         self.servers = 1
-        """How many there were behind this address."""
+        """Number of servers that this address has had."""
         self.cuts = self.world.source.choice((0.0, 0.0, 0.01, 0.04))
         self.unreadable = self.world.source.choice((0.0, 0.0, 0.3))
 
     async def asked(self) -> None:
-        """A question on its way. Raises UnavailableError."""
+        """Delay a query, or cut the connection. Raises UnavailableError."""
         source = self.world.source
         await asyncio.sleep(source.uniform(0, 0.02) if source.random() < 0.5 else 0)
         self.cut("a question")
@@ -76,8 +76,8 @@ class Server:
         ]
 
     async def publish(self, oids: Sequence[int], settle: Container[int]) -> set[int]:
-        """Add them once nobody writes them (SHARE lock), and wait for who writes those that are there; those whose
-        writers did not end."""
+        """Publish tables once no transaction writes them (SHARE lock), and wait for the writers of tables that are
+        published already. Return the tables whose writers did not end in time."""
         published = self.db.publication
         assert published is not None
         failed: set[int] = set()
@@ -98,7 +98,7 @@ class Server:
         return failed
 
     def fail_over(self, to: Standby) -> None:
-        """Every connection is cut, and the address leads to another server."""
+        """Cut every connection, and move the address to another server."""
         self.servers += 1
         self.late.clear()
         self.db.fail_over(to)
@@ -110,7 +110,7 @@ class Server:
 
 
 class ServerWire:
-    """An ordinary connection: it is only asked what is asked in words; the rest are the functions below."""
+    """Ordinary connection. It answers only plain SQL; the functions below replace the other queries."""
 
     target = "server=sim"
     server_version = 180_000
@@ -122,7 +122,7 @@ class ServerWire:
 
     @property
     def server(self) -> Server:
-        """Raises UnavailableError when it is not the one any more that this connection led to."""
+        """Server of this connection. Raises UnavailableError if the address has moved to another server."""
         if self._number != self._server.servers:
             raise UnavailableError("the server is gone, and the connection with it.")
         return self._server
@@ -141,7 +141,7 @@ class ServerWire:
 
 
 class Connections:
-    """In the place of the class PgConnection."""
+    """Replacement of the class PgConnection."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -152,7 +152,7 @@ class Connections:
 
 
 class Stream:
-    """In the place of ReplicationStream: from the slot's position on, in order, keepalives in between."""
+    """Replacement of ReplicationStream: transactions from the slot's position on, with keepalives in between."""
 
     def __init__(self, wire: ServerWire) -> None:
         self._wire = wire
@@ -200,7 +200,7 @@ class Stream:
             if not txn.sent:
                 continue
             if source.random() < 0.3 and self._sent < txn.lsn:
-                # The next record may be this very commit: the server can promise nothing beyond its start.
+                # The next record may be this commit, so the server can promise nothing beyond its start.
                 queue.append(Keepalive(source.randint(self._sent + 1, txn.lsn), False))
             for number, item in enumerate(messages(txn, self._described, self._db.relations)):
                 if number and source.random() < 0.1:
@@ -216,7 +216,7 @@ class Stream:
         world = self._server.world
         world.trace(f"status flushed={flushed - 1}")
         self._server.on_status(flushed - 1)
-        # In this life's context: what is on its way when the connection ends is lost.
+        # In this life's context: a status in flight at the end of the connection is lost.
         world.loop.call_later(world.source.uniform(0, 0.05), self._told, flushed - 1)
 
     def _told(self, flushed: int) -> None:
@@ -229,14 +229,14 @@ class Stream:
 
 
 def _frame(item: FramedMessage | Keepalive) -> bytes:
-    """As it comes over the wire (status.py)."""
+    """Encode an item as sent over the wire (status.py)."""
     if isinstance(item, FramedMessage):
         return struct.pack(">cqqq", b"w", item.lsn, item.lsn, 0) + item.payload
     return struct.pack(">cqqB", b"k", item.wal_end, 0, item.reply_requested)
 
 
 class ServerSnapshot:
-    """In the place of copier.ExportedSnapshot."""
+    """Replacement of copier.ExportedSnapshot."""
 
     def __init__(self, wire: ServerWire, tables: Sequence[TableInfo], progress: object) -> None:
         self._wire = wire
@@ -297,18 +297,18 @@ class ServerSnapshot:
 
 
 def _block(row: Row) -> int:
-    """Where its version lies: one that is updated moves."""
+    """Return the block of a row's version; an update moves the row."""
     return crc32(_line(row)) % BLOCKS
 
 
 def _bounds(condition: str) -> tuple[int, int]:
-    """The blocks that a chunk's condition chooses."""
+    """Return the range of blocks that a chunk's condition selects."""
     low, high = re.search(r">= '\((\d+),0\)'", condition), re.search(r"< '\((\d+),0\)'", condition)
     return int(low[1]) if low is not None else 0, int(high[1]) if high is not None else BLOCKS
 
 
 def _line(row: Row) -> bytes:
-    """As COPY prints it; no value of this world needs an escape."""
+    """Format a row as COPY does; no value of this world needs an escape."""
     return ("\t".join("\\N" if value is None else value for value in row.values()) + "\n").encode()
 
 
@@ -355,7 +355,7 @@ async def _slot_state(wire: ServerWire, slot: str) -> SlotState | None:
 
 
 async def _create_slot(wire: ServerWire, config: CaptureConfig) -> SlotState:
-    """It begins where everything that committed is visible."""
+    """Create the slot at a position where all committed transactions are visible."""
     db = wire.server.db
     db.confirmed = None
     await wire.server.asked()
@@ -420,7 +420,7 @@ async def _list_tables_unless(wire: ServerWire, known: str, tables: list[TableIn
 
 
 async def _visible(wire: ServerWire) -> str:
-    """The model alters tables in no transaction: each look is one."""
+    """Return a new number for each call, since the model alters tables outside of transactions."""
     wire.server.looks += 1
     return str(wire.server.looks)
 
@@ -441,7 +441,7 @@ async def _attributes_of(wire: ServerWire, oids: Sequence[int]) -> dict[int, Tab
 
 
 def attributes(relation: Relation) -> TableAttributes:
-    """Of a table that nobody alters."""
+    """Return the attributes of a table that is never altered."""
     columns = tuple(
         ColumnAttributes(c.name, number, c.type_oid, c.type_mod, c.type_name, c.key_index)
         for number, c in enumerate(relation.columns, 1)
@@ -468,7 +468,7 @@ async def _heartbeat(wire: ServerWire) -> None:
 
 @contextlib.contextmanager
 def answering(server: Server) -> Iterator[None]:
-    """For as long as this holds, sessions talk to this server."""
+    """Connect all sessions to this server while the context is active."""
     connections = Connections(server)
     with contextlib.ExitStack() as stack:
         for module, names in (

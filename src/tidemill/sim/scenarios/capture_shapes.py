@@ -1,8 +1,8 @@
 """Shapes on a captured table: the real tap, router, consumers and logs over snapshots of the model, and their readers.
 
-Readers come at any moment, in the middle of a transaction too, read by chunks at their own pace and go at any moment.
-Oracle: whoever has read a log to its end has exactly the rows of a SELECT as of what the shape says it has seen, each
-inserted once and changed only while it is there.
+Readers come at any moment, also in the middle of a transaction, read by chunks at their own pace, and go at any moment.
+Oracle: a reader that has read a log to its end has exactly the rows of a SELECT as of the LSN that the shape reports,
+each inserted once and changed only while it exists.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tidemill.sim.world import Violated, World, swapped
 
 DSN = "host=sim dbname=sim"
 HOUSE_S = 1.0
-"""How often the service looks for shapes whose table is captured no more."""
+"""Interval at which the service checks for shapes whose table is no longer captured."""
 LATE_S = 0.2
 INFOS = (
     ColumnInfo("id", "int4", "b", 0, -1, True, True, True),
@@ -55,7 +55,7 @@ WHERES = ("", "", "id < 4", "v < 'm'", "id IN (1, 5)", "b IS NULL OR id = 2")
 
 
 class Ticking:
-    """Every look at the clock takes a moment, so that turns of shapes' work end at any step."""
+    """Clock whose every reading takes a moment, so that time slices of the shapes' work end at any step."""
 
     def __init__(self, world: World, clock: Clock) -> None:
         self._source = world.source
@@ -71,12 +71,12 @@ class Ticking:
 
 
 class ModelSource:
-    """In the place of PostgresSource."""
+    """Replacement of PostgresSource."""
 
     def __init__(self, db: Database, dsn: str) -> None:
         self._db = db
         self.sees: dict[str, frozenset[int]] = {}
-        """handle → the transactions that its first rows have"""
+        """Handle → transactions that its initial rows contain."""
 
     async def describe_table(self, relation: Relation) -> TableColumns:
         await asyncio.sleep(self._db.world.source.uniform(0, 0.02))
@@ -106,7 +106,7 @@ class ModelSource:
 
 
 class LateShapes(TableShapes):
-    """Plants late-consumer: a shape is registered with the router when its snapshot was taken, not before."""
+    """Planted fault late-consumer: a shape is registered with the router after its snapshot was taken, not before."""
 
     async def _build_shape(
         self, shape: LiveShape, request: ShapeRequest, database_name: str, info: TableColumns, where: Where | None
@@ -126,7 +126,7 @@ class LateShapes(TableShapes):
 
 
 class Compiler:
-    """In the place of compiling.CompilerThread: the simulated loop has no threads."""
+    """Replacement of the compiler thread: the simulated loop has no threads."""
 
     async def __call__(self, request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
         return compile_request(request, types, schema, table)
@@ -136,7 +136,7 @@ class Compiler:
 
 
 class Shapes:
-    """Those of one process, and `readers` of them."""
+    """Shapes of one process, and their readers."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Shapes:
         self._tasks = tasks
         self._clock = clock
         self.checked = 0
-        """Logs that were read to their end and compared."""
+        """Number of logs that were read to their end and compared."""
         ticking = Ticking(db.world, clock)
         kind: Callable[..., TableShapes] = LateShapes if late else TableShapes
         self._tables = kind(ticking, LoopShare(ticking), BacklogLimits(), Compiler())
@@ -200,7 +200,7 @@ class Shapes:
             try:
                 await self._follow(shape, plan.build, oid, request)
             finally:
-                self._end(shape, "nobody reads it")
+                self._end(shape, "no client reads it")
             self._world.trace(f"shape {shape.handle} ended: {shape.end_reason}")
 
     def _shape(self, plan: Plan, limits: LogLimits) -> LiveShape:
@@ -215,7 +215,7 @@ class Shapes:
     async def _follow(
         self, shape: LiveShape, build: Callable[[LiveShape], Awaitable[None]], oid: int, request: ShapeRequest
     ) -> None:
-        """Until it is gone, or nobody cares any more."""
+        """Read the shape until it ends, or for a random number of chunks."""
         source, rows, offset = self._world.source, dict[str, dict[str, Any]](), BEFORE_ALL
         await build(shape)
         where = filter_of(self._db, oid, request)
@@ -235,7 +235,7 @@ class Shapes:
 
     @property
     def _follows(self) -> bool:
-        """The stream is of the database that there is now. Between the two servers a shape shows the former one."""
+        """True if the stream comes from the current server. Between the two servers a shape shows the former one."""
         return self._db.fork_lsn is None or self._capture.is_streaming_from(self._db.history)
 
     def _compare(self, shape: LiveShape, oid: int, where: Where | None, rows: dict[str, dict[str, Any]]) -> None:
@@ -254,7 +254,7 @@ def filter_of(db: Database, oid: int, request: ShapeRequest) -> Where | None:
 
 
 def read(item: dict[str, Any], rows: dict[str, dict[str, Any]], handle: str) -> None:
-    """What a client of the protocol does with an item."""
+    """Apply an item to `rows` as a client of the protocol does. Raises Violated for an item that does not fit."""
     operation, key = item["headers"].get("operation"), item.get("key", "")
     if operation is None:
         return

@@ -1,18 +1,21 @@
 """A whole capture between a model of PostgreSQL and stores with faults: the real sessions with all their parts (set-up,
-copies before and beside the stream, converter, collector, tracker, status, topic writer, binder), the real topic room,
+copies before and during the stream, converter, collector, tracker, status, topic writer, binder), the real topic room,
 and real shapes on the same stream.
 
-Faults: every store fault; the capture process dies at any step and begins again at the position the server was last
-told; statuses are delayed or lost; questions and streams are cut, whereupon a session begins anew in the same process;
-rows come that cannot be read, written or copied, which park their table; tables are asked for again while all flows.
-Keys are deferrable in every fifth world, and rows take each other's within a statement.
-Some copies take so long that what changes meanwhile is set aside, up to a bound now and then: `capture_aside`. Some
-databases fail over to a standby that is behind: `capture_forks`.
-Oracle: the position told to the server never passes a commit that no stored binding covers, and no stored binding
-passes what the topics hold (P1: confirmed ≤ bound ≤ durable); every binding describes one commit boundary (B1), of
-tables that were copied by then (B2); after healing each topic holds its copy and then the committed history, once and
-in order, as far as it was not parked; every marker has its binding at its very commit; nothing is pending, and the
-server is told the last commit. Shapes: `capture_shapes`; those that outlive their process: `capture_kept`.
+Faults: every store fault; the capture process dies at any step and begins again at the last position confirmed to the
+server; statuses are delayed or lost; queries and streams are cut, after which a session begins again in the same
+process; some rows cannot be read, written or copied, which pauses their table; re-snapshots are requested during all
+that. Keys are deferrable in every fifth world, and rows exchange their keys within a statement.
+In some worlds copies are so slow that concurrent changes go to the side topic, sometimes up to a limit:
+`capture_aside`. Some databases fail over to a standby that is behind: `capture_forks`.
+Oracle:
+    confirmed ≤ bound ≤ durable   the position confirmed to the server never passes a commit that no stored binding
+                                  covers, and no stored binding passes the contents of the topics
+    boundaries                    every binding describes one commit boundary, of tables that were copied before
+    contents                      after healing each topic holds its copy and then the committed history, once and in
+                                  order, unless its table was paused; every marker is bound exactly at its commit
+    liveness                      nothing is pending, and the last commit is confirmed to the server
+Shapes: `capture_shapes`; shapes that outlive their process: `capture_kept`.
 Replay: python -m tidemill.sim --room capture --seed K --trace
 """
 
@@ -58,19 +61,19 @@ __all__ = ["FAULTS", "run"]
 FAULTS = (*SESSION_FAULTS, *ASIDE_FAULTS, *KEPT_FAULTS, *FORK_FAULTS)
 
 ROW_BYTES = 300
-"""A row that is wider cannot be written here."""
+"""Width above which a row cannot be written here."""
 ASIDE_SHARE = 0.4
-"""Of the worlds, those in which a copy takes so long that what changes meanwhile is set aside."""
+"""Share of worlds in which copies are slow and concurrent changes go to the side topic."""
 FORK_SHARE = 0.25
-"""Of the worlds without such shapes, those whose database fails over."""
+"""Share of the worlds without stored shapes in which the database fails over."""
 KEPT_SHARE = 0.4
-"""Of the worlds, those in which shapes are kept over the lives of their capture."""
+"""Share of worlds in which shapes outlive their capture process."""
 SETTLES_S = 120.0
-"""Of virtual time: after that what was to happen once all is healed never will."""
+"""Virtual time after healing within which everything must be complete."""
 
 
 class Process:
-    """One capture process: topics, the capture, shapes."""
+    """Capture process: topics, the capture, shapes."""
 
     def __init__(self, db: Database, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
@@ -82,7 +85,7 @@ class Process:
         self.kept: KeptShapes | None = None
 
     async def leave(self) -> None:
-        """In order; another process captures on."""
+        """Leave in order; another process continues the capture."""
         self.running.cancel()
         await asyncio.wait([self.running])
         await self.capture.aclose()
@@ -101,7 +104,7 @@ async def run(world: World, fault: str = "") -> None:
         stack.enter_context(planted_kept(fault))
         stack.enter_context(planted_aside(fault))
         stack.enter_context(planted_fork(fault))
-        # The other worlds are as they were.
+        # All other worlds keep their histories.
         deferrable = fault == "late-tombstone" or (not fault and world.seed % 5 == 2)
         tables = 3 if fault in NARROW else source.randint(1, 3)
         await _run(world, fault, Database(world, tables, deferrable=deferrable), stack)
@@ -116,13 +119,13 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
         partitions=source.randint(1, 2),
         binding_interval_ms=source.choice((1, 50)),
         idle_binding_ms=500,
-        heartbeat_s=10_000.0,  # what only a later commit sets going again is stuck
+        heartbeat_s=10_000.0,  # so that work that only a later commit would resume counts as stuck
         table_poll_s=source.choice((0.1, 0.5)),
         fragment_changes=source.choice((2, 2, 3, 500)),
         queue_changes=source.choice((2, 20_000)),
-        copy_again=False,  # what is parked stays so until the operator of this world comes by
+        copy_again=False,  # a paused table stays paused until the operator of this world acts
     )
-    copies = random.Random(f"copies {world.seed}")  # of a source of their own: the rest of a world is as it was
+    copies = random.Random(f"copies {world.seed}")  # a separate source, so that the rest of a world does not change
     config = replace(config, copy_connections=copies.choice((1, 1, 3)), copy_chunk_blocks=copies.choice((1, 4, 100)))
     slow = fault in ASIDE_FAULTS or (not fault and copies.random() < ASIDE_SHARE)
     if slow:
@@ -141,7 +144,7 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
     readers = source.randint(1, 3)
     machines: Machines | None = None
     harsh = fault in KEPT_FAULTS
-    # Of a source of their own: the other worlds do not depend on it.
+    # A separate source: the other worlds do not depend on it.
     if harsh or (not fault and random.Random(f"kept {world.seed}").random() < KEPT_SHARE):
         patient = harsh or source.random() < 0.5
         stack.enter_context(quickened(world, harsh=harsh, patient=patient))
@@ -216,7 +219,7 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
         await _settled(world, db, capture, oracle, SETTLES_S / 4 if fault else SETTLES_S)
         if followers is not None and not world.loop.failures:
             rows = await capture.node.catalogue.tables(NAME)
-            served = any(row.state == "captured" for row in rows)  # of a table that stays parked nothing is
+            served = any(row.state == "captured" for row in rows)  # shapes of a table that stays paused are not served
             await followers.settled(max((txn.lsn for txn in db.log if txn.sent and served), default=0), SETTLES_S)
         for each in (watching, *following):
             each.cancel()
@@ -226,7 +229,7 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
 
 
 async def _write(db: Database, writer: int, capture: Actor[Process], count: int, spoils: bool) -> None:
-    """An application: one transaction after another, most of them once something streams, if it does soon."""
+    """Run an application: one transaction after another, most of them after the stream has begun."""
     source = db.world.source
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(source.choice((0.0, 3.0, 10.0))):
@@ -249,7 +252,7 @@ async def _write(db: Database, writer: int, capture: Actor[Process], count: int,
 
 
 def _last_words(db: Database) -> None:
-    """A transaction after which nothing comes, and which ends with changes that are none of the topics'."""
+    """Commit the last transaction, which ends with changes that go to no topic."""
     txn = db.begin()
     for number in range(6):
         db.write(txn, 0, f"last.{number}", db.world.source.choice(db.captured))
@@ -260,7 +263,7 @@ def _last_words(db: Database) -> None:
 
 
 async def _operate(db: Database, capture: Actor[Process], count: int) -> None:
-    """Somebody asks for tables again, whether they flow or are parked."""
+    """Request re-snapshots of tables, streaming or paused, as an operator."""
     source = db.world.source
     for _ in range(count):
         await asyncio.sleep(source.uniform(0, 2.0))
@@ -271,14 +274,14 @@ async def _operate(db: Database, capture: Actor[Process], count: int) -> None:
 
 
 async def _shown(db: Database, txn: Txn) -> None:
-    """A commit is in the WAL, and decoded, before it is visible."""
+    """Make a transaction visible some time after its commit: it is in the WAL, and decoded, before that."""
     source = db.world.source
     await asyncio.sleep(source.uniform(0, 0.2) if source.random() < 0.3 else 0)
     db.show(txn)
 
 
 async def _settled(world: World, db: Database, capture: Actor[Process], oracle: Oracle, within_s: float) -> None:
-    """All tables flow, all is flushed, nothing is pending, the server is told the last commit. Raises NotLive."""
+    """Wait until all tables stream, nothing is pending and the last commit is confirmed. Raises NotLive."""
 
     def done() -> bool:
         node = capture.node

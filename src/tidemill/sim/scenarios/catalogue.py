@@ -1,9 +1,9 @@
-"""Nodes and tools that create, delete and replace rows of one catalogue at once, and die while they do.
+"""Nodes and tools that create, delete and replace rows of one catalogue concurrently, and die while they do.
 
-Faults: every store fault; every process dies at any step, leaders among them; leases are short, so two believe to
-lead at once; answers to requests get lost, and what was asked may be executed when nobody waits any more.
-Oracle: the history of each name is linearizable, outcomes never learned included: a creation counts once however
-often it was tried, and nothing that was deleted comes back. In the end every process reads the same rows, and the
+Faults: every store fault; every process dies at any step, leaders too; leases are short, so that two processes may
+believe to lead at the same time; answers are lost, and a request may be executed when no client waits for it any more.
+Oracle: the history of each name is linearizable, including outcomes that were never learned: a creation counts once
+however often it was tried, and a deleted row never comes back. In the end every process reads the same rows, and the
 rows of topics by name and by id are the same.
 Replay: python -m tidemill.sim --room catalogue --seed K --trace
 """
@@ -33,7 +33,7 @@ class Process(NamedTuple):
 
 
 class Shared:
-    """`calls`: the history of every name; a topic's state is the token its creator gave it, "" for none."""
+    """Shared state. `calls` is the history of every name; a topic's state is the token of its creator, or ""."""
 
     def __init__(self, world: World, fault: str) -> None:
         source = world.source
@@ -69,7 +69,7 @@ async def run(world: World, fault: str = "") -> None:
     await compare(shared, actors)
     for name, calls in shared.calls.items():
         if not linearizable(calls, "", model):
-            raise Violated(f"no order of the calls explains what they heard: name={name} calls={calls}")
+            raise Violated(f"no order of the calls explains their results: name={name} calls={calls}")
 
 
 async def client(shared: Shared, actors: list[Actor[Process]], name: str) -> None:
@@ -166,7 +166,7 @@ def model(state: Any, operation: Any) -> tuple[Any, Any]:
 
 
 async def compare(shared: Shared, actors: list[Actor[Process]]) -> None:
-    """After healing: one more write through everyone, and everyone reads the same."""
+    """Check after healing: one more write through every process, and all processes read the same rows."""
     seen: list[Any] = []
     for actor in actors:
         await soon(partial(put, shared, actor, f"last-{actor.name}"))

@@ -1,9 +1,9 @@
 """Clients on registers and a log, under faults and crashes.
 
-Faults: every store fault; clients die at any step and begin again knowing nothing.
-Oracle: the history of each register and of the log is linearizable, outcomes never learned included; a
-record submitted with `resolve_append` after every lost answer stands in the log at most once, and exactly
-once if its client was told so.
+Faults: every store fault; clients die at any step and begin again without memory.
+Oracle: the history of each register and of the log is linearizable, including outcomes that were never learned; a
+record submitted with `resolve_append` after every lost answer is in the log at most once, and exactly once if this was
+reported to its client.
 Replay: python -m tidemill.sim --room consensus --seed K --trace
 """
 
@@ -29,10 +29,10 @@ class History:
         self._moments = 0
         self.calls: dict[str, list[Call]] = {name: [] for name in (*REGISTERS, LOG)}
         self.submitted: dict[bytes, bool] = {}
-        """record → was its client told that it stands"""
+        """Record → whether its client learned that it is in the log."""
 
     async def record(self, client: str, name: str, operation: Any, call: Callable[[], Awaitable[Any]]) -> None:
-        """Run one call and note what its caller learned. Unavailable = it did not happen, so it is no call."""
+        """Run one call and record what its caller learned. An unavailable call did not happen, and is not recorded."""
         entry = Call(client, operation, start=self._moment())
         self.calls[name].append(entry)
         try:
@@ -45,13 +45,13 @@ class History:
         entry.end, entry.result, entry.known = self._moment(), result, True
 
     def _moment(self) -> int:
-        """Counted, not timed: two calls in the same instant of virtual time are still one after the other."""
+        """Return the next moment, a count: two calls at the same virtual time still have an order."""
         self._moments += 1
         return self._moments
 
 
 class Client:
-    """Does a drawn number of random operations, one after another."""
+    """Client that does a drawn number of random operations, one after another."""
 
     def __init__(self, world: World, actor: Actor[Any], history: History, fault: str) -> None:
         self._world = world
@@ -135,7 +135,7 @@ class Client:
             return _refusal(refused)
 
     async def _submit(self) -> None:
-        """Get one record into a log once, whatever the answers: what every writer in the rooms has to do."""
+        """Append one record to a log exactly once, in spite of lost answers, as every writer in the rooms must."""
         record = self._rand.nonce().encode()
         self._history.submitted[record] = False
         while True:

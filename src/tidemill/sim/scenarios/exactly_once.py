@@ -1,10 +1,10 @@
 """Workers of one group that read, write and commit in transactions, on the real coordinators of both.
 
-Faults: those of `transactions`; workers die at any step, their transactions left open, and come back as somebody else;
-some sleep for longer than their session at any step and go on as if nothing had happened; each life speaks version 1 or
-2 of transactions.
-Oracle: of what is read, every offset below the group's committed one is shown once to committed readers, in order, and
-none beyond. After healing every partition gets on, and nobody is told for ever to come again.
+Faults: those of `transactions`; workers die at any step, leave their transactions open, and come back with a new
+identity; some sleep longer than their session at any step and then continue; each life uses version 1 or 2 of
+transactions.
+Oracle: committed readers see every offset below the group's committed offset once, in order, and none beyond. After
+healing every partition makes progress, and no client is asked to retry forever.
 Replay: python -m tidemill.sim --room transactions --seed K --trace
 """
 
@@ -43,7 +43,7 @@ from tidemill.topics.api import (
 from tidemill.topics.batch import Record
 
 SOURCE = "source"
-"""Nobody writes it: record N of a partition is N."""
+"""Source topic, which is never written: record N of a partition is N."""
 FAULTS = ("untold-offsets", "checked-once", "unfenced-offset", "stays-replaced")
 LATER = (*AGAIN, error_codes.CONCURRENT_TRANSACTIONS, error_codes.UNSTABLE_OFFSET_COMMIT)
 
@@ -51,11 +51,11 @@ T = TypeVar("T")
 
 
 class Aborted(Exception):
-    """This transaction is to be aborted: another member may have its partitions."""
+    """Raised when the transaction must be aborted: another member may have its partitions."""
 
 
 class Died(Exception):
-    """Of its own accord, or because nobody knows what became of what it asked for."""
+    """Raised when a worker ends by choice, or because the outcome of its request is unknown."""
 
 
 class Worker:
@@ -67,7 +67,7 @@ class Worker:
         self._partitions = partitions
         self._lives = self._joins = 0
         self.done_healed: set[int] = set()
-        """Partitions of which it did something once the world was healed."""
+        """Partitions on which the worker made progress after healing."""
 
     async def work(self) -> None:
         while not self._cluster.stopping:
@@ -100,7 +100,7 @@ class Worker:
 
     # asking ---------------------------------------------------------------------------------------
     async def _ask(self, work: Callable[[Broker], Coroutine[Any, Any, T]], owner: Callable[[Broker], str]) -> T:
-        """Until somebody answers. Raises Aborted, Died; TidemillError only where it certainly did not happen."""
+        """Ask until a node answers. Raises Aborted, Died; TidemillError only if the request certainly had no effect."""
         for _ in range(60):
             broker = self._cluster.pick(owner)
             if broker is not None:
@@ -115,10 +115,10 @@ class Worker:
                 finally:
                     link.close()
             await asyncio.sleep(self._source.uniform(0.01, 0.2))
-        raise Died("nobody answers")
+        raise Died("no node answers")
 
     async def _coded(self, work: Callable[[Broker], Coroutine[Any, Any, int]], owner: Callable[[Broker], str]) -> int:
-        """Asked again while it is to be; in a healed world that ends."""
+        """Repeat the request while its code says to retry. In a healed world that must end."""
         tries = {False: 0, True: 0}
         while max(tries.values()) < 200:
             tries[self._world.faults.healed] += 1
@@ -128,7 +128,7 @@ class Worker:
             await asyncio.sleep(0.05)
         if tries[True] == 200:
             raise Violated(f"a wait does not end: worker={self._id} code={code}")
-        raise Died("nobody coordinates")
+        raise Died("no node coordinates")
 
     def _owner(self, node: Broker) -> str:
         return node.owner(self._id)
@@ -139,13 +139,13 @@ class Worker:
     async def _slow(self) -> None:
         if not self._world.faults.healed:
             if self._source.random() < 0.03:
-                raise Died("of its own accord")
+                raise Died("by choice")
             if self._source.random() < 0.05:
                 await asyncio.sleep(self._cluster.session_ms / 1000 * self._source.uniform(0.5, 3.0))
 
     # the group ------------------------------------------------------------------------------------
     async def _join(self) -> None:
-        """Until it has partitions."""
+        """Join the group until the worker has partitions."""
         while not self._cluster.stopping:
             answer = await self._joined()
             if answer is not None and await self._synced(answer) and self._held:
@@ -153,13 +153,13 @@ class Worker:
             await asyncio.sleep(0.05)
 
     async def _joined(self) -> JoinAnswer | None:
-        # Nobody says that they live within a transaction: in a healed world there must be time for one.
+        # No heartbeat is sent within a transaction, so in a healed world the session must outlast one.
         session_ms = max(self._cluster.session_ms, self._healed_ms(5_000))
         found: list[JoinAnswer] = []
 
         async def join(node: Broker) -> int:
             self._joins += 1
-            new_id = f"{self._id}.{self._joins}"  # of this request alone: nobody takes the place of one that waits
+            new_id = f"{self._id}.{self._joins}"  # unique, so that no request replaces one that waits
             ask = JoinRequest(
                 self._member, new_id, None, "c", "/h", session_ms, session_ms, "consumer", (("range", b""),)
             )
@@ -212,7 +212,7 @@ class Worker:
             return refused.code
 
     async def _positions(self) -> dict[int, int]:
-        """What is committed, once nothing of it is undecided."""
+        """Return the committed offsets, once none of them is undecided."""
         found: dict[int, int] = {}
 
         async def read(node: Broker) -> int:
@@ -228,7 +228,7 @@ class Worker:
 
     # the transaction ------------------------------------------------------------------------------
     def _healed_ms(self, healed_ms: int) -> int:
-        """A time-out of a healed world; where nodes are of two minds it is no way out of a wait that does not end."""
+        """Return a timeout for a healed world; long if two nodes lead, so that it does not hide an endless wait."""
         long_ms = 60_000 if self._cluster.two_minds else healed_ms
         return long_ms if self._world.faults.healed else 0
 
@@ -244,7 +244,7 @@ class Worker:
             await asyncio.sleep(0.05)
 
     async def _transaction(self, at: dict[int, int]) -> None:
-        """`at`: where it is; moves on when it is committed. Raises Aborted, Died."""
+        """Run one transaction from the positions `at`, which advance with its commit. Raises Aborted, Died."""
         some = self._source.sample(sorted(self._held), self._source.randint(1, len(self._held)))
         to = dict(at)
         places = {self._cluster.topic.topic_id: tuple(sorted(some))}
@@ -298,7 +298,7 @@ class Worker:
 
         async def commit(node: Broker) -> int:
             if self._cluster.two_minds:
-                await self._beat(node)  # as clients do beside it; elsewhere its session may end while it waits
+                await self._beat(node)  # as clients do concurrently; else the session may end
             return await store_offsets(
                 node.groups, node.transactions, identity, GROUP, member, offsets, adds=self._bumps,
                 faults=self._cluster.faults,
@@ -307,7 +307,7 @@ class Worker:
         self._told(await self._group(commit))
 
     async def _end(self, *, commit: bool) -> None:
-        """Raises Died where it came too late."""
+        """End the transaction. Raises Died if it came too late."""
 
         async def end(node: Broker) -> int:
             if not self._bumps:

@@ -1,8 +1,8 @@
-"""A member of the consumer protocol in the room `groups`: it does as clients of KIP-848 do.
+"""Member of the consumer protocol in the scenario `groups`; it behaves like a client of KIP-848.
 
-It uses what it is told, lets go at once of what it is not told any more, and names both in its next heartbeat. What it
-asked for and heard nothing of may be executed any time later: then only somebody else may go on, and its partitions
-are free once the session of who it was is over.
+A member uses the partitions that it is assigned, releases the others immediately, and names both in its next heartbeat.
+A request without an answer may be executed at any later time. The member then continues under a new id, and its
+partitions are free when the session of the former id has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Modern:
         self._begin()
 
     def _begin(self) -> None:
-        """As somebody else."""
+        """Begin again as a new member."""
         self._lives += 1
         self._member = f"{self.name}.{self._lives}"
         self._forget()

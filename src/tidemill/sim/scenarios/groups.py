@@ -1,13 +1,13 @@
 """Consumers of one group on the real coordinators over the real metastore, which come, go and die while nodes do.
 
 Faults: every store fault; two nodes that die at any step and start again; in every third world both believe that they
-coordinate every group, so that they fence each other. Consumers leave, die without leaving and come back as somebody
-else; connections break, answers get lost, and what was asked may be executed when nobody waits any more.
-In a third of the worlds they are of the consumer protocol (`group_members`), in another third of both, so that the
-group goes over and back while they are in it; half of those end with the classic protocol alone.
-Oracle: of one generation every partition is assigned once, and nobody commits to one that somebody else was given; an
-offset that was acknowledged is what every later reading finds, or a newer one; what is read never goes back. After
-healing every partition is assigned to somebody alive and gets on, and every wait ends.
+coordinate every group, so that they fence each other. Consumers leave, die without leaving and come back as new
+members; connections break, answers are lost, and a request may be executed when no client waits for it any more.
+In a third of the worlds the consumers use the consumer protocol (`group_members`), in another third both protocols, so
+that the group changes its protocol back and forth; half of those end with the classic protocol only.
+Oracle: in one generation every partition is assigned once, and no member commits to a partition of another member;
+every later read finds an acknowledged offset or a newer one; offsets never go back. After healing every partition is
+assigned to a live member and makes progress, and every wait ends.
 Replay: python -m tidemill.sim --room groups --seed K --trace
 """
 
@@ -34,7 +34,7 @@ from tidemill.topics.membership import Membership, NodeInfo, rendezvous_leader
 
 GROUP, TOPIC = "g", "t"
 SUBSCRIBED = b"\x00\x00" + b"\x00\x00\x00\x01" + b"\x00\x01t" + b"\xff\xff\xff\xff"
-"""What a consumer of version 0 says of itself: the topic."""
+"""Metadata of a consumer of version 0: the topic."""
 AGAIN = (error_codes.COORDINATOR_LOAD_IN_PROGRESS, error_codes.COORDINATOR_NOT_AVAILABLE, error_codes.NOT_COORDINATOR)
 REJOIN = (error_codes.REBALANCE_IN_PROGRESS, error_codes.ILLEGAL_GENERATION)
 
@@ -47,7 +47,7 @@ class Node(NamedTuple):
 
 
 class Shared:
-    """The group's nodes, and what its consumers were told."""
+    """Nodes of the group, and the assignments and offsets that its consumers learned."""
 
     def __init__(self, world: World, fault: str) -> None:
         source = world.source
@@ -56,7 +56,7 @@ class Shared:
         self.faults = frozenset({fault} if fault else ())
         self.partitions = source.randint(1, 4)
         self.patience_s = source.choice((3.0, 8.0))
-        """A client hangs up after so long without an answer."""
+        """Time without an answer after which a client hangs up."""
         self.session_ms = source.choice((800, 3_000))
         self.limits = GroupLimits(
             initial_delay_ms=source.choice((0, 300)), session_ms_min=10, consumer_session_ms=self.session_ms
@@ -69,19 +69,19 @@ class Shared:
         )
         self.nodes = [Actor(world, name, self._build) for name in ("node-a", "node-b")]
         self.assigned: dict[int, dict[str, frozenset[int]]] = {}
-        """generation → member → what it was assigned"""
+        """Generation → member → assignment."""
         self.acknowledged: dict[int, int] = {}
         self.read: dict[int, int] = {}
-        """The greatest offset that a finished reading found."""
+        """Greatest offset that a completed read found."""
         self.commits_healed: set[int] = set()
         self.stopping = False
         self.is_mixed, self.is_modern = source.choice(((False, False), (False, True), (True, True)))
-        """Members of both protocols; any of the consumer protocol (`group_members`)."""
+        """True if members use both protocols, and if any use the consumer protocol (`group_members`)."""
         self.retires = self.is_mixed and source.random() < 0.5
-        """At the end those of the consumer protocol go."""
+        """True if the members of the consumer protocol leave at the end."""
         self.telling = 0
         self.holders: dict[int, tuple[int, str, int]] = {}
-        """partition → the greatest epoch in which a member was told that it has it, who, and which telling it was"""
+        """Partition → (greatest epoch in which it was assigned to a member, that member, number of the answer)."""
 
     async def _build(self, actor: Actor[Node]) -> Node:
         consensus, rand = actor.consensus(), self.world.rand()
@@ -130,7 +130,7 @@ class Shared:
         return self.retires and self.world.faults.healed
 
     def told(self, member: str, epoch: int, partitions: frozenset[int]) -> None:
-        """Answers come in any order, so their epochs say which of them is newer."""
+        """Record an assignment. Answers come in any order; their epochs order them."""
         self.telling += 1
         for partition in partitions:
             newest, holder, _ = self.holders.get(partition, (0, member, 0))
@@ -140,7 +140,7 @@ class Shared:
                 self.holders[partition] = (epoch, member, self.telling)
 
     def committed(self, member: str, offsets: dict[int, int], since: int) -> None:
-        """Acknowledged; what was told up to `since` was told before it was asked for."""
+        """Record an acknowledged commit. Answers up to number `since` came before its request."""
         for partition, offset in offsets.items():
             _, holder, number = self.holders.get(partition, (0, member, 0))
             if holder != member and number <= since:
@@ -151,7 +151,7 @@ class Shared:
 
 
 async def call(shared: Shared, actor: Actor[Node] | None, ask: Callable[[Node], Awaitable[T]]) -> T | None:
-    """Over a connection of its own; None when nobody answered in time."""
+    """Make a request over a separate connection. Return None if no answer came in time."""
     if actor is None:
         return None
     link = Link(actor, delay_s=shared.world.source.choice((0.0, 0.001, 0.05)))
@@ -172,7 +172,7 @@ async def led(node: Node) -> GroupRunner | int:
 
 
 class Topics:
-    """The one topic, as every node sees it."""
+    """Metadata of the only topic, as every node sees it."""
 
     version = 1
 
@@ -187,7 +187,7 @@ class Topics:
 
 
 class Consumer:
-    """Of the classic protocol, eager."""
+    """Member of the classic protocol with eager rebalancing."""
 
     def __init__(self, shared: Shared, name: str) -> None:
         self._shared = shared
@@ -211,7 +211,7 @@ class Consumer:
             await asyncio.sleep(self._source.uniform(0.01, 0.2))
 
     async def _call(self, ask: Callable[[Node], Awaitable[T]]) -> T | None:
-        """To the same node as long as it answers and says that it coordinates the group."""
+        """Ask the same node as long as it answers that it coordinates the group."""
         if self._coordinator is None or not self._coordinator.ready:
             self._coordinator = self._shared.pick()
         answer = await call(self._shared, self._coordinator, ask)
@@ -220,7 +220,7 @@ class Consumer:
         return answer
 
     async def _join(self) -> bool:
-        """Has it an assignment?"""
+        """Join and sync; return whether the member got an assignment."""
         lives = f"{self.name}.{self._lives}"
         ask = JoinRequest(
             self._member, lives, None, "c", "/h", self._shared.session_ms, 2_000, "consumer", (("range", SUBSCRIBED),),
@@ -233,7 +233,7 @@ class Consumer:
 
         answer = await self._call(join)
         if answer is None or isinstance(answer, int):
-            # A member that nobody knows of waits for its session to end: as clients do, it joins as somebody else.
+            # An unknown member waits for its session to end. Like clients do, it joins as a new member.
             if answer is None:
                 self._member = ""
             return False
@@ -294,7 +294,7 @@ class Consumer:
                 return
             code = await self._commit(at) if self.partitions and end < 0.6 else await self._call(self._beat)
             if code is None:
-                # What it asked for may be executed any time later: only somebody else may go on from here.
+                # The request may be executed at any later time, so only a new member may continue from here.
                 self._member = ""
                 return
             if code and code not in AGAIN:
@@ -331,7 +331,7 @@ class Consumer:
 
 
 async def read(shared: Shared, partitions: frozenset[int]) -> dict[int, int] | None:
-    """Committed offsets; held against everything that was acknowledged or read before this began."""
+    """Read committed offsets, and check them against everything acknowledged or read before this call."""
     least = {p: max(shared.acknowledged.get(p, 0), shared.read.get(p, 0)) for p in partitions}
 
     async def ask(node: Node) -> dict[tuple[str, int], GroupOffsetRow]:

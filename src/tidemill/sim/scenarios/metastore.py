@@ -1,13 +1,13 @@
 """Nodes that lead, follow and die over one domain of the metastore, and one restore of it from the bucket alone.
 
-Faults: every store fault; every node dies at any step; leases are short, so two believe to lead at once; an old
-manifest is proposed again late; the log refuses some manifests; a collection that a dead leader had begun ends
-after its death; in some worlds consensus fails over to a standby that is behind, and loses its newest commits; in some
-consensus is lost between two halves and the domain goes on from its bucket.
-Oracle: the log alone, replayed by the faultless rules, says what the rows are (`oracles.metastore`): after all
-leaders died and one came back they are exactly that, and those of a restore are exactly the manifest's. The
-history of each key is linearizable, outcomes never learned included; rows written together are read together;
-a flush that was acknowledged is in a manifest the log took; every file that the replicated manifest names exists.
+Faults: every store fault; every node dies at any step; leases are short, so that two nodes may believe to lead at the
+same time; an old manifest is proposed again late; the log rejects some manifests; a collection that a dead leader had
+begun ends after its death; in some worlds consensus fails over to a standby that is behind, and loses its newest
+commits; in some worlds consensus is lost halfway and the domain continues from its bucket.
+Oracle: the log alone, replayed by rules without faults, gives the rows (`oracles.metastore`). After all leaders died
+and one came back, the rows are exactly these; the rows of a restore are exactly those of the manifest. The history of
+each key is linearizable, including outcomes that were never learned; rows written together are read together; a flush
+that was acknowledged is in a manifest that the log accepted; every file that the replicated manifest names exists.
 Replay: python -m tidemill.sim --room metastore --seed K --trace
 """
 
@@ -55,14 +55,14 @@ NAME = "d"
 LOG = f"metastore/{NAME}"
 KEYS = (b"k/0", b"k/1", b"k/2")
 PAIR = (b"p/a", b"p/b")
-"""Always written together with one value."""
+"""Keys that are always written together with one value."""
 
 Found = tuple[int, bytes]
-"""seqno and value of a live row, (0, b"") for none."""
+"""(seqno, value) of a live row, (0, b"") for none."""
 
 NO_ROW: Found = (0, b"")
 LATE_PUTS_S = 10.0
-"""By then whatever a dead process had sent has arrived: a restore waits longer than that."""
+"""Time within which calls of a dead process arrive; a restore waits longer."""
 
 
 class Shared:
@@ -77,12 +77,12 @@ class Shared:
         self.refuses = world.source.choice((0, 0, 3, 5))
         self.options = drawn_options(world, fault)
         self.moves = random.Random(f"moves {world.seed}")
-        """Of their own, so that the other worlds stay what they are."""
+        """Separate random source, so that the other worlds keep their histories."""
         self.moves_back = fault == "moved-head" or (not fault and self.moves.random() < 0.25)
         self.histories = 0
-        """How often commits were lost: what was called before says little about what is there after it."""
+        """Number of times that commits were lost: earlier calls say little about the rows after that."""
         if self.moves_back:
-            # A standby is never as far behind as collection waits.
+            # A standby is never further behind than the delay of the garbage collection.
             self.options = msgspec.structs.replace(self.options, gc_delay_ms=60_000)
 
     def value(self, size: int = 0) -> bytes:
@@ -94,7 +94,7 @@ class Shared:
         return self.moments
 
     def moved(self, rows: dict[bytes, Found], since: int) -> None:
-        """Consensus has `rows` again, as of the moment `since`. Writes that were not over then may land once more."""
+        """Record that consensus has `rows` again, as of the moment `since`. Writes in flight then may land again."""
         self.histories += 1
         self.flushed = []
         for key, calls in self.calls.items():
@@ -106,11 +106,11 @@ class Shared:
             ]
 
     def rule(self, state: DomainState, data: bytes, position: int, term: int, faults: Any = frozenset()) -> DomainState:
-        """The log's own rules, and one more: some positions take no manifest. Every replica refuses the same ones."""
+        """Apply the rules of the log, and reject the manifest at some positions, the same ones in every replica."""
         if self.refuses and position % self.refuses == 0:
             command = decode_command(data)
             if isinstance(command, PersistManifest):
-                raise ConflictError("The scenario refuses this manifest.", current=state.manifest)
+                raise ConflictError("the scenario rejects this manifest.", current=state.manifest)
         return apply(state, data, position, term, faults)
 
 
@@ -180,7 +180,7 @@ def nodes(shared: Shared) -> list[Actor[Domain]]:
 
 
 async def half(shared: Shared, start: dict[bytes, Found]) -> dict[bytes, Found]:
-    """Work under faults, heal, let every leader die once more, and compare. Returns the rows as the log has them."""
+    """Work under faults, heal, let every leader die again, and compare. Return the rows according to the log."""
     world, source = shared.world, shared.world.source
     actors = nodes(shared)
     shared.calls = {key: [] for key in shared.calls}
@@ -219,7 +219,7 @@ async def half(shared: Shared, start: dict[bytes, Found]) -> dict[bytes, Found]:
 
 
 async def keep_up(shared: Shared, actor: Actor[Domain], stop: asyncio.Future[None]) -> None:
-    """A supervisor: what died is started again after a while."""
+    """Start dead nodes again after a while, as a supervisor."""
     while not stop.done():
         if actor.up and actor.ended:
             actor.crash()
@@ -230,7 +230,7 @@ async def keep_up(shared: Shared, actor: Actor[Domain], stop: asyncio.Future[Non
         await asyncio.sleep(0.1)
 
 
-# what clients do --------------------------------------------------------------------------------
+# clients ----------------------------------------------------------------------------------------
 
 
 async def client(shared: Shared, actors: list[Actor[Domain]], name: str) -> None:
@@ -246,12 +246,12 @@ async def client(shared: Shared, actors: list[Actor[Domain]], name: str) -> None
                 continue
             if shared.histories != history:
                 history = shared.histories
-                seen.clear()  # a client of this kind lives in a process that ended
+                seen.clear()  # the process of this client has ended
             try:
                 await act(shared, actor, name, seen)
                 break
             except (UnavailableError, FencedError, Down, ClosedError):
-                # It certainly did not happen, or only a read was lost (see `call`).
+                # The call certainly did not happen, or only a read was lost (see `call`).
                 await asyncio.sleep(source.uniform(0, 0.3))
         await asyncio.sleep(source.uniform(0, 0.2) if source.random() < 0.4 else 0)
 
@@ -259,7 +259,7 @@ async def client(shared: Shared, actors: list[Actor[Domain]], name: str) -> None
 async def call(
     shared: Shared, actor: Actor[Domain], key: bytes, entry: Call, work: Callable[[Domain], Awaitable[Any]]
 ) -> Any:
-    """Enter the call into the history of `key`; drop it again when it certainly did not happen.
+    """Enter the call into the history of `key`, and remove it if it certainly did not happen.
 
     A connection that broke (Down) says nothing about a write, so it stands in the history as never learned.
     """
@@ -310,7 +310,7 @@ async def read(shared: Shared, actor: Actor[Domain], name: str, seen: dict[bytes
 
 
 async def write(shared: Shared, actor: Actor[Domain], name: str, seen: dict[bytes, Found]) -> None:
-    """Blind, sometimes a delete."""
+    """Write without a precondition; sometimes delete."""
     source = shared.world.source
     key = source.choice(KEYS)
     value = b"" if source.random() < 0.2 else shared.value(source.choice((0, 0, 300)))
@@ -362,7 +362,7 @@ def committing(rows: list[tuple[bytes, bytes]], expects: dict[bytes, int] | None
 
 
 def row_model(state: Any, operation: Any) -> tuple[Any, Any]:
-    """State: the row's value, b"" for none. Values are never written twice, so they stand for their seqnos."""
+    """State: the row's value, b"" for none. No value is written twice, so values identify seqnos."""
     match operation:
         case ("read",):
             return state, state
@@ -374,7 +374,7 @@ def row_model(state: Any, operation: Any) -> tuple[Any, Any]:
 
 
 async def fail_over(shared: Shared, start: dict[bytes, Found]) -> None:
-    """Some times, consensus has the state of a moment ago."""
+    """Set consensus back to an earlier state, some times."""
     world, moves = shared.world, shared.moves
     for _ in range(moves.choice((1, 1, 2))):
         await asyncio.sleep(moves.uniform(0.05, 1.5))
@@ -386,11 +386,11 @@ async def fail_over(shared: Shared, start: dict[bytes, Found]) -> None:
         world.trace(f"consensus failed over: head={standby.heads.get(LOG)}")
 
 
-# what else goes on ------------------------------------------------------------------------------
+# other events -----------------------------------------------------------------------------------
 
 
 async def late_manifests(shared: Shared, stop: asyncio.Future[None]) -> None:
-    """Somebody's old proposal of a manifest arrives in the present term: the log must refuse it."""
+    """Deliver an old proposal of a manifest in the current term: the log must reject it."""
     world, source, rand = shared.world, shared.world.source, shared.world.rand()
     while not stop.done():
         await asyncio.sleep(source.uniform(0.1, 0.8))
@@ -412,7 +412,7 @@ def is_manifest(data: bytes) -> bool:
 
 
 def leave_collection(shared: Shared, victim: Actor[Domain]) -> None:
-    """A leader that never learns it was deposed goes on collecting, from what it knew when the node died."""
+    """Collect garbage as a fenced leader that never learns of it, from its state when the node died."""
     world, source = shared.world, shared.world.source
     leader = victim.node._leader if victim.ready else None
     if leader is None or leader.has_ended or source.random() < 0.4:
@@ -436,7 +436,7 @@ def leave_collection(shared: Shared, victim: Actor[Domain]) -> None:
 
 
 async def lose_consensus(shared: Shared, rows: dict[bytes, Found]) -> dict[bytes, Found]:
-    """Only the bucket is left. Returns what its newest manifest holds, by the old log; the domain is reset to it."""
+    """Lose consensus and reset the domain to the newest manifest in the bucket. Return its rows, by the old log."""
     world = shared.world
     before = Shadow(world.consensus.placed[LOG], shared.rule)
     uuid = before.state.domain_uuid
@@ -450,7 +450,7 @@ async def lose_consensus(shared: Shared, rows: dict[bytes, Found]) -> dict[bytes
         return {}
     newest = await bucket.load(name.key)
     if shared.moves_back and (newest.epoch, newest.last_seqno) not in before.persisted:
-        # Nothing was persisted since commits were lost: the newest manifest is of the history that is gone.
+        # Nothing was persisted after commits were lost: the newest manifest belongs to the lost history.
         return {}
     domain = await Domain.open(
         world.consensus, world.objects, NAME, holder="restorer", clock=world.clock, rand=world.rand(),
@@ -479,7 +479,7 @@ async def compare(shared: Shared, actor: Actor[Domain], start: dict[bytes, Found
 
     await insist(actor, lead)
     while True:
-        # A request that its client gave up may still be executed: rows are compared when none was meanwhile.
+        # A request without a waiting client may still be executed: compare when none was executed in between.
         shadow = Shadow(world.consensus.placed[LOG], shared.rule)
         rows = shadow.rows(start)
         try:
@@ -492,7 +492,7 @@ async def compare(shared: Shared, actor: Actor[Domain], start: dict[bytes, Found
     if shared.flushed and max(shared.flushed) > persisted:
         raise Violated(f"a flush was acknowledged that no manifest holds: told={max(shared.flushed)} {persisted=}")
     await insist(actor, lambda domain: domain.flush(30.0))
-    # Merges and collections go on while it lives: its last state is looked at when it stands still.
+    # Merges and collections continue while the node lives, so check the last state after its end.
     actor.crash()
     manifest = Shadow(world.consensus.placed[LOG], shared.rule).state.manifest
     if manifest is not None:
@@ -510,7 +510,7 @@ async def lead(domain: Domain) -> None:
 
 
 async def insist(actor: Actor[Domain], work: Callable[[Domain], Awaitable[Any]]) -> None:
-    """Until it is done: a refused manifest ends a term, and the same process leads again a moment later."""
+    """Repeat the work until it is done: a rejected manifest ends a term, and the process leads again soon after."""
     while True:
         try:
             await actor.enter(work)

@@ -1,10 +1,10 @@
-"""Nodes and tools that register, delete and look up schemas of one registry at once, and die while they do.
+"""Nodes and tools that register, delete and look up schemas of one registry concurrently, and die while they do.
 
-Faults: every store fault; every process dies at any step, leaders among them; leases are short, so two believe to
-lead at once; answers to requests get lost, and what was asked may be executed when nobody waits any more.
-Oracle: the history of the whole registry is linearizable, outcomes never learned included: equal schemas have one id,
-no id is given twice, a registration makes one version and a deletion counts once. In the end the deep check of the
-registry's rows is silent, and every process reads the same.
+Faults: every store fault; every process dies at any step, leaders too; leases are short, so that two processes may
+believe to lead at the same time; answers are lost, and a request may be executed when no client waits for it any more.
+Oracle: the history of the whole registry is linearizable, including outcomes that were never learned: equal schemas
+have one id, no id is assigned twice, a registration creates one version and a deletion counts once. In the end the deep
+check of the registry's rows finds nothing, and every process reads the same.
 Replay: python -m tidemill.sim --room registry --seed K --trace
 """
 
@@ -29,7 +29,7 @@ from tidemill.sim.world import Actor, Violated, World
 
 SUBJECTS = ("s", "t")
 TEXTS = ('{"type":"string","doc":"1"}', '{"type":"string","doc":"2"}', '{"type":"bytes"}')
-"""Each reads the others."""
+"""Schemas that can read each other."""
 
 
 class Process(NamedTuple):
@@ -38,7 +38,7 @@ class Process(NamedTuple):
 
 
 class Blind(Guessing):
-    """The planted fault: the head is written over as it is, whoever changed it."""
+    """Planted fault blind-head: the head is overwritten even if another process changed it."""
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int]) -> int:
         return await self._metastore.commit(rows)
@@ -48,7 +48,7 @@ FAULTS: dict[str, type[Guessing]] = {"guessed-change": Guessing, "blind-head": B
 
 
 class State(NamedTuple):
-    """ids: (text, id) of the schemas that are used. versions: (subject, version, text, deleted)."""
+    """State of the model. `ids`: (text, id) of the used schemas; `versions`: (subject, version, text, deleted)."""
 
     next_id: int = 1
     ids: tuple[tuple[str, int], ...] = ()
@@ -81,13 +81,13 @@ async def run(world: World, fault: str = "") -> None:
     if fault == "guessed-change":
         world.faults.rates = structs.replace(
             world.faults.rates, lost_answer=0.3
-        )  # without one there is nothing to guess
+        )  # without it there is nothing to guess
     actors = [Actor(world, f"node-{i}", shared.build(lead=True)) for i in range(source.randint(1, 2))]
     actors += [Actor(world, f"tool-{i}", shared.build(lead=False)) for i in range(source.randint(0, 2))]
     await under_crashes(world, actors, partial(client, shared, actors))
     await compare(shared, actors)
     if not linearizable(shared.calls, State(), model):
-        raise Violated(f"no order of the calls explains what they heard: calls={shared.calls}")
+        raise Violated(f"no order of the calls explains their results: calls={shared.calls}")
 
 
 async def client(shared: Shared, actors: list[Actor[Process]], name: str) -> None:
@@ -179,7 +179,7 @@ def _registered(state: State, subject: str, text: str) -> tuple[State, Any]:
 
 
 async def compare(shared: Shared, actors: list[Actor[Process]]) -> None:
-    """After healing: one more registration through everyone, everyone reads the same, and the rows fit together."""
+    """Check after healing: register through every process, compare their reads, and check that the rows agree."""
     for actor in actors:
         operation = ("register", "s", TEXTS[0])
         await soon(partial(call, shared, actor, f"last-{actor.name}", operation))
@@ -191,13 +191,13 @@ async def compare(shared: Shared, actors: list[Actor[Process]]) -> None:
     if {row.id for row in versions} != ids or {row.digest: row.id for row in schemas} != {
         r.digest: r.id for r in digests
     }:
-        raise Violated(f"schemas, versions and digests do not fit: {seen[0]}")
+        raise Violated(f"schemas, versions and digests do not agree: {seen[0]}")
     if {(row.id, row.subject, row.version) for row in versions} != {(u.id, u.subject, u.version) for u in uses}:
-        raise Violated(f"versions and uses do not fit: {seen[0]}")
+        raise Violated(f"versions and uses do not agree: {seen[0]}")
     [head] = heads
     counted = (len(schemas), len({row.subject for row in versions}), len(versions))
     if (head.schemas, head.subjects, head.versions) != counted or head.next_id <= max(ids):
-        raise Violated(f"the head does not count right: head={head} counted={counted}")
+        raise Violated(f"the head has wrong counts: head={head} counted={counted}")
 
 
 async def everything(process: Process) -> tuple[list[Any], ...]:

@@ -1,4 +1,4 @@
-"""What the scenarios of the shards room share: one shard, processes with a handle on it, and its keeper."""
+"""Shared parts of the scenarios of the shards room: one shard, processes with a handle on it, and its maintenance."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tidemill.sim.world import Actor, Down, World
 
 SCHEMA = ShardSchema((Column("k", "string"), Column("v", "string")), ("k",))
 N = Column("n", "int32", str(DEFAULT_N))
-"""The column that a shard may get."""
+"""Column that is added to the shard in some worlds."""
 NAME = "t"
 OWNER = "keeper"
 
 
 class Shared:
-    """What the scenario knows from outside: attempts, what was read, how far the listener durably got.
+    """State of the scenario outside of all actors: attempts, reads, and the durable progress of the listener.
 
-    Its two subclasses say who writes, and what the shard must hold then.
+    The two subclasses define the writers and the expected contents of the shard.
     """
 
     def __init__(self, world: World, fault: str) -> None:
@@ -45,7 +45,7 @@ class Shared:
         self.frontiers = Frontiers()
         self.heard: Counter[Update] = Counter()
         self.heard_to = 0
-        """The listener's frontier."""
+        """Frontier of the listener."""
         self.numbers = 0
 
     def number(self) -> int:
@@ -56,27 +56,27 @@ class Shared:
         return f"token-{self.number()}"
 
     def cast(self) -> list[Actor[Node]]:
-        """The writers, not yet started."""
+        """Return the writers, not yet started."""
         raise NotImplementedError
 
     def beside(self) -> list[tuple[Actor[Node], Callable[[Any, Node], Awaitable[None]]]]:
-        """Further actors and what they do until the end."""
+        """Return further actors and the work that they do until the end."""
         return []
 
     async def feed(self) -> None:
-        """What goes on outside of all actors, until there is nothing more to write."""
+        """Run the events outside of all actors, until nothing more is left to write."""
 
     async def write(self, node: Node) -> None:
-        """A writer's work, until it is done. Begins anew in each life."""
+        """Do a writer's work until it is done. It begins again in each life."""
         raise NotImplementedError
 
     async def model(self, stands: Sequence[Attempt]) -> Model:
-        """What the shard must hold; `stands`: the attempts that landed, in order."""
+        """Return the expected contents of the shard; `stands` are the attempts that landed, in order."""
         raise NotImplementedError
 
 
 class Node:
-    """One process with a handle on the shard, under the schema that it found."""
+    """Process with a handle on the shard, under the schema that it found."""
 
     def __init__(self, actor: Actor[Any], shard: LogShard, rand: Rand, objects: Any, consensus: Any) -> None:
         self.actor = actor
@@ -86,7 +86,7 @@ class Node:
         self.consensus = consensus
 
     async def reopen(self) -> None:
-        """After Evolved. Raises UnavailableError, UnknownOutcomeError: then the next use is told Evolved again."""
+        """Open the handle again after Evolved. Raises UnavailableError, UnknownOutcomeError; then use it again."""
         self.shard = await open_shard(
             self.consensus, self.objects, self.actor.clock, self.rand, NAME, writer=self.shard.writer
         )
@@ -104,7 +104,7 @@ async def build(actor: Actor[Node]) -> Node:
 
 
 async def evolve(shared: Shared, node: Node) -> None:
-    """Add a column, and later widen it. Several may do so, and again after each death: they end in one schema."""
+    """Add a column, and later widen it. Several actors may do so, again after each death, and end in one schema."""
     source = shared.world.source
     for changes in (SchemaChanges(add=(N,)), SchemaChanges(widen=(Column("n", "int64"),))):
         await asyncio.sleep(source.uniform(0, 1.5))
@@ -117,14 +117,14 @@ async def evolve(shared: Shared, node: Node) -> None:
 
 
 async def oracle_handle(world: World) -> LogShard:
-    """A handle without faults."""
+    """Return a handle without faults."""
     return await open_shard(world.consensus, world.objects, world.clock, Rand(0), NAME)
 
 
 async def keep(
     shared: Shared, actor: Actor[Node], work: Callable[[Any, Node], Awaitable[None]], stop: asyncio.Future[None]
 ) -> None:
-    """Run `work` in the actor, again after every death, until it ends or the scenario stops."""
+    """Run `work` in the actor, and again after every death, until it ends or the scenario stops."""
     while not stop.done():
         if not actor.up:
             await actor.start()
@@ -141,9 +141,9 @@ async def keep(
 
 
 async def keep_up(shared: Shared, node: Node) -> None:
-    """Let history go up to where the listener is, merge runs, collect what was replaced, sweep orphans.
+    """Advance since up to the listener, merge runs, collect replaced objects, sweep orphans.
 
-    Of two keepers the one of the newer epoch owns the critical hold; both merge, collect and sweep.
+    Of two such processes the one with the newer epoch owns the critical hold; both merge, collect and sweep.
     """
     source, epoch = shared.world.source, node.actor.life.number
     metastore: Any = None  # there is no other shard, and no restore
@@ -185,6 +185,6 @@ def rows_of(found: pa.Table) -> Counter[Row]:
 
 
 def _rows(found: pa.Table) -> list[list[Any]]:
-    """k, v, n: who reads without the column sees only rows that hold its default."""
+    """Return rows (k, v, n). A read without the column `n` sees only rows with its default."""
     n = found.column("n").to_pylist() if "n" in found.column_names else [DEFAULT_N] * found.num_rows
     return [found.column("k").to_pylist(), found.column("v").to_pylist(), n]

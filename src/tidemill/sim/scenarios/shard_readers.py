@@ -1,4 +1,4 @@
-"""Readers of the shard: short snapshots, long reads under holds that are kept or expire, and one listener."""
+"""Readers of the shard: short snapshots, long reads under holds that are renewed or expire, and one listener."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOLD_MS = 10**9
 
 
 async def read(shared: Shared, node: Node) -> None:
-    """Snapshots at random readable times."""
+    """Read snapshots at random readable times."""
     source = shared.world.source
     while True:
         await asyncio.sleep(source.uniform(0, 0.6))
@@ -30,9 +30,9 @@ async def read(shared: Shared, node: Node) -> None:
 
 
 async def read_long(shared: Shared, node: Node) -> None:
-    """Chooses under a hold and reads much later: the objects must still be there while the hold lives.
+    """Choose batches under a hold and read them much later: their objects must exist while the hold lives.
 
-    Some holds are short and expire under the read: then its objects may be gone, but what it reads is still exact.
+    Some holds are short and expire during the read: then its objects may be gone, but the rows read are still exact.
     """
     source = shared.world.source
     while True:
@@ -47,7 +47,7 @@ async def read_long(shared: Shared, node: Node) -> None:
             as_of = source.randrange(since, upper)
             if shared.fault == "choose-before-hold":
                 chosen = await shard.batches_until(as_of)
-                for _ in range(source.randint(0, 20)):  # most often until what it chose was merged
+                for _ in range(source.randint(0, 20)):  # most often until the chosen batches were merged
                     await asyncio.sleep(0.1)
                     await shard.frontiers()
                     if not {*chosen} <= {*shard.state.batches}:
@@ -66,7 +66,7 @@ async def read_long(shared: Shared, node: Node) -> None:
                 updates = await shard.reader.read_batches(chosen, 0, as_of + 1)
                 shared.reads.append((as_of, rows_of(sum_contents(shard.schema, updates))))
                 if source.random() < 0.7:
-                    await shard.release_hold(reader)  # the others lapse some time
+                    await shard.release_hold(reader)  # the other holds lapse
                 break
             except SchemaEvolvedError:
                 await again(node)
@@ -81,7 +81,7 @@ async def read_long(shared: Shared, node: Node) -> None:
 
 
 async def listen(shared: Shared, node: Node) -> None:
-    """From where the last life of this listener durably was; progress and rows are kept in one step."""
+    """Listen from the durable position of the previous life; progress and rows are stored in one step."""
     while True:
         try:
             async for delta in node.shard.listen(shared.heard_to):
@@ -92,12 +92,12 @@ async def listen(shared: Shared, node: Node) -> None:
         except SchemaEvolvedError:
             await again(node)
         except (UnavailableError, UnknownOutcomeError, HistoryLostError):
-            # Without a hold what it chose may be collected; since stays behind it, so it may choose again.
+            # Without a hold the chosen objects may be collected. Since stays below this position, so choose again.
             await asyncio.sleep(0.05)
 
 
 async def again(node: Node) -> None:
-    """The shard has a newer schema: go on under it, as soon as it can be read."""
+    """Continue under the newer schema of the shard, as soon as it can be read."""
     try:
         await node.reopen()
     except (UnavailableError, UnknownOutcomeError):

@@ -1,8 +1,8 @@
-"""A topic of one partition beside the shard: records that are produced, compacted away and bound to times.
+"""A topic of one partition next to the shard: records that are produced, compacted and bound to times.
 
-Topics and captures have rooms of their own in the simulation; here a topic is a list that everybody reads alike, but
-for its compaction: of a key's records all but the newest may go at any moment, in one replica before the other, so that
-two readers of one time may have seen different ones. Bindings are real: two minters race for them.
+Topics and captures have their own simulated rooms. Here a topic is a list that all readers see alike, except for
+compaction: of a key's records all but the newest may disappear at any moment, in one replica before the other, so two
+readers of one time may see different records. Bindings are real: two minters race for them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOPIC = "t"
 
 
 class WorldTime:
-    """Milliseconds since the world began: times that a shard's can be drawn from at random."""
+    """Clock in milliseconds since the beginning of the world, from which times of the shard can be drawn."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -46,14 +46,14 @@ class Topic:
         self.world = world
         self.records: list[tuple[str, str | None]] = []
         self.replicas: tuple[set[int], set[int]] = set(), set()
-        """Of each replica, offsets that its compaction took away: they are compacted at moments of their own."""
+        """Offsets that compaction removed, per replica; each replica is compacted independently."""
         self.done = False
         self._compacts = world.source.random() < 0.6
         self._keys = world.source.randint(1, 3)
 
     async def feed(self) -> None:
-        """Produce for a while: few keys, values that repeat, deletions, also of what is not there. Compaction goes on
-        for a while after that."""
+        """Produce for a while: few keys, repeated values, deletions, also of missing keys. Compaction continues for a
+        while after that."""
         source = self.world.source
         for _ in range(source.randint(3, 30)):
             for _ in range(source.choice((1, 1, 2, 5))):
@@ -77,15 +77,15 @@ class Topic:
 
     @property
     def gone(self) -> set[int]:
-        """Offsets that somebody may not have seen."""
+        """Return the offsets that a reader may not have seen."""
         return self.replicas[0] | self.replicas[1]
 
     def read(self, base: Binding | None, bindings: Sequence[Binding], start: int = 0) -> list[Command]:
-        """What one replica has now of what the bindings cover beyond `base`, with the time of each; from `start` on."""
+        """Return one replica's records that the bindings cover beyond `base`, with their times, from `start` on."""
         return self._without(self.world.source.choice(self.replicas), base, bindings, start)
 
     def kept(self, bindings: Sequence[Binding]) -> list[Command]:
-        """What every reader has seen."""
+        """Return the records that every reader has seen."""
         return self._without(self.gone, None, bindings, 0)
 
     def _without(self, gone: set[int], base: Binding | None, bindings: Sequence[Binding], start: int) -> list[Command]:
@@ -98,7 +98,7 @@ class Topic:
         return out
 
     async def mint(self, node: Node) -> None:
-        """One of the nodes that bind what is there to the time it is."""
+        """Bind the existing records to the current time, as one of several nodes."""
         source = self.world.source
         minter = BindingMinter(await bindings(node), WorldTime(node.actor.clock), interval_ms=0)
         while True:
@@ -108,11 +108,11 @@ class Topic:
                 if self.records:
                     await minter.mint_missing({TOPIC: (len(self.records),)}, 0)
             except (UnavailableError, UnknownOutcomeError):
-                pass  # of reading; what minting meets it resolves by itself
+                pass  # of the read; minting resolves its own errors
             await asyncio.sleep(source.uniform(0, 0.1))
 
     async def bound(self) -> list[Binding]:
-        """Every binding, as an oracle reads them."""
+        """Return every binding, read without faults."""
         remap = await open_remap(self.world.consensus, self.world.clock, self.world.rand(), SOURCE)
         return await remap.after(-1)
 

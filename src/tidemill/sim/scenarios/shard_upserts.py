@@ -1,11 +1,12 @@
 """Identical upserts of one topic: the real operator, mirror and bindings of a pipeline, as actors that may die.
 
-Each reads from its own upper on what the bindings cover, and is overtaken by the others while it computes. It hears
-of that at its append: it takes in what they wrote and computes anew. It follows as `spark/ingest/table_writer.py` does
-(which needs threads): by deltas, or from a snapshot where its history is forgotten meanwhile.
+Each writer reads the records that the bindings cover, from its own upper on, and other writers overtake it while it
+computes. It learns of that at its append: it applies their updates and computes again. It follows the shard as
+`spark/ingest/table_writer.py` does (which needs threads): by deltas, or from a snapshot if history was forgotten.
 
-Oracle: beside the shard's, the folding of what the winners had seen, and that they left out nothing that was there;
-no output frontier below the shard's upper while the source is above it; every mirror is what the shard holds.
+Oracle, in addition to that of the shard: the fold of the records that the winners saw, and that they left out no record
+that was there; no output frontier stays below the shard's upper while the source is above it; every mirror equals the
+contents of the shard.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Upserts(Shared):
         super().__init__(world, fault)
         self.topic = Topic(world)
         self.slow_s = world.source.choice((0.1, 0.5, 1.5))
-        """What a writer takes at most to compute a batch."""
+        """Longest time in which a writer computes a batch."""
         self.checkpoints: dict[str, int] = {}
-        """Writer → the offset up to which it has planned batches, as Spark's log of offsets has it."""
+        """Writer → offset up to which it has planned batches, as in Spark's log of offsets."""
 
     def cast(self) -> list[Actor[Node]]:
         return [Actor(self.world, f"upsert-{i}", build) for i in range(self.world.source.choice((1, 2, 3, 4)))]
@@ -57,14 +58,14 @@ class Upserts(Shared):
     async def write(self, node: Node) -> None:
         writer = Writer(self, node, await bindings(node))
         if self.world.source.random() < 0.4:
-            await asyncio.sleep(self.world.source.uniform(0, 3.0))  # it has something to catch up with
+            await asyncio.sleep(self.world.source.uniform(0, 3.0))  # so that it has records to catch up with
         while not await writer.step():
             pass
 
     async def model(self, stands: Sequence[Attempt]) -> Model:
         kept = self.topic.kept(await self.topic.bound())
         check_nothing_skipped(stands, kept)
-        # What knows the column is decided by the log alone, not by which version a winner had heard of.
+        # Only the log decides which rows have the column, not the version that a winner knew.
         versions = (await oracle_handle(self.world)).state.versions
         evolved_at = versions[0].upper if versions else 1 << 60
         if not self.topic.gone:
@@ -76,7 +77,7 @@ class Upserts(Shared):
 
 
 class Writer:
-    """One life of an upsert."""
+    """One life of an upsert writer."""
 
     def __init__(self, shared: Upserts, node: Node, remap: LogRemap) -> None:
         self._shared = shared
@@ -92,7 +93,7 @@ class Writer:
         return self._node.shard
 
     async def step(self) -> bool:
-        """One round. True once everything is bound and this writer has come to its end."""
+        """Do one round. Return True once everything is bound and this writer has reached the end."""
         source = self._shared.world.source
         try:
             if self._operator is None:
@@ -115,12 +116,12 @@ class Writer:
             operator.advance(found[-1].time_ms + 1)
             self._seen.update(commands)
             if source.random() < 0.5:
-                await asyncio.sleep(source.uniform(0, self._shared.slow_s))  # decoding and sorting take their time
+                await asyncio.sleep(source.uniform(0, self._shared.slow_s))  # decoding and sorting take a while
             if source.random() < 0.2:
                 await self._follow()
             await self._commit()
         except SchemaEvolvedError:
-            self._operator = None  # its mirror, and what it took in, are of the older schema
+            self._operator = None  # its mirror and its applied updates have the older schema
             self._seen.clear()
             await again(self._node)
         except (UnavailableError, UnknownOutcomeError):
@@ -150,7 +151,7 @@ class Writer:
             await self._follow()
 
     async def _append(self, lower: int, upper: int, updates: pa.Table) -> None:
-        """Raises ConflictError; Unknown now and then, and then its own rows are met as a peer's."""
+        """Append the updates. Raises ConflictError. After some UnknownOutcomeErrors its own rows return as a peer's."""
         shared, source = self._shared, self._shared.world.source
         parts = [await self._shard.write_part(updates)] if updates.num_rows else []
         seen = tuple(command for command in self._seen if lower <= command[3] < upper)
@@ -215,7 +216,7 @@ class Writer:
 
 
 def _commands(schema: ShardSchema, seen: Sequence[Command]) -> Commands:
-    """What a decoder of this schema makes of records: under version 1 it does not look at their `n`."""
+    """Decode records under this schema. Version 1 ignores their `n`."""
     columns = [
         pa.array([c[1] for c in seen], pa.string()),
         pa.array([c[2] for c in seen], pa.string()),
@@ -231,7 +232,7 @@ def _commands(schema: ShardSchema, seen: Sequence[Command]) -> Commands:
 def drained_twice(
     schema: Any, commands: Commands, mirror: MirrorLookup, lower: int, upper: int, hasher: Any
 ) -> Resolved:
-    """Plants drain-twice: every time is drained by itself, all of them against the mirror at one upper."""
+    """Plant the fault drain-twice: each time is drained separately, all of them against the mirror at one upper."""
     whole = resolve(schema, commands, mirror, lower, upper, hasher)
     times = times_of(commands)
     each = [

@@ -1,4 +1,4 @@
-"""Writers of rows of their own: each repeats an append with its token until it knows what became of it."""
+"""Writers of separate rows: each repeats an append with its token until it knows the outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Writers(Shared):
         super().__init__(world, fault)
         self.remaining: dict[str, int] = {}
         self.rows: dict[str, list[Update]] = {}
-        """Insertions of each writer that are acknowledged and not retracted."""
+        """Acknowledged insertions of each writer that are not retracted."""
 
     def cast(self) -> list[Actor[Node]]:
         source = self.world.source
@@ -77,7 +77,7 @@ class Writers(Shared):
             await asyncio.sleep(source.uniform(0, 0.1) if source.random() < 0.5 else 0)
 
     def _updates(self, node: Node, lower: int, upper: int) -> tuple[Update, ...]:
-        """New rows, some large enough to become objects, and retractions of this writer's own."""
+        """Return new rows, some large enough to become objects, and retractions of this writer's rows."""
         source, name = self.world.source, node.actor.name
         evolved = node.shard.schema.version > 1
         out: list[Update] = []
@@ -86,7 +86,7 @@ class Writers(Shared):
             n = source.choice((DEFAULT_N, 8, None)) if evolved else DEFAULT_N
             out.append((f"{name}-{self.number()}", value, n, source.randrange(lower, upper), 1))
         if self.rows[name] and source.random() < 0.4:
-            # Forgotten at once, whatever becomes of the append: a row must not be retracted twice.
+            # Forget them now, independent of the append's outcome: a row must not be retracted twice.
             key, value, n, _, _ = self.rows[name].pop(source.randrange(len(self.rows[name])))
             out.append((key, value, n, source.randrange(lower, upper), -1))
         return tuple(out)

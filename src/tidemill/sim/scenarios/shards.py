@@ -1,14 +1,13 @@
-"""Writers, readers, and a keeper that merges, collects and sweeps, on one real shard.
+"""Writers, readers, and maintenance that merges, collects and sweeps, on one real shard.
 
 Faults: every store fault; every actor dies at any step and starts again from the stores; several writers race for
-every upper; holds expire under their readers; the shard gets a column under all of them, which is then widened.
-In half of the worlds the writers append rows of their own, in the others they are identical upserts of one topic
-(shard_upserts.py).
-Oracle: replaying the log, acknowledged appends stand once and refused ones never, bounds contiguous; since and upper
-never go back; contents at every time ever read equal the sequential model and never change, and so does what is stored
-for every readable time; a listener sees every update once; what was chosen under a live hold is there until it ends,
-whatever was collected and swept meanwhile; no writer's frontier is pinned while its topic goes on; after healing every
-writer is done and every object named is there.
+every upper; holds expire during reads; the shard gets a column during all that, which is then widened. In half of the
+worlds the writers append separate rows, in the others they are identical upserts of one topic (shard_upserts.py).
+Oracle: in a replay of the log, acknowledged appends are there once and refused ones never, with contiguous bounds;
+since and upper never go back; the contents read at any time equal the sequential model and never change, and so do the
+stored contents at every readable time; a listener sees every update once; objects that were chosen under a live hold
+exist until the hold ends, in spite of collection and sweeps; no writer's frontier stops while its topic continues;
+after healing every writer is done and every named object exists.
 Replay: python -m tidemill.sim --room shards --seed K --trace
 """
 
@@ -40,13 +39,13 @@ from tidemill.spark.upsert import operator, resolve
 
 
 async def run(world: World, fault: str = "") -> None:
-    # Both kinds of writers meet both kinds of object stores, which go by the last bit (Actor.objects).
+    # Both kinds of writers meet both kinds of object stores, which the last bit selects (Actor.objects).
     upserting = fault in shard_upserts.FAULTS or (fault != "stranded-rows" and world.seed // 2 % 2 == 1)
     shared: Shared = shard_upserts.Upserts(world, fault) if upserting else Writers(world, fault)
     decoded: dict[tuple[int, str | bytes], pa.Table] = {}
 
     def decode_once(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
-        """Parts never change, so all the handles of a world may share one decoding: half the cost of a seed."""
+        """Decode a part once for all handles of a world: parts never change, and this halves the cost of a seed."""
         key = schema.version, part.object_key or part.inline
         if key not in decoded:
             decoded[key] = decode_part(schema, data, part)
@@ -75,12 +74,12 @@ async def run(world: World, fault: str = "") -> None:
 
 
 def _deaf(state: ShardState, before_ms: int, now_ms: int) -> tuple[Garbage, ...]:
-    """Plants collect-held: everything that was replaced goes."""
+    """Plant the fault collect-held: every replaced object is collected."""
     return state.garbage
 
 
 def _eager(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
-    """Plants consolidate-above-since: all that is merged is summed up, whoever may still tell its times apart."""
+    """Plant the fault consolidate-above-since: all merged times are summed, although readers distinguish them."""
     return consolidate.merge_updates(schema, updates, max(advance_to, pc.max(updates.column(TIME)).as_py()))
 
 
@@ -117,7 +116,7 @@ async def play(world: World, shared: Shared) -> None:
         stop.set_result(None)
         await asyncio.wait(others)
     for actor in world.actors:
-        actor.crash()  # what the oracle reads must not move under it
+        actor.crash()  # the data must not change while the oracle reads
 
 
 async def check(shared: Shared) -> None:

@@ -1,9 +1,9 @@
-"""A topic that comes, grows and goes under load, several times over, beside the other one of the room.
+"""A topic that is created, grows and is deleted under load, several times, next to the other topic of the room.
 
-    create ─► produce ─► add a partition ─► read back what was acknowledged ─► delete, while all of that goes on
+    create ─► produce ─► add a partition ─► read back the acknowledged records ─► delete, all of it concurrently
 
-Oracle: no partition that the catalogue has is ever said to be missing; what was acknowledged stands until the topic is
-deleted; of a deleted one, whoever has not heard of it yet, in the end nothing is left: no record, object or row.
+Oracle: no partition in the catalogue is ever reported as missing; acknowledged records stay until the topic is deleted;
+of a deleted topic nothing is left in the end, even if a node learns of the deletion late: no record, object or row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 NAME = "passing"
 
 FAMILIES: tuple[Family[Any], ...] = (PARTITIONS, EXTENTS, ABORTED, L1_PARTITIONS, L1_EXTENTS, L1_TERMS, L1_OBJECTS)
-"""Rows of a topic beside its own."""
+"""Row families of a topic in addition to its own row."""
 
 
 class Lives:
@@ -43,7 +43,7 @@ class Lives:
         self._catalogue = Catalogue(metastore, cluster.world.clock, cluster.world.rand())
         self._source = random.Random(f"lives/{cluster.world.seed}")
         self._acknowledged: dict[int, dict[int, bytes]] = {}
-        """Of the topic that lives: partition → offset → record"""
+        """Partition → offset → record, of the current topic."""
         self.gone: list[TopicRow] = []
 
     async def work(self) -> None:
@@ -89,7 +89,7 @@ class Lives:
             await self._catalogue.delete(TopicRow, NAME)
 
     async def _produce(self, row: TopicRow, partition: int) -> None:
-        """A record after the other, until the topic is said to be gone, or nobody would have said so."""
+        """Produce one record after another, until a node reports that the topic is gone, or no node can report it."""
         placed, at = self._acknowledged.setdefault(partition, {}), (row.topic_id, partition)
         number, late = 0, self._source.randint(0, 10)
         while late:
@@ -123,14 +123,14 @@ class Lives:
             for batch in await self._reader.read(await self._reader.plan(row.topic_id, partition, 0, end)):
                 _, columns = decode_columns(batch)
                 standing |= dict(zip(columns.offsets.tolist(), (v or b"" for v in columns.values), strict=True))
-            start = await self._reader.log_start(row.topic_id, partition)  # the room's nemesis cuts this one too
+            start = await self._reader.log_start(row.topic_id, partition)  # the nemesis cuts this topic too
             if [at for at in standing if at >= start] != list(range(start, end)) or any(
                 standing.get(at) != value for at, value in placed.items() if at >= start
             ):
                 raise Violated(f"an acknowledged record is lost: {partition=} {start=} {placed=} {standing=}")
 
     async def left(self) -> list[str]:
-        """What is there of the topics that were deleted; of a log its head stays, which fences who is late."""
+        """Return the remains of deleted topics, except the head of a log, which stays and fences late nodes."""
         world = self._cluster.world
         found: list[str] = []
         for row in self.gone:

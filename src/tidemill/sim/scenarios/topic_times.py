@@ -1,7 +1,7 @@
-"""Someone who asks the brokers for the first offset of a time, while batches move into L1 and retention takes others.
+"""Client that asks the brokers for the first offset of a time, while batches move into L1 and retention removes others.
 
-Oracle: of a record that was acknowledged before, and that the leader knew, the answer for its time is at or before it,
-and not below the log's start; that it has none is said only where retention took the record.
+Oracle: for the time of a record that was acknowledged before and known to the leader, the answer is at or before that
+record, and not below the log start; "none" is answered only if retention removed the record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tidemill.sim.scenarios.topics import Cluster
 
 Answer = tuple[tuple[int, int] | None, int, int]
-"""((offset, timestamp) or none, where the log started before and after)"""
+"""((offset, timestamp) or None, log start before, log start after)."""
 
 
 async def ask_for_times(cluster: Cluster, partition: int, stop: asyncio.Event) -> None:
@@ -31,7 +31,7 @@ async def ask_for_times(cluster: Cluster, partition: int, stop: asyncio.Event) -
         broker = cluster.pick(partition)
         if broker is None or not known:
             continue
-        value, offset = source.choice(known[-3:] if source.random() < 0.7 else known)  # the newest are on their way
+        value, offset = source.choice(known[-3:] if source.random() < 0.7 else known)  # the newest are still moving
         link = Link(broker)
         try:
             async with asyncio.timeout(5.0):
@@ -49,7 +49,7 @@ async def ask_for_times(cluster: Cluster, partition: int, stop: asyncio.Event) -
 
 
 async def _asked(node: LocalTopics, cluster: Cluster, partition: int, value: bytes, offset: int) -> Answer | None:
-    """None where the one that answers may have been deposed before the record was written."""
+    """Ask one node. Return None if it may have been fenced before the record was written."""
     topic_id = cluster.topic.topic_id
     led = await node._partitions.opened(topic_id, partition)
     before, knows = led.state.log_start, led.state.high_watermark > offset
@@ -61,7 +61,7 @@ async def _check(cluster: Cluster, partition: int, offset: int, asked_ms: int, a
     found, before, after = answer
     late = found is None or found[0] > offset
     if late and after <= offset:
-        # One that was deposed meanwhile does not know where its successor has let the log start.
+        # A leader that was fenced in between does not know its successor's log start.
         reader = LogPartitionReader(cluster.world.consensus, cluster.world.objects)
         after = await reader.log_start(cluster.topic.topic_id, partition)
     if (late and after <= offset) or (found is not None and (found[0] < before or found[1] < asked_ms)):

@@ -1,7 +1,7 @@
-"""A producer whose batches are in transactions, and a consumer of what is committed, on the real topic room.
+"""Producer whose batches are in transactions, and a consumer of committed records, on the real topic room.
 
-The coordinator is the producer itself: it ends each of its transactions, by a marker that it sends until it is there,
-and begins the next one in a new epoch (KIP-890), which fences what of the last one is still on its way.
+The producer is its own coordinator: it ends each transaction by a marker, which it sends until it is in the log, and
+begins the next one in a new epoch (KIP-890), which fences the last transaction's batches in flight.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ WITHIN = ProduceTransaction("t")
 
 
 async def confirmed(*_: object) -> None:
-    """What the coordinator says to a partition: its producer's transaction is open."""
+    """Answer for the coordinator: the producer's transaction is open."""
 
 
 def batch_of(records: Sequence[Record], identity: tuple[int, int], sequence: int) -> bytes:
-    """Records of one transaction; identity = (producer id, epoch)."""
+    """Return a batch of records of one transaction; `identity` is (producer id, epoch)."""
     producer_id, epoch = identity
     return as_transactional(
         encode_batch(records, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence)
@@ -55,7 +55,7 @@ class Transactor:
     async def work(self) -> None:
         source, topic_id, partition = self._cluster.extra, self._cluster.topic.topic_id, self._partition
         sent = self._cluster.sent[self._name, partition] = []
-        self._cluster.idempotent[self._name] = False  # of what was aborted nothing is acknowledged
+        self._cluster.idempotent[self._name] = False  # records of aborted transactions are never acknowledged
         for epoch in range(source.randint(1, 5)):
             commit = source.random() < 0.5
             sequence, placed = 0, list[tuple[bytes, tuple[int, int]]]()
@@ -81,7 +81,7 @@ class Transactor:
         return self._cluster.world.clock.now_ms()
 
     async def _until(self, work: Callable[[LocalTopics], Awaitable[T]]) -> T:
-        """Until it is answered well."""
+        """Repeat the request until it succeeds."""
         while True:
             broker = self._cluster.pick(self._partition)
             if broker is not None:
@@ -99,8 +99,8 @@ class Transactor:
 
 
 async def consume_committed(cluster: Cluster, partition: int, stop: asyncio.Event) -> None:
-    """Read forward as a client in `read_committed` does (KIP-98): what a producer placed from the first offset that a
-    fetch names to its next marker of an abort is passed over."""
+    """Read forward like a client in `read_committed` (KIP-98): skip a producer's records from the first offset of an
+    aborted transaction, which a fetch names, to its abort marker."""
     position = 0
     while not stop.is_set():
         broker = cluster.pick(partition)
@@ -118,7 +118,7 @@ async def consume_committed(cluster: Cluster, partition: int, stop: asyncio.Even
                     raise Violated(f"acknowledged records are gone: partition={partition} error={found.error}")
                 position = _passed(cluster, partition, position, found.batches, list(found.aborted))
                 cluster.positions["committed", partition] = position
-                cluster.durable.vouch(partition, position, "a consumer is told of it")
+                cluster.durable.vouch(partition, position, "a consumer learns of it")
             except (TimeoutError, Down, TidemillError):
                 pass
             finally:

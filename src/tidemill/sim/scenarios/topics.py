@@ -1,20 +1,20 @@
 """Producers, brokers and consumers on the real topic room.
 
-Faults: every store fault; two brokers on the same stores that die at any step, start again, stall, and have
-wrong wall clocks; in every fourth world both believe that they lead everything, so they fence each other.
-Producers keep up to five batches in flight on one connection and resend from the first unanswered one, as
-Kafka's do; connections break with their broker or by timeout.
-Oracle: offsets contiguous, acknowledged records stand, idempotent ones once and in order, those of a producer without
-id in the order of each of its connections, nothing is told or given before it is durable, nothing a consumer saw goes
-away, no batch that is its producer's next is refused as out of order; after healing everything is acknowledged,
-consumers come to the end of it, and every wait ends. In two of three
-worlds the topic forgets by size or time and a keeper collects objects meanwhile: everything above the log's start is
-there, below it nothing is asked. In half of them brokers move what is settled into L1, the keeper writes the checkpoint
-and collects there too, and in a half of those it compacts by key; after healing everything comes to lie in L1, and no
-object is left that nothing refers to. In half of the worlds a partition has transactions (`topic_transactions`): nobody
-who reads what is committed is given what was not. Of a compacted topic a record may be gone when a newer one of its key
-stands; its end never is. In some worlds with a keeper a second topic comes, grows and goes (`topic_lives`);
-where it is not compacted somebody asks for offsets by time (`topic_times`).
+Faults: every store fault; two brokers on the same stores that die at any step, start again, stall, and have wrong wall
+clocks; in every fourth world both believe that they lead everything, so that they fence each other. Producers have up
+to five batches in flight on one connection and send again from the first unanswered one, like Kafka's; connections
+break with their broker or by timeout.
+Oracle: offsets are contiguous; acknowledged records are in the log, those of idempotent producers once and in order,
+those of a producer without id in the order of each of its connections; no client learns of anything before it is
+durable; a record that a consumer received stays; the next batch of a producer is never rejected as out of order. After
+healing everything is acknowledged, consumers reach the end, and every wait ends.
+Variants: in two of three worlds the topic has retention by size or time, and objects are collected concurrently: all
+records above the log start exist. In half of them brokers move settled batches into L1, where checkpoints are written
+and garbage is collected too, and half of those compact by key; after healing everything is in L1, and no unreferenced
+object is left. In half of the worlds a partition has transactions (`topic_transactions`): readers of committed records
+see no others. A record of a compacted topic may be gone if a newer record of its key exists, but the end of the log
+never is. In some worlds with maintenance a second topic comes, grows and goes (`topic_lives`); without compaction a
+client asks for offsets by time (`topic_times`).
 Replay: python -m tidemill.sim --room topics --seed K --trace
 """
 
@@ -74,26 +74,26 @@ L1_FAULTS = ("forget-before-add", "first-data-base", *COMPACTION_FAULTS)
 EAGER = DomainSettings(lead=True, persist_interval_s=0.5)
 
 COLLECTED_S = 120.0
-"""Virtual time after healing, by which everything has come to its place and nothing else is left."""
+"""Virtual time after healing within which everything is in its place and nothing else is left."""
 
 ACKNOWLEDGED_S = 200.0
-"""Virtual time after healing, by which producers have got everything acknowledged."""
+"""Virtual time after healing within which everything is acknowledged to producers."""
 
 READ_S = 60.0
-"""Virtual time after healing, by which consumers have come to the end of what is there."""
+"""Virtual time after healing within which consumers reach the end."""
 
 IN_FLIGHT = 5
-"""Kafka's limit for idempotent producers: the broker remembers five batches."""
+"""Limit of Kafka for idempotent producers: the broker remembers five batches."""
 
 
 class Cluster:
-    """The topic, its brokers, and what clients were told."""
+    """Cluster with the topic, its brokers, and everything that clients learned."""
 
     def __init__(self, world: World, fault: str) -> None:
         source = world.source
         self.world = world
         self.extra = random.Random(f"topics/{world.seed}")
-        """What came to be drawn later than the rest, which a seed's history depends on."""
+        """Separate random source, so that later additions do not change the history of a seed."""
         self.quarrel = world.seed % 4 == 3 or fault in QUARREL_FAULTS
         self.settings = TopicSettings(
             object_bytes=source.choice((300, 2_000, 1 << 20)),
@@ -120,9 +120,9 @@ class Cluster:
             policy = self.extra.choice(("compact", "compact,delete"))
             self.config = {**self.config, "cleanup.policy": policy, "min.cleanable.dirty.ratio": "0"}
         self.keys: dict[bytes, bytes] = {}
-        """record → its key, in a topic that is compacted"""
+        """Record → key, in a compacted topic."""
         self.fates: dict[bytes, bool] = {}
-        """record of a transaction → is it, or will it be, committed?"""
+        """Record of a transaction → whether it is, or will be, committed."""
         self.fault = fault
         self.keeper = Actor(world, "keeper", self._build_keeper)
         self.collection_fault = fault if fault in COLLECTION_FAULTS else ""
@@ -130,19 +130,19 @@ class Cluster:
         self.acknowledged: dict[bytes, Place] = {}
         self.sent: dict[tuple[str, int], list[bytes]] = {}
         self.times: dict[bytes, int] = {}
-        """record → its timestamp"""
+        """Record → timestamp."""
         self.idempotent: dict[str, bool] = {}
-        """producer, and connection where it has no id → must every one of its records be acknowledged"""
+        """Producer (and connection, without id) → whether all of its records must be acknowledged."""
         self.seen: dict[Place, bytes] = {}
         self.positions: dict[tuple[str, int], int] = {}
-        """(what they read, partition) → offset that a consumer reads next"""
+        """(kind of read, partition) → next offset of a consumer."""
         self.durable = Durable(lambda partition: self.world.consensus.placed.get(self._log(partition), ()))
         self.topic: TopicRow
         self.lives: Lives | None = None
         self.failure: BaseException | None = None
 
     async def _build_keeper(self, actor: Actor[L0GarbageCollector]) -> L0GarbageCollector:
-        """One that collects all the time: at once, or after a while in which batches are on their way."""
+        """Build a process that collects all the time: without delay, or after one in which batches are in flight."""
         consensus, objects, rand = actor.consensus(), actor.objects(), self.world.rand()
         metastore = create_metastore(consensus, objects, actor.clock, rand, holder=str(actor.life), settings=EAGER)
         retention = Retention(collect_after_s=self.world.source.choice((0.0, 0.5)), orphans_after_s=1.0)
@@ -172,7 +172,7 @@ class Cluster:
                 for step in steps:
                     try:
                         await step()
-                    except TidemillError as error:  # the others' time comes all the same, as in a node
+                    except TidemillError as error:  # the other jobs still run, as in a node
                         self.world.trace(f"{actor.life} step ends: {type(error).__name__}")
                 await asyncio.sleep(0.1)
 
@@ -181,7 +181,7 @@ class Cluster:
         return keeper
 
     def key(self, value: bytes) -> bytes | None:
-        """Of a new record: one of a few where the topic is compacted."""
+        """Return the key of a new record: one of a few if the topic is compacted."""
         if not self.compacted:
             return None
         return self.keys.setdefault(value, b"k%d" % self.extra.randrange(4))
@@ -218,7 +218,7 @@ class Cluster:
         return node
 
     def pick(self, partition: int, topic_id: str = "") -> Actor[LocalTopics] | None:
-        """A broker to talk to: usually the one that another broker names as leader."""
+        """Return a broker to talk to: usually the one that another broker names as leader."""
         running = [broker for broker in self.brokers if broker.up and broker._node is not None]
         if not running:
             return None
@@ -229,8 +229,8 @@ class Cluster:
 
 
 class Producer:
-    """One producer on one partition. Without id it promises the order of each connection, and that what was
-    acknowledged stands: each of its records says by which connection it came."""
+    """Producer on one partition. Without id, order is promised only within each connection, and acknowledged records
+    stay: each of its records names its connection."""
 
     def __init__(self, cluster: Cluster, name: str, partition: int, producer_id: int) -> None:
         source = cluster.world.source
@@ -247,7 +247,7 @@ class Producer:
         self._encode("")
 
     def _encode(self, connection: str) -> None:
-        """All batches anew, as they go over this connection; an idempotent producer's never change."""
+        """Encode all batches for this connection; those of an idempotent producer never change."""
         self._batches = []
         sequence = 0
         for number, count in enumerate(self._counts):
@@ -268,7 +268,7 @@ class Producer:
         ]
 
     async def work(self) -> None:
-        """Get everything acknowledged, over as many connections as it takes."""
+        """Send until everything is acknowledged, over as many connections as necessary."""
         first = 0
         while first < len(self._batches):
             broker = self._cluster.pick(self._partition)
@@ -287,7 +287,7 @@ class Producer:
                 await asyncio.sleep(self._world.source.uniform(0.01, 0.2))
 
     async def _session(self, link: Link[LocalTopics], first: int) -> int:
-        """Send from batch `first` on; returns the first one not acknowledged when something went wrong."""
+        """Send from batch `first` on. Return the first batch that was not acknowledged when something went wrong."""
         source = self._world.source
         flying: dict[int, asyncio.Future[ProduceResult]] = {}
         following = first
@@ -309,7 +309,7 @@ class Producer:
                     f"a good batch was refused: producer={self._name} batch={first} error={error}"
                 ) from error
             except OutOfOrderSequenceError as error:
-                # Everything before it was acknowledged: no leader that leads may miss anything (T4).
+                # Everything before it was acknowledged, and no current leader may miss an acknowledged record.
                 raise Violated(
                     f"the producer's next batch was refused as out of order: producer={self._name} batch={first} "
                     f"alone={alone} error={error}"
@@ -331,7 +331,7 @@ class Producer:
         return link.request_nowait(lambda node: node.produce_nowait(topic_id, self._partition, batch, sender=sender))
 
     async def _drain(self, flying: dict[int, asyncio.Future[ProduceResult]]) -> None:
-        """A failed batch is sent again only when no later one is under way. Late successes count."""
+        """Wait for all batches in flight, since a failed batch is sent again only after them. Late successes count."""
         waiting = list(flying.values())
         await asyncio.wait(waiting, timeout=self._timeout_s)
         for number, future in flying.items():
@@ -351,7 +351,7 @@ class Producer:
 
 
 async def consume(cluster: Cluster, partition: int, stop: asyncio.Event) -> None:
-    """Read forward from 0, through whichever broker leads, and remember what was given."""
+    """Read forward from 0, through the leading broker, and remember the records."""
     world, position = cluster.world, 0
     topic_id = cluster.topic.topic_id
     while not stop.is_set():
@@ -369,7 +369,7 @@ async def consume(cluster: Cluster, partition: int, stop: asyncio.Event) -> None
                 elif isinstance(found.error, CorruptError):
                     raise Violated(f"acknowledged records are gone: partition={partition} error={found.error}")
                 position = cluster.positions["all", partition] = _remember(cluster, partition, position, found.batches)
-                cluster.durable.vouch(partition, max(position, found.high_watermark), "a consumer is told of it")
+                cluster.durable.vouch(partition, max(position, found.high_watermark), "a consumer learns of it")
             except (TimeoutError, Down, TidemillError):
                 pass
             finally:
@@ -392,7 +392,7 @@ def _remember(cluster: Cluster, partition: int, position: int, batches: list[Any
 
 
 async def nemesis(cluster: Cluster) -> None:
-    """Crashes, restarts and clock jumps at drawn moments."""
+    """Cause crashes, restarts and clock jumps at drawn moments."""
     source = cluster.world.source
     cuts = cluster.fault in CUT_FAULTS
     for _ in range(source.choice((8, 8, 8, 8) if cuts else (0, 1, 2, 4))):
@@ -410,7 +410,7 @@ async def nemesis(cluster: Cluster) -> None:
 
 
 def cut(cluster: Cluster, broker: Actor[LocalTopics]) -> None:
-    """As DeleteRecords does: anywhere, also within a batch."""
+    """Advance the log start to any offset, also within a batch, as DeleteRecords does."""
     for led in broker._node._led.values() if broker._node is not None else ():
         if led.is_open:
             led.advance_log_start(cluster.world.source.randint(0, led.state.high_watermark))
@@ -432,7 +432,7 @@ async def run(world: World, fault: str = "") -> None:
     for broker in cluster.brokers[: source.randint(2 if fault in HANDOVER_FAULTS else 1, 2)]:
         await broker.start()
     if fault in HANDOVER_FAULTS:
-        cluster.brokers[0].crash()  # the other leads when its lease is over, and is asked before
+        cluster.brokers[0].crash()  # the other leads when this lease has ended, and gets requests before that
     if kept:
         await cluster.keeper.start()
     stop = asyncio.Event()
@@ -479,7 +479,7 @@ def reader_of(world: World, metastore: Metastore) -> LogPartitionReader:
 
 
 async def read_to_the_end(cluster: Cluster) -> None:
-    """Liveness: what was acknowledged is given to whoever asks the leader for it, though nothing more is written."""
+    """Check liveness: consumers get all acknowledged records from the leader, although nothing more is written."""
     world, topic = cluster.world, cluster.topic
     reader = LogPartitionReader(world.consensus, world.objects)
     ends = {partition: await reader.high_watermark(topic.topic_id, partition) for partition in range(topic.partitions)}
@@ -495,7 +495,7 @@ async def read_to_the_end(cluster: Cluster) -> None:
 
 
 async def collected(cluster: Cluster) -> None:
-    """Liveness: what no log names goes, also what was uploaded by a broker that died and never placed."""
+    """Check liveness: unreferenced objects are deleted, also uploads of a dead broker that were never placed."""
     world = cluster.world
     metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand(), holder="collected")
     try:
@@ -505,7 +505,7 @@ async def collected(cluster: Cluster) -> None:
                 raise cluster.failure
             reader = reader_of(world, metastore)
             moved = await everything_moved(cluster, metastore, reader)
-            # Of L1 also what its log does not know of yet, while nobody opens the partition.
+            # Include L1 extents that the log does not know yet, because the partition was not opened since.
             named = {extent.object_key for extent in await metastore.rows(L1_EXTENTS)}
             for partition in range(cluster.topic.partitions):
                 end = await reader.high_watermark(cluster.topic.topic_id, partition)
@@ -529,7 +529,7 @@ async def collected(cluster: Cluster) -> None:
 async def read_all(
     reader: LogPartitionReader, cluster: Cluster, partition: int, end: int
 ) -> tuple[list[tuple[int, bytes]], int]:
-    """What stands in a partition, and where its last batch ends."""
+    """Return the records of a partition, and the end of its last batch."""
     try:
         batches = await reader.read(await reader.plan(cluster.topic.topic_id, partition, 0, end))
     except CorruptError as error:
@@ -546,7 +546,7 @@ async def read_all(
 
 
 async def everything_moved(cluster: Cluster, metastore: Metastore, reader: LogPartitionReader) -> bool:
-    """Where brokers reconcile, all of the topic comes to lie in L1."""
+    """Return whether the whole topic is in L1, in worlds where brokers move batches there."""
     if not cluster.settings.reconcile:
         return True
     ends = {row.partition: row.next for row in await metastore.rows(L1_PARTITIONS, cluster.topic.topic_id)}
@@ -576,7 +576,7 @@ async def check(cluster: Cluster, partitions: int, metastore: Metastore) -> None
             raise Violated(f"the log ends elsewhere: partition={partition} high_watermark={end} reached={reached}")
 
     def superseded(value: bytes, place: Place) -> bool:
-        """May it be gone from a compacted topic?"""
+        """Return whether compaction may have removed the record."""
         partition, offset = place
         later = (v for at, v in logs[partition].items() if at > offset and cluster.fates.get(v, True))
         return cluster.compacted and (

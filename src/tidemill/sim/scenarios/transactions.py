@@ -1,13 +1,13 @@
 """Transactional producers, coordinators and committed consumers on the real rooms.
 
 Faults: every store fault; two brokers on the same stores that die at any step and start again; in every fourth world
-both believe that they lead and coordinate everything, and in every fourth each takes all groups for its own at times.
-Producers end their transactions either way, some while records are still on their way, and have several batches in
-flight; they lose answers, time out, and have namesakes that fence them.
-Oracle: what committed readers are shown of a transaction is all of it or nothing, over all partitions; all of it where
-the commit was acknowledged, nothing where it was not asked for; a producer's records in the order it sent them. A
-consumer is shown all of that and nothing else; a group has the offsets of a committed transaction, and of no other;
-after healing no transaction is open anywhere, and every wait ends.
+both believe that they lead and coordinate everything, and in every fourth each sometimes believes that it coordinates
+all groups. Producers commit or abort their transactions, sometimes while records are in flight, and have several
+batches in flight; they lose answers, time out, and are fenced by producers of the same id.
+Oracle: committed readers see all or nothing of a transaction, over all partitions: all of it if the commit was
+acknowledged, nothing if none was requested; a producer's records in the order in which it sent them. A consumer sees
+all of these records and no others; a group has the offsets of committed transactions only; after healing no transaction
+is open anywhere, and every wait ends.
 Replay: python -m tidemill.sim --room transactions --seed K --trace
 """
 
@@ -63,11 +63,11 @@ Produce = Callable[["Broker"], Awaitable[object]]
 
 
 class Over(Exception):
-    """The producer's epoch, or its transaction, is over: it begins anew with InitProducerId."""
+    """Raised when the producer's epoch or transaction has ended: it begins again with InitProducerId."""
 
 
 class Untold(CoordinatedOffsets):
-    """Planted: a group's offsets are told as written before they are."""
+    """Planted fault untold-offsets: a group's offsets are reported as written before they are."""
 
     def __init__(
         self, groups: GroupCoordinator, owner: Callable[[str], str], clock: Clock, own: str, tasks: Tasks
@@ -92,7 +92,7 @@ class Untold(CoordinatedOffsets):
 
 
 class Dozing(TransactionCoordinator):
-    """Stands still at times before it takes offsets: the group that its members were looked at in goes on meanwhile."""
+    """Coordinator that pauses at times before it stores offsets, so that the group changes after the check."""
 
     doze: Callable[[], Awaitable[None]]
 
@@ -104,7 +104,7 @@ class Dozing(TransactionCoordinator):
 
 
 class Broker:
-    """`owner`: who coordinates a transactional id; `group_owner`: a group."""
+    """One node. `owner` returns the coordinator of a transactional id, `group_owner` that of a group."""
 
     def __init__(
         self,
@@ -141,11 +141,11 @@ class Cluster:
         self.session_ms = source.choice((600, 600, 600) if fault == "checked-once" else (100, 600, 2_000))
         self.brokers = [Actor(world, name, self._build) for name in ("broker-a", "broker-b")]
         self.sent: dict[bytes, Sent] = {}
-        """by the name that every value of it begins with"""
+        """Transactions by the prefix of their values."""
         self.seen: dict[tuple[int, int], bytes] = {}
-        """(partition, offset) → value, as consumers were shown it"""
+        """(partition, offset) → value shown to consumers."""
         self.positions: dict[int, int] = {}
-        """partition → offset that its consumer reads next"""
+        """Partition → next offset of its consumer."""
         self.failure: BaseException | None = None
         self.stopping = False
         self.topic: TopicRow
@@ -157,7 +157,7 @@ class Cluster:
             assignment = SingleNodeAssignment(actor.name, actor.life.number)
 
             def owner(name: str) -> str:
-                """Once healed, they agree."""
+                """Return the coordinator; after healing all nodes agree on it."""
                 running = [broker.name for broker in self.brokers if broker.ready]
                 return rendezvous_leader(running, name, 0) if self.world.faults.healed and running else actor.name
         else:
@@ -182,8 +182,8 @@ class Cluster:
             return actor.name if mistaken else owner(f"group/{group}")
 
         async def mistake() -> None:
-            """Now and then it takes every group for its own for a moment, takes them over, and gives them up again; for
-            the last time when all else is healed already, as of a node whose view of the others is late."""
+            """Sometimes believe for a moment to coordinate every group: take the groups over and release them again.
+            The last time is after healing, like a node with a late view of the others."""
             nonlocal mistaken
             chance = random.Random(f"two minds/{self.world.seed}/{actor.life}")
             healed = False
@@ -233,7 +233,7 @@ class Cluster:
         return Broker(topics, transactions, groups, owner, group_owner)
 
     async def _doze(self) -> None:
-        # What the planted fault gets wrong is rare: somebody else has read the offsets before it goes on.
+        # The planted fault is rarely visible: another member must read the offsets before this one continues.
         often, least, most = (0.3, 1.0, 2.0) if "checked-once" in self.faults else (0.1, 0.5, 3.0)
         if not self.world.faults.healed and self.world.source.random() < often:
             await asyncio.sleep(self.session_ms / 1000 * self.world.source.uniform(least, most))
@@ -242,7 +242,7 @@ class Cluster:
         self.failure = error
 
     async def _again(self, body: Callable[[], Coroutine[Any, Any, None]], every_s: float) -> None:
-        """As supervision does; take-overs come more often than members change, for these worlds are short."""
+        """Repeat the body, like a supervisor. Take-overs are frequent, because worlds are short."""
         while True:
             try:
                 await body()
@@ -261,7 +261,7 @@ class Cluster:
 
 
 class Producer:
-    """One client of a transactional id; a namesake has the same id."""
+    """Client of a transactional id; several producers may have the same id."""
 
     def __init__(self, cluster: Cluster, transactional_id: str, name: str, partitions: int) -> None:
         self._cluster = cluster
@@ -271,7 +271,7 @@ class Producer:
         self._partitions = partitions
         self._timeout_ms = self._world.source.choice((1_500, 20_000))
         self._extra = random.Random(f"in flight/{cluster.world.seed}/{name}")
-        """What came to be drawn later than the rest, which a seed's history depends on."""
+        """Separate random source, so that later additions do not change the history of a seed."""
         self._identity = (-1, -1)
         self._sequences: dict[int, int] = {}
         self._count = 0
@@ -288,7 +288,7 @@ class Producer:
             await asyncio.sleep(self._world.source.uniform(0, 0.3))
 
     async def _ask(self, work: Callable[[Broker], Coroutine[Any, Any, Any]], owner: Callable[[Broker], str]) -> Any:
-        """One try; None = nobody knows what became of it."""
+        """Try once. Return None if the outcome is unknown."""
         broker = self._cluster.pick(owner)
         if broker is not None:
             link = Link(broker, delay_s=self._world.source.choice((0.0, 0.001, 0.05)))
@@ -307,7 +307,7 @@ class Producer:
         return None
 
     async def _coded(self, work: Callable[[TransactionCoordinator], Coroutine[Any, Any, int]]) -> None:
-        """Until it is done. Raises Over."""
+        """Repeat the request until it is done. Raises Over."""
         while True:
             code = await self._ask(lambda node: work(node.transactions), lambda node: node.owner(self._id))
             if code == 0:
@@ -317,7 +317,7 @@ class Producer:
             await asyncio.sleep(0.02)
 
     async def _commit_offset(self, number: int, offset: int) -> bool:
-        """Is a request of it given up that may still arrive?"""
+        """Commit an offset; return whether an abandoned request may still arrive."""
         offsets: Offsets = {self._name: {number: GroupOffset(offset)}}
 
         async def ask(node: Broker) -> int:
@@ -362,7 +362,7 @@ class Producer:
         places = {self._cluster.topic.topic_id: tuple(sorted(partitions))}
         await self._coded(lambda t: t.add(self._id, *self._identity, partitions=places))
         late: list[asyncio.Future[Any]] = []
-        # What the planted fault gets wrong is rare: an abort that overtakes records on their way.
+        # The planted fault is rarely visible: an abort must overtake records in flight.
         hasty = "marker-before-data" in self._cluster.faults
         commit = source.random() < (0.1 if hasty else 0.6)
         for partition in partitions if commit and self._extra.random() < 0.4 else ():
@@ -383,8 +383,8 @@ class Producer:
         sent.fate = Fate.COMMITTED if commit else Fate.ABORTED
         self._world.trace(f"{self._name} {number} {sent.fate.name}")
         if late or given_up:
-            # Another epoch, so that nothing that is under way counts for what follows. In version 1 one epoch has many
-            # transactions, and a request does not say of which it is (KIP-890).
+            # Another epoch, so that nothing in flight counts for the next transaction. In version 1 one epoch has many
+            # transactions, and a request does not name its transaction (KIP-890).
             await self._init(again=True)
 
     def _batch(self, sent: Sent, prefix: bytes, partition: int) -> Produce:
@@ -406,7 +406,7 @@ class Producer:
         return lambda node: node.topics.leader_of(self._cluster.topic.topic_id, partition)
 
     async def _fly(self, partition: int, batches: list[Produce]) -> None:
-        """All of them under way at once; what is not answered well is sent again, one after the other."""
+        """Send all batches concurrently; then repeat the failed ones, one after another."""
         broker = self._cluster.pick(self._leader(partition))
         good = 0
         if broker is not None:
@@ -432,7 +432,7 @@ class Producer:
         if late is not None:
             broker = self._cluster.pick(self._leader(partition))
             if broker is not None:
-                # The connection stays open: what is on its way arrives, whenever that is.
+                # The connection stays open, so requests in flight arrive eventually.
                 late.append(Link(broker, delay_s=self._world.source.choice((0.0, 0.05, 0.5))).request_nowait(batch))
             await asyncio.sleep(self._world.source.uniform(0, 0.05))
             return
@@ -440,7 +440,7 @@ class Producer:
 
 
 async def consume(cluster: Cluster, partition: int, stop: asyncio.Event) -> None:
-    """Read what is committed, as consumers of Kafka do, and remember it."""
+    """Read committed records like a consumer of Kafka, and remember them."""
     world, position = cluster.world, 0
     topic_id = cluster.topic.topic_id
     while not stop.is_set():
@@ -518,7 +518,7 @@ async def run(world: World, fault: str = "") -> None:
 
 
 async def ended(cluster: Cluster, partitions: int) -> None:
-    """Liveness: every transaction ends, at its coordinator and in every partition, whoever began it."""
+    """Check liveness: every transaction ends, at its coordinator and in every partition."""
     world, topic_id = cluster.world, cluster.topic.topic_id
     while True:
         if cluster.failure is not None:
@@ -537,14 +537,14 @@ async def ended(cluster: Cluster, partitions: int) -> None:
 
 
 async def read_to_the_end(cluster: Cluster, partitions: int) -> None:
-    """Liveness: what is committed is given to whoever asks the leader for it."""
+    """Check liveness: consumers get all committed records from the leader."""
     reader = LogPartitionReader(cluster.world.consensus, cluster.world.objects)
     ends = {p: await reader.last_stable(cluster.topic.topic_id, p) for p in range(partitions)}
     await cluster.world.until(lambda: all(cluster.positions.get(p, 0) >= end for p, end in ends.items()))
 
 
 async def shown_of(cluster: Cluster, partitions: int) -> dict[tuple[int, int], bytes]:
-    """(partition, offset) → value, of all that committed readers are shown."""
+    """Return (partition, offset) → value of all records shown to committed readers."""
     reader = LogPartitionReader(cluster.world.consensus, cluster.world.objects)
     shown: dict[tuple[int, int], bytes] = {}
     for partition in range(partitions):
@@ -576,7 +576,7 @@ async def check(cluster: Cluster, partitions: int) -> None:
 
 
 async def committed(world: World) -> dict[tuple[str, int], int]:
-    """(topic, partition) → the group's offset."""
+    """Return (topic, partition) → committed offset of the group."""
     metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand(), holder="oracle")
     rows = await metastore.rows(GROUP_OFFSETS, GROUP)
     await metastore.aclose()
