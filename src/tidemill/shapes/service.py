@@ -35,7 +35,6 @@ from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_a
 from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.definition.compiler_thread import CompilerThread
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition
-from tidemill.shapes.definition.plan_cache import PlanCache
 from tidemill.shapes.definition.planner import Plan, ShapeRequest, parse_shard_name
 from tidemill.shapes.definition.rejection_cache import RejectionCache
 from tidemill.shapes.live_shape import LiveShape
@@ -47,6 +46,7 @@ from tidemill.shapes.log.sqlite_file import ShapeFile, StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget, OverBudgetError
+from tidemill.shapes.plan_cache import PlanCache
 from tidemill.shapes.reporting import (
     CHECKED_PER_REPORT,
     SHARDS_STATUS,
