@@ -12,7 +12,7 @@ from patience import DEADLINE_S
 CODE = """
 import gc, weakref
 from tidemill.base.runtime import gc_tuning
-from tidemill.base.runtime.gc_tuning import keep_pauses_short
+from tidemill.base.runtime.gc_tuning import install_gc_tuning
 
 class Node: pass
 
@@ -21,7 +21,7 @@ def cycle():
     a.other, b.other = b, a
     return a
 
-keep_pauses_short()
+install_gc_tuning()
 kept = [cycle() for _ in range(1000)]
 gc.collect()
 assert gc.get_freeze_count() > 2000
@@ -37,12 +37,12 @@ assert all(ref() is not None for ref in dead), "what was set aside is not walked
 assert not any(ref() for ref in dead), "a cycle that dies among what was set aside is found in the end"
 """
 GROWTH = """
-heap = [[] for _ in range(2 * gc_tuning.GROWN_LEAST)]
-for _ in range(gc_tuning.LOOK_EVERY):
+heap = [[] for _ in range(2 * gc_tuning.GROWTH_MIN)]
+for _ in range(gc_tuning.GROWTH_CHECK_EVERY):
     gc.collect()
 """
 ALWAYS = """
-gc_tuning.TAKE_BACK_EVERY = 100
+gc_tuning.UNFREEZE_EVERY = 100
 for _ in range(100):
     gc.collect()
 """

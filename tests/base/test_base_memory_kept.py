@@ -15,10 +15,10 @@ from tidemill.base.runtime.memory_budget import IdleDetector, release_freed_memo
 
 CHILD = """
 import json, resource, sys, threading
-from tidemill.base.runtime.memory_budget import give_freed_memory_back, keep_freed_memory, resident_bytes
+from tidemill.base.runtime.memory_budget import release_freed_memory, retain_freed_memory, resident_bytes
 
 if sys.argv[1] == "keep":
-    assert keep_freed_memory(*map(int, sys.argv[2:]))
+    assert retain_freed_memory(*map(int, sys.argv[2:]))
 
 def work():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -32,7 +32,7 @@ for _ in range(4):
     thread.start()
     thread.join()
 kept = resident_bytes()
-give_freed_memory_back()
+release_freed_memory()
 print(json.dumps({"faults": faults, "given_mib": (kept - resident_bytes()) >> 20}))
 """
 PAGES = 64 << 8

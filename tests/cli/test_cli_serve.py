@@ -9,8 +9,8 @@ from patience import DEADLINE_S
 
 ARROW = """
 import sys
-from tidemill.cli.serve import Without
-sys.meta_path.insert(0, Without)
+from tidemill.cli.serve import HiddenModules
+sys.meta_path.insert(0, HiddenModules)
 import tidemill.node.node
 import numpy as np, pyarrow as pa, pyarrow.json, pyarrow.parquet
 pa.array(np.arange(3)); pa.array(["a"]); pa.table({"a": [1, 2]}).filter(pa.array([True, False])).to_pylist()
@@ -24,7 +24,7 @@ def test_neither_pandas_nor_hypothesis_is_loaded_into_a_node() -> None:
         [sys.executable, "-c", ARROW], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
-    without = ARROW.replace("sys.meta_path.insert(0, Without)\n", "")
+    without = ARROW.replace("sys.meta_path.insert(0, HiddenModules)\n", "")
     assert (
         subprocess.run([sys.executable, "-c", without], capture_output=True, timeout=DEADLINE_S, check=False).returncode
         == 3

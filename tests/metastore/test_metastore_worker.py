@@ -209,12 +209,12 @@ async def test_the_worker_does_not_outlive_a_killed_database(tmp_path: Path) -> 
     job.write_bytes(msgspec.msgpack.encode(job_of(shelf)))
     code = (
         "import asyncio, sys, msgspec\n"
-        "from tidemill.metastore.lsm.compaction.worker.client import WorkerMerger\n"
+        "from tidemill.metastore.lsm.compaction.worker.client import WorkerExecutor\n"
         "from tidemill.metastore.lsm.compaction.picker import Job\n"
         "from tidemill.metastore.lsm.options import Options\n"
         "async def main():\n"
         "    job = msgspec.msgpack.decode(open(sys.argv[2], 'rb').read(), type=Job)\n"
-        "    worker = WorkerMerger(sys.argv[1], Options(slice_rows=500, compaction_bytes_per_s=2_000_000))\n"
+        "    worker = WorkerExecutor(sys.argv[1], Options(slice_rows=500, compaction_bytes_per_s=2_000_000))\n"
         "    await worker.merge(job, lambda rows: print(worker.pid, flush=True))\n"
         "asyncio.run(main())\n"
     )

@@ -25,8 +25,8 @@ DUMP_TIMEOUT_S = 600
 _EXERCISE = """
 import sys
 from pathlib import Path
-from tidemill.spark.session.cds_archive import exercise
-exercise(Path(sys.argv[1]))
+from tidemill.spark.session.cds_archive import dump_archive
+dump_archive(Path(sys.argv[1]))
 """
 
 
