@@ -69,7 +69,7 @@ def test_slc7_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_
             for _ in range(3):
                 await world.caught_up()
             assert await world.confirmed() <= commit
-            capture._mark()
+            capture._publish_status()
             mark = next(m for m in world.tracker.report("p", 0).marks if m.name == f"capture:{world.name}")
             assert mark.held_by == "shape:wedged"
             assert mark.position <= commit < mark.target
@@ -136,7 +136,7 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             status = session.collector.status
             # Each look at the tables ends with no copy under way. This one is over; the next is ten minutes off.
             assert await session.joining.is_being_added("public.none") is False
-            session.joining.keeping.copies(True)
+            session.joining.keeping.set_copying(True)
             held = status.hold
             await world.sql("INSERT INTO a VALUES (1)")
             at = await world.wal_end()

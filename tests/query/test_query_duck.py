@@ -209,7 +209,7 @@ def test_a_view_that_cannot_be_replaced_stays_what_it_was(world: World, monkeypa
         orders.to_duckdb(connection, as_of=19)
         before = connection.sql("SELECT * FROM orders ORDER BY id").fetchall()
         world.append(40, [(300, None, -1), (1, "new", 1)])
-        for said in ("_create", "plan_parts"):
+        for said in ("_create_view", "plan_parts"):
             with monkeypatch.context() as patched:
                 patched.setattr(
                     duckdb_views, said, lambda *_: (_ for _ in ()).throw(UnavailableError("the bucket is away."))

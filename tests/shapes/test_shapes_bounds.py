@@ -244,7 +244,7 @@ def test_f105_shapes_together_stay_within_their_memory_and_give_all_of_it_back(p
             one = await world.sync(table="item")
             refused = await world.get(table="item", offset="-1", where="id > 0")
             assert (refused.status, refused.headers["retry-after"]) == (503, "10")
-            assert "as much memory as they may" in refused.json["message"]
+            assert "have reached the memory limit" in refused.json["message"]
             assert budget.used_bytes <= budget.limit_bytes
             small = await world.sync(table="item", where="id < 3")
             await insert(world, 201)

@@ -61,7 +61,7 @@ class Pace:
 @contextmanager
 def raising(sink: Any) -> Iterator[None]:
     """Every round of the sink raises what no table is named for."""
-    whole = sink._round
+    whole = sink._run_round
 
     def broken(*_: Any) -> None:
         raise RuntimeError("this sink is broken")

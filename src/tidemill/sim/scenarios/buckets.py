@@ -129,7 +129,7 @@ async def run(world: World, fault: str = "") -> None:
             return node
 
         actors.append([Actor(world, f"cluster-{number}-{i}", build) for i in range(source.randint(1, 3))])
-    with swapped(source_module, "LOOK_S", 0.2):
+    with swapped(source_module, "POLL_INTERVAL_S", 0.2):
         await asyncio.gather(*(actor.start() for cluster in actors for actor in cluster))
         serving = [cluster for cluster in actors if any(actor.node.owner is not None for actor in cluster)]
         if len(serving) != 1 or any(actor.node.owner is None for actor in serving[0]):

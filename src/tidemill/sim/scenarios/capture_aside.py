@@ -25,14 +25,14 @@ def slowly_copied(
     """Copies of a row or two at a time, told at once, which give way soon; appends of a batch or two."""
     for module, name, value in (
         (copier, "RECORD_S", 0.05),
-        (copier, "LEAST_LEFT_SHARE", 0.0),
+        (copier, "MIN_REMAINING_SHARE", 0.0),
         (throttle, "PART_S", 0.01),
-        (wal_hold, "KEEPING_POLL_S", source.choice((0.05, 0.5))),
+        (wal_hold, "HOLD_POLL_S", source.choice((0.05, 0.5))),
         (wal_hold, "RECORD_S", source.choice((0.1, 5.0))),
         (wal_hold, "MIB", 300 if fault == "late-stop" else source.choice((400, 1500, 1 << 20, 1 << 20))),
         (side_topic_append, "READ_BYTES", source.choice((1, 500, 1 << 20))),
-        (table_adder, "CLOSE_RECORDS", source.choice((0, 3, 2000))),
-        (side_topic, "FINISHED_RECORDS", source.choice((3, 20_000))),
+        (table_adder, "MAX_REMAINING_RECORDS", source.choice((0, 3, 2000))),
+        (side_topic, "MAX_RECORDS_BETWEEN_SESSIONS", source.choice((3, 20_000))),
     ):
         stack.enter_context(swapped(module, name, value))
     return replace(
@@ -68,14 +68,14 @@ def planted_aside(fault: str) -> Iterator[None]:
         match fault:
             case "unheld-copy":
                 # And nobody looks whether it was let go: each of the two would make up for the other.
-                stack.enter_context(swapped(session.Session, "_hold", lambda self, on: None))
-                stack.enter_context(swapped(session, "kept_for", lambda *_: []))
-                stack.enter_context(swapped(session, "let_go", lambda slot, lsn: False))
-                stack.enter_context(swapped(bootstrap, "let_go", lambda slot, lsn: False))
+                stack.enter_context(swapped(session.Session, "_set_hold", lambda self, on: None))
+                stack.enter_context(swapped(session, "tables_needing_wal", lambda *_: []))
+                stack.enter_context(swapped(session, "is_confirmed", lambda slot, lsn: False))
+                stack.enter_context(swapped(bootstrap, "is_confirmed", lambda slot, lsn: False))
             case "shown-twice":
-                stack.enter_context(swapped(side_topic, "first_snapshot", _nothing_shown))
+                stack.enter_context(swapped(side_topic, "first_snapshot_of", _nothing_shown))
             case "joined-ahead":
-                stack.enter_context(swapped(side_topic, "joins_at", _ahead))
+                stack.enter_context(swapped(side_topic, "find_join_position", _ahead))
             case "late-stop":
-                stack.enter_context(swapped(context.SideLoopContext, "wal_end", _at_confirmed))
+                stack.enter_context(swapped(context.SideLoopContext, "read_wal_end", _at_confirmed))
         yield

@@ -59,7 +59,7 @@ def planted_fork(fault: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         match fault:
             case "unseen-fork":
-                stack.enter_context(swapped(bootstrap, "compare", _nothing))
+                stack.enter_context(swapped(bootstrap, "check_continuity", _nothing))
             case "kept-positions":
-                stack.enter_context(swapped(ShapeTap, "went_back", lambda self: None))
+                stack.enter_context(swapped(ShapeTap, "reset_history", lambda self: None))
         yield

@@ -392,10 +392,10 @@ def quickened(world: World, *, harsh: bool, patient: bool) -> Iterator[None]:
             (store_module, "FLUSH_S", 0.02 if harsh else source.choice((0.02, 0.3, 1.0))),
             (store_module, "FLUSH_BYTES", source.choice((1, 1 << 20))),
             (store_module, "RETRY_S", RETRY_S),
-            (store_module, "PATIENCE_S", 10.0 if patient else 0.3),
+            (store_module, "ABANDON_AFTER_S", 10.0 if patient else 0.3),
         ):
             stack.enter_context(swapped(module, name, value))
         # Without the gap more of them are under way at once.
         gapless = random.Random(f"gap {world.seed}").random() < 0.5
-        stack.enter_context(swapped(batch_sender, "GAP_S", 0.0 if gapless else batch_sender.MIN_ROUND_GAP_S))
+        stack.enter_context(swapped(batch_sender, "MIN_ROUND_GAP_S", 0.0 if gapless else batch_sender.MIN_ROUND_GAP_S))
         yield

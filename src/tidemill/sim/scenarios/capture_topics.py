@@ -96,7 +96,7 @@ class Process:
 async def run(world: World, fault: str = "") -> None:
     source = world.source
     with contextlib.ExitStack() as stack:
-        stack.enter_context(swapped(topic_writer, "ROW_BYTES", ROW_BYTES))
+        stack.enter_context(swapped(topic_writer, "MAX_ROW_BYTES", ROW_BYTES))
         stack.enter_context(planted(world, fault))
         stack.enter_context(planted_kept(fault))
         stack.enter_context(planted_aside(fault))

@@ -139,9 +139,9 @@ async def run(world: World, fault: str = "") -> None:
     with ExitStack() as stack:
         stack.enter_context(swapped(domain_module, "apply", shared.rule))
         stack.enter_context(swapped(gc_module, "PAUSE_MIN_S", 0.1))
-        stack.enter_context(swapped(leader_module, "RETRY_MOST_S", 1.0))
+        stack.enter_context(swapped(leader_module, "RETRY_MAX_S", 1.0))
         stack.enter_context(swapped(leader_module, "REPLAY_ROWS", 3))
-        stack.enter_context(swapped(follower_module, "FEED_ROWS", 3))
+        stack.enter_context(swapped(follower_module, "APPLY_ROWS", 3))
         start = await half(shared, {})
         if fault == "forget-delta" or world.source.random() < 0.4:
             restored = await lose_consensus(shared, start)

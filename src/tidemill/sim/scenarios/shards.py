@@ -62,9 +62,13 @@ async def run(world: World, fault: str = "") -> None:
         swapped(compaction, "RANGE_BYTES", world.source.choice((4 << 10, 32 << 20))),
         swapped(compaction, "PART_ROWS", world.source.choice((3, 1 << 20))),
         swapped(part_reader, "decode_part", decode_once),
-        swapped(apply_rules, "collectable", _deaf if fault == "collect-held" else apply_rules.collectable_garbage),
+        swapped(
+            apply_rules, "collectable_garbage", _deaf if fault == "collect-held" else apply_rules.collectable_garbage
+        ),
         swapped(operator, "resolve", shard_upserts.drained_twice if fault == "drain-twice" else resolve.resolve),
-        swapped(compaction, "merged", _eager if fault == "consolidate-above-since" else consolidate.merge_updates),
+        swapped(
+            compaction, "merge_updates", _eager if fault == "consolidate-above-since" else consolidate.merge_updates
+        ),
     ):
         await play(world, shared)
         await check(shared)
