@@ -145,9 +145,9 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             await until(
                 lambda: session._status_due.is_set() is False and status.sent == held, "the server is told of none"
             )
-            capture._mark()
+            capture._publish_status()
             assert (mark := world.tracker.mark(f"capture:{world.name}")) is not None and mark.position < mark.target
-            session.joining.keeping.copies(False)
+            session.joining.keeping.set_copying(False)
             assert session._status_due.is_set(), "not with the next status that is due anyway"
             await confirmed_reaches(world, at)
 

@@ -120,7 +120,7 @@ def test_a_register_or_lease_that_another_history_holds_ends_the_client(postgres
             await connection.execute(lost)
         for line in (client._groups, client._singles, client._reads):  # type: ignore[attr-defined]
             line.lane.request_new_session()
-        client._reads.lane._admit.__self__._new_stop_event = "an earlier one"  # type: ignore[attr-defined]
+        client._reads.lane._admit.__self__._life = "an earlier one"  # type: ignore[attr-defined]
         with pytest.raises(StoreRolledBackError, match=said):
             await client.log_head("any")
         await client.aclose()

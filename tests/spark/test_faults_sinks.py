@@ -66,11 +66,11 @@ def raising(sink: Any) -> Iterator[None]:
     def broken(*_: Any) -> None:
         raise RuntimeError("this sink is broken")
 
-    sink._round = broken
+    sink._run_round = broken
     try:
         yield
     finally:
-        sink._round = whole
+        sink._run_round = whole
 
 
 def test_f334_a_sink_or_function_that_raises_ends_no_query_and_delays_no_other_table(

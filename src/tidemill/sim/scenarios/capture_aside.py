@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.session import bootstrap, session, table_adder
+from tidemill.capture.session import bootstrap, continuity_check, session, table_adder
 from tidemill.capture.snapshot import copier, side_topic, side_topic_append, throttle, wal_hold
 from tidemill.capture.tables import context
 from tidemill.metastore.catalogue import CaptureTableRow, TableSnapshot
@@ -70,7 +70,7 @@ def planted_aside(fault: str) -> Iterator[None]:
                 # And nobody looks whether it was let go: each of the two would make up for the other.
                 stack.enter_context(swapped(session.Session, "_set_hold", lambda self, on: None))
                 stack.enter_context(swapped(session, "tables_needing_wal", lambda *_: []))
-                stack.enter_context(swapped(session, "is_confirmed", lambda slot, lsn: False))
+                stack.enter_context(swapped(continuity_check, "is_confirmed", lambda slot, lsn: False))
                 stack.enter_context(swapped(bootstrap, "is_confirmed", lambda slot, lsn: False))
             case "shown-twice":
                 stack.enter_context(swapped(side_topic, "first_snapshot_of", _nothing_shown))

@@ -94,13 +94,13 @@ def planted(world: World, fault: str) -> Iterator[None]:
     """Of the faults that are not planted by who takes part in the world itself."""
     places: dict[str, tuple[str, object]] = {
         "seed002": ("TopicWriter", RawWriter),
-        "early-keepalive": ("Status", partial(ReplicationStatus, recompute_at_commit=False)),
+        "early-keepalive": ("ReplicationStatus", partial(ReplicationStatus, recompute_at_commit=False)),
         "early-register": ("Collector", EagerCollector),
-        "no-hold-back": ("Converter", partial(TransactionBuilder, hold_back=False)),
+        "no-hold-back": ("TransactionBuilder", partial(TransactionBuilder, hold_back=False)),
         "early-confirm": ("Binder", EagerBinder),
         "early-boundary": ("TopicWriter", EagerWriter),
         "lost-notice": ("Binder", _forgetful(world)),
-        "late-tombstone": ("Rivals", BlindRivals),
+        "late-tombstone": ("DeferrableKeys", BlindRivals),
     }
     if fault not in places:
         yield

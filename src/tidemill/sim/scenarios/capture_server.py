@@ -473,29 +473,32 @@ def answering(server: Server) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, names in (
             (session, {
-                "Wire": connections, "check_server": _check_server, "own_session": _no_name, "watch_set_up": _for_ever,
-                "busy_walsender": _nobody, "ReplicationStream": Stream, "slot_state": _slot_state,
-                "rows_now": _rows_now,
+                "PgConnection": connections, "check_server": _check_server, "read_own_session": _no_name,
+                "watch_blockers": _for_ever,
+                "find_busy_walsender": _nobody, "ReplicationStream": Stream, "read_slot_state": _slot_state,
+                "read_current_rows": _rows_now,
             }),
-            (session_lock, {"try_lock": _yes}),
+            (session_lock, {"try_advisory_lock": _yes}),
             (relation_tracker, {"describe_after": _describe_after}),
-            (schema_change, {"attributes_of": _attributes_of, "describe": _describe, "heartbeat": _heartbeat}),
-            (control_connection, {"identify": _identify}),
-            (server_watch, {"slot_state": _slot_state, "heartbeat": _heartbeat}),
+            (schema_change, {
+                "read_attributes": _attributes_of, "describe_tables": _describe, "emit_heartbeat": _heartbeat,
+            }),
+            (control_connection, {"identify_timeline": _identify}),
+            (server_watch, {"read_slot_state": _slot_state, "emit_heartbeat": _heartbeat}),
             (bootstrap, {
-                "slot_state": _slot_state, "create_slot": _create_slot, "create_publication": _create_publication,
-                "publish": _publish, "published_tables": _published_tables, "list_tables": _list_tables,
-                "describe": _describe, "attributes_of": _attributes_of, "objections": _objections,
+                "read_slot_state": _slot_state, "create_slot": _create_slot, "create_publication": _create_publication,
+                "publish_tables": _publish, "read_published_tables": _published_tables, "list_tables": _list_tables,
+                "describe_tables": _describe, "read_attributes": _attributes_of, "find_objections": _objections,
             }),
-            (context, {"published_tables": _published_tables, "objections": _objections}),
-            (publication_repair, {"publish": _publish, "unpublish": _unpublish, "hazards": _hazards}),
-            (catalog_cache, {"list_tables_unless": _list_tables_unless, "visible": _visible}),
-            (catalog_watcher, {"describe": _describe, "attributes_of": _attributes_of}),
+            (context, {"read_published_tables": _published_tables, "find_objections": _objections}),
+            (publication_repair, {"publish_tables": _publish, "unpublish_table": _unpublish, "find_hazards": _hazards}),
+            (catalog_cache, {"list_tables_if_changed": _list_tables_unless, "read_snapshot": _visible}),
+            (catalog_watcher, {"describe_tables": _describe, "read_attributes": _attributes_of}),
             (table_adder, {
-                "Wire": connections, "publish": _publish, "describe": _describe,
-                "table_holder": _nobody, "heartbeat": _heartbeat,
+                "PgConnection": connections, "publish_tables": _publish, "describe_tables": _describe,
+                "find_table_blocker": _nobody, "emit_heartbeat": _heartbeat,
             }),
-            (copier, {"Wire": connections, "Snapshot": ServerSnapshot}),
+            (copier, {"PgConnection": connections, "ExportedSnapshot": ServerSnapshot}),
         ):  # fmt: skip
             for name, value in names.items():
                 stack.enter_context(swapped(module, name, value))

@@ -77,7 +77,7 @@ class ModelSource:
         self.sees: dict[str, frozenset[int]] = {}
         """handle → the transactions that its first rows have"""
 
-    async def describe(self, relation: Relation) -> TableColumns:
+    async def describe_table(self, relation: Relation) -> TableColumns:
         await asyncio.sleep(self._db.world.source.uniform(0, 0.02))
         return TableColumns(relation, INFOS)
 
