@@ -250,7 +250,7 @@ class ServerSnapshot:
     def _server(self) -> Server:
         return self._wire.server
 
-    async def begin(self) -> dict[str, TidemillError]:
+    async def open_snapshot(self) -> dict[str, TidemillError]:
         await self._server.asked()
         db = self._server.db
         self._taken = taken = db.snapshot()
@@ -261,14 +261,14 @@ class ServerSnapshot:
         db.world.trace(f"snapshot {taken.seen} lsn={taken.lsn} tables={[table.name for table in self.tables]}")
         return {}
 
-    async def estimate(self) -> int:
+    async def estimate_rows(self) -> int:
         return 0
 
-    async def blocks(self, table: TableInfo) -> tuple[int, int]:
+    async def count_blocks(self, table: TableInfo) -> tuple[int, int]:
         await self._server.asked()
         return BLOCKS, BLOCKS
 
-    async def divided_since(self, table: TableInfo, xid: int) -> bool:
+    async def has_partition_attached_since(self, table: TableInfo, xid: int) -> bool:
         await self._server.asked()
         return False
 

@@ -130,7 +130,7 @@ class Compiler:
     async def __call__(self, request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
         return compile_request(request, types, schema, table)
 
-    async def many(self, asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
+    async def compile_many(self, asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
         return compile_all(asked)
 
 
