@@ -23,7 +23,7 @@ ALLOWED = {
 }
 """Texts that follow those of another product."""
 
-CONTROL_FLOW: frozenset[str] = frozenset()
+CONTROL_FLOW = frozenset({"Stall"})
 """Exceptions that are no errors: the control flow of one module."""
 
 

@@ -75,12 +75,12 @@ def pipeline_sources(portal: BlockingPortal, stores: Stores, frame: WriteFrame) 
             raise InvalidError(
                 f"a pipeline maintains this shard: shard={name} pipeline={row.name}.",
                 fix="Write into another shard; a derived table can join both. If it is intended that both this job and"
-                f" the pipeline write this shard, set option beside={row.name}.",
+                f" the pipeline write this shard, set option `beside` to {row.name}.",
             )
     if frame.beside and found is None:
         raise InvalidError(
             f"the pipeline does not maintain this shard: shard={name} beside={frame.beside}.",
-            fix="Remove option beside.",
+            fix="Remove option `beside`.",
         )
     return found
 
