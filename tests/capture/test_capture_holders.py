@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from capture_world import World, until
 
+from patience import slowness
 from tidemill.base.status.status import StageState, derive_status
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.sinks import FlushNotices
@@ -102,10 +103,10 @@ def test_rc2_what_was_not_flushed_is_delivered_again_after_a_restart(postgres_ds
 
 def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_timeout(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        sink = HoldingSink("shape:blocked")
+        sink, slow = HoldingSink("shape:blocked"), slowness()
         await world.sql(
             "CREATE TABLE a (id int PRIMARY KEY, v text)",
-            f"ALTER ROLE postgres IN DATABASE \"{world.name}\" SET wal_sender_timeout = '600ms'",
+            f"ALTER ROLE postgres IN DATABASE \"{world.name}\" SET wal_sender_timeout = '{int(600 * slow)}ms'",
         )
         async with world.capture(sinks=[sink], queue_changes=100):
             await world.caught_up()
@@ -113,7 +114,7 @@ def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_t
             sink.gate.clear()
             # More than the socket's and the queue's buffers hold, so that reading really stops.
             await world.sql("INSERT INTO a SELECT g, repeat('x', 1000) FROM generate_series(1, 20000) g")
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(2.5 * slow)
             assert pid == await world.select("SELECT active_pid FROM pg_replication_slots WHERE active_pid IS NOT NULL")
             sink.gate.set()
             tag = asyncio.ensure_future(world.caught_up())

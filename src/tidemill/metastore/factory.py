@@ -39,7 +39,7 @@ def create_metastore(
 ) -> Metastore:
     """Return a metastore that opens at its first use. Close it before merger, consensus and objects.
 
-    `merger` runs the compactions of all domains (`open_merger`); without one they run on the event loop.
+    `merger` runs the compactions of all domains (`open_executor`); without one they run on the event loop.
     `holder` is `<node name>/<unique id of the process>`: a node need not wait for the lease of an earlier
     process of the same node to expire.
     """

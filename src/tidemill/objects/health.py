@@ -73,7 +73,7 @@ class StoreHealth:
     def end_attempt(self, number: int, kind: AttemptKind, error: BaseException | None) -> None:
         """Record the end of an attempt; `error` None: it succeeded.
 
-        An attempt cancelled before QUESTION_S proves nothing.
+        An attempt cancelled before UNANSWERED_S proves nothing.
         """
         side = self._sides[kind]
         began_s = side.under_way.pop(number, None)

@@ -1,10 +1,10 @@
 """Consensus half of a restore (RFC 0002 §6): claim consensus and the bucket, reset the domains, open the cluster.
 
-    begin          claim empty consensus for one attempt
-    take_claim     claim the bucket for the new incarnation, before anything else is written into it (`bucket_claim`)
-    reset_domain   let a domain continue from its manifest
-    take_bucket    write the new cluster manifest
-    finish         open consensus to its nodes
+    begin              claim empty consensus for one attempt
+    claim_for_restore  claim the bucket for the new incarnation, before anything else is written (`bucket_claim`)
+    reset_domain       let a domain continue from its manifest
+    publish_manifest   write the new cluster manifest
+    finish             open consensus to its nodes
 
 - Invariant (empty consensus): a restore writes nothing into consensus that contains anything else; `read_attempt` names
   what it found.

@@ -373,10 +373,10 @@ class Domain(DomainReads):
     # closing ------------------------------------------------------------------------------------
 
     def trouble(self) -> str:
-        """Return a failure that persists: it has repeated for CONFIRM_S and is at most TROUBLE_S old; else "".
+        """Return a failure that persists: it has repeated for CONFIRM_S and is at most FAILURE_VALID_S old; else "".
 
-        A single failure does not count: every follower has one when consensus pauses for a moment. After TROUBLE_S
-        without another failure a different process leads."""
+        A single failure does not count: every follower has one when consensus pauses for a moment. After
+        FAILURE_VALID_S without another failure a different process leads."""
         if self._closed is not None:
             return self._closed.message
         if self.failed is None or self._grounds.clock.monotonic_s() - self._failed_s > FAILURE_VALID_S:

@@ -54,7 +54,8 @@ REPLAY_ROWS = 2_000
 """Rows replayed in one step of opening: a few milliseconds."""
 
 AGE_RESOLUTION = 16
-"""Precision at which the age of the oldest unpersisted row is known: one part in AGES_KEPT of the persist interval."""
+"""Precision at which the age of the oldest unpersisted row is known: one part in AGE_RESOLUTION of the persist
+interval."""
 
 
 class Leader:

@@ -2,8 +2,8 @@
 
 Threads: the caller waits for the end; one opens the JVM; one runs the streaming query (streaming_query.py); one per
 feed (feed.py); one per table (table_unit.py); one per derived table; one publishes statuses. An exception of a unit is
-reported under its stage status, and the unit is restarted (keep_thread). The run ends when `stopping` is set, or when
-Spark's JVM is gone, because only a new process gets another JVM.
+reported under its stage status, and the unit is restarted (run_unit_thread). The run ends when `stopping` is set, or
+when Spark's JVM is gone, because only a new process gets another JVM.
 """
 
 from __future__ import annotations
