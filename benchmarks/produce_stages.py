@@ -62,30 +62,38 @@ BETWEEN = (
 LOOP, THREAD, SEQUENCER = "loop", "a thread", "sequencer"
 STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
     ("receive: the system call, the loop of reads", LOOP, ((Connection, "_readable"),)),
-    ("frame: cut the stream", LOOP, ((FrameReader, "buffer"), (FrameReader, "received"))),
+    ("frame: cut the stream", LOOP, ((FrameReader, "buffer"), (FrameReader, "add_received"))),
     (
         "account for it: budget, turn, pause or resume",
         LOOP,
-        ((ClientSession, "_frames"), (ClientSession, "consider_reading")),
+        ((ClientSession, "_receive_frames"), (ClientSession, "consider_reading")),
     ),
     (
         "parse: header, request",
         LOOP,
-        ((client_session, "peek"), (client_session, "read_request"), (k00_produce, "decode")),
+        ((client_session, "peek_header"), (client_session, "read_request"), (k00_produce, "decode")),
     ),
-    ("who may, quota", LOOP, ((k00_produce, "_look_up"), (k00_produce, "_allowed"), (ClientThrottle, "charge"))),
+    (
+        "who may, quota",
+        LOOP,
+        ((k00_produce, "_find_topic"), (k00_produce, "_authorize_rows"), (ClientThrottle, "charge")),
+    ),
     ("begin: slot, futures, the rest of the request", LOOP, ((ClientSession, "_begin"), (k00_produce, "_reserve_one"))),
-    ("check: batch header", LOOP, ((k00_produce, "_refuse"), (leader, "check_header"))),
+    ("check: batch header", LOOP, ((k00_produce, "_batch_error"), (leader, "check_header"))),
     ("check: checksum, every record", LOOP, ((validator_pool, "check_records"),)),
     ("reserve: partition, ticket", LOOP, ((PartitionLeader, "produce_nowait"), (ProducerQueue, "reserve"))),
-    ("stage: rhythm of the objects", LOOP, ((PartitionLeader, "_stage"), (L0Writer, "stage"), (L0Writer, "answered"))),
-    ("seal: assemble the object, its first touch", LOOP, ((L0Writer, "_flush"), (L0Writer, "_look"))),
+    (
+        "stage: rhythm of the objects",
+        LOOP,
+        ((PartitionLeader, "_stage"), (L0Writer, "stage"), (L0Writer, "batch_answered")),
+    ),
+    ("seal: assemble the object, its first touch", LOOP, ((L0Writer, "_flush"), (L0Writer, "_on_timer"))),
     ("put: create, write, fdatasync, link, fsync", THREAD, ((local, "durable_create"),)),
     ("turn: uploaded, in line", LOOP, ((PartitionLeader, "batch_uploaded"),)),
     ("decide: plan, apply, command", LOOP, ((leader, "plan_group"), (leader, "apply"), (leader, "encode_command"))),
     ("log append: client", LOOP, ((SqliteConsensus, "_flush"), (SequencerConnection, "buffer_updated"))),
-    ("publish, wake readers", LOOP, ((PartitionLeader, "_settle"),)),
-    ("answer: gather, encode", LOOP, ((_ProduceAnswers, "answer"), (ClientSession, "_done"))),
+    ("publish, wake readers", LOOP, ((PartitionLeader, "_publish_plan"),)),
+    ("answer: gather, encode", LOOP, ((_ProduceAnswers, "set_answer"), (ClientSession, "_request_done"))),
     ("answer: send", LOOP, ((ClientSession, "_send_ready"),)),
 )
 """What, where, and the functions in which it is done, less those of the others that they call."""

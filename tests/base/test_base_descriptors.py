@@ -29,7 +29,7 @@ def test_the_limit_is_raised_to_the_hard_one_and_shown() -> None:
     code = (
         "import resource; from tidemill.base.runtime import file_descriptors as descriptors;"
         " resource.setrlimit(resource.RLIMIT_NOFILE, (128, 900)); found = descriptors.raise_limit();"
-        " facts = descriptors.facts();"
+        " facts = descriptors.descriptor_facts();"
         " print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], found.limit, facts['limit'], facts['open'] > 0)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -200,6 +200,6 @@ async def _flow(world: World, *names: str) -> bool:
         generated = "" if world.connection.info.server_version >= 180_000 else " AND attgenerated = ''"
         now = {column for (column,) in await world.select(f"{query} AND NOT attisdropped{generated}")}
         row = rows[f"public.{name}"]
-        if not row.flows or {c.name for c in row.columns} != now:
+        if not row.is_streaming or {c.name for c in row.columns} != now:
             return False
     return True

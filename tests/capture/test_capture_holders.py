@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from capture_world import World, until
 
+from patience import slowness
 from tidemill.base.status.status import StageState, derive_status
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.consumers import FlushNotices
@@ -69,7 +70,7 @@ def test_slc7_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_
             for _ in range(3):
                 await world.caught_up()
             assert await world.confirmed() <= commit
-            capture._mark()
+            capture._publish_status()
             mark = next(m for m in world.tracker.report("p", 0).marks if m.name == f"capture:{world.name}")
             assert mark.held_by == "shape:wedged"
             assert mark.position <= commit < mark.target
@@ -102,10 +103,10 @@ def test_rc2_what_was_not_flushed_is_delivered_again_after_a_restart(postgres_ds
 
 def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_timeout(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        sink = HoldingSink("shape:blocked")
+        sink, slow = HoldingSink("shape:blocked"), slowness()
         await world.sql(
             "CREATE TABLE a (id int PRIMARY KEY, v text)",
-            f"ALTER ROLE postgres IN DATABASE \"{world.name}\" SET wal_sender_timeout = '600ms'",
+            f"ALTER ROLE postgres IN DATABASE \"{world.name}\" SET wal_sender_timeout = '{int(600 * slow)}ms'",
         )
         async with world.capture(sinks=[sink], queue_changes=100):
             await world.caught_up()
@@ -113,7 +114,7 @@ def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_t
             sink.gate.clear()
             # More than the socket's and the queue's buffers hold, so that reading really stops.
             await world.sql("INSERT INTO a SELECT g, repeat('x', 1000) FROM generate_series(1, 20000) g")
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(2.5 * slow)
             assert pid == await world.select("SELECT active_pid FROM pg_replication_slots WHERE active_pid IS NOT NULL")
             sink.gate.set()
             tag = asyncio.ensure_future(world.caught_up())
@@ -136,7 +137,7 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             status = session.collector.status
             # Each look at the tables ends with no copy under way. This one is over; the next is ten minutes off.
             assert await session.joining.is_being_added("public.none") is False
-            session.joining.keeping.copies(True)
+            session.joining.keeping.set_copying(True)
             held = status.hold
             await world.sql("INSERT INTO a VALUES (1)")
             at = await world.wal_end()
@@ -145,9 +146,9 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             await until(
                 lambda: session._reports.due.is_set() is False and status.sent == held, "the server is told of none"
             )
-            capture._mark()
+            capture._publish_status()
             assert (mark := world.tracker.mark(f"capture:{world.name}")) is not None and mark.position < mark.target
-            session.joining.keeping.copies(False)
+            session.joining.keeping.set_copying(False)
             assert session._reports.due.is_set(), "not with the next status that is due anyway"
             await confirmed_reaches(world, at)
 

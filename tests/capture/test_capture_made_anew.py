@@ -53,10 +53,10 @@ def test_f473_a_table_that_is_dropped_while_the_capture_looks_is_not_taken_for_a
 
             published_now, published._question = published._question, question
             await world.sql("INSERT INTO other VALUES (1)")  # another snapshot, so the catalogue is asked
-            capture.look()
+            capture.check_tables_soon()
 
             async def gone() -> bool:
-                capture.look()
+                capture.check_tables_soon()
                 row = await world.table("public.t")
                 return row is None or row.state == "dropped"
 
@@ -169,10 +169,10 @@ def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
         async with world.capture(table_poll_s=600.0) as capture:
             await world.flowing("t", "other")
             await world.sql("CREATE TABLE late (id int PRIMARY KEY)")
-            capture.look()
+            capture.check_tables_soon()
             await until(lambda: tries, "the copy begins")
             await until(lambda: not capture._desk.copying, "the copy fails")
-            capture.look()
+            capture.check_tables_soon()
             await world.flowing("t", "other", "late")
             assert len(tries) == 2 and tries[0] != tries[1]
             assert len(await world.folded("late")) == 1

@@ -34,7 +34,7 @@ def _tries_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LOCK_PAUSE_S", 0.1)
 
 
-@pytest.mark.parametrize("fails", ["publish", "take_snapshot", "its rows"])
+@pytest.mark.parametrize("fails", ["publish_tables", "copy_tables", "its rows"])
 def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -58,7 +58,7 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
                 real = getattr(table_adder, fails)
 
                 async def locked(*args: Any, **settings: Any) -> Any:
-                    mode = "ROW EXCLUSIVE" if fails == "publish" else "ACCESS EXCLUSIVE"
+                    mode = "ROW EXCLUSIVE" if fails == "publish_tables" else "ACCESS EXCLUSIVE"
                     await other.execute(f"LOCK TABLE a IN {mode} MODE")
                     return await real(*args, **settings)
 
@@ -193,7 +193,7 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
                 done = await real(*args, **settings)
                 assert capture._session is not None and capture._session.joining is not None
                 await (
-                    capture._session.joining.mending.mend()
+                    capture._session.joining.mending.repair()
                 )  # as each second, while another table's lock is waited for
                 looked.set()
                 return done
@@ -241,7 +241,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
                 patch.setattr(context, "read_published_tables", published_tables)
                 await joins.mending._unpublish_paused()
                 assert not taken_out
-            capture._desk.copied()
+            capture._desk.finish_copy()
 
     in_world(postgres_dsn, scenario)
 

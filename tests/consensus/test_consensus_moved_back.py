@@ -99,7 +99,7 @@ def test_a_session_is_never_taken_from_a_standby_whose_answers_are_old(pair: Pai
         client = await opened(pair.primary.dsn)
         await client.append("log/a", 1, 0, [b"0"], "n0")
         client._reads.lane._url = pair.standby.dsn  # type: ignore[attr-defined]
-        client._reads.lane.renew()  # type: ignore[attr-defined]
+        client._reads.lane.request_new_session()  # type: ignore[attr-defined]
         with pytest.raises(UnavailableError, match="standby"):
             await client.log_head("log/a")
         client._reads.lane._url = pair.primary.dsn  # type: ignore[attr-defined]
@@ -119,8 +119,8 @@ def test_a_register_or_lease_that_another_history_holds_ends_the_client(postgres
         async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
             await connection.execute(lost)
         for line in (client._groups, client._singles, client._reads):  # type: ignore[attr-defined]
-            line.lane.renew()
-        client._reads.lane._admit.__self__._new_stop_event = "an earlier one"  # type: ignore[attr-defined]
+            line.lane.request_new_session()
+        client._reads.lane._admit.__self__._life = "an earlier one"  # type: ignore[attr-defined]
         with pytest.raises(StoreRolledBackError, match=said):
             await client.log_head("any")
         await client.aclose()

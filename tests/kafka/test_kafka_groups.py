@@ -165,7 +165,7 @@ def _state(admin: AdminClient, group: str) -> Any:
 
 def _generation(node: Any, name: str) -> int:
     """Of the rounds of assignment; in the consumer protocol the group's epoch."""
-    led = node.server._groups.found(name)
+    led = node.server._groups.loaded_group(name)
     assert led is not None
     group = led.group
     return group.epoch if isinstance(group, ConsumerGroup) else group.generation

@@ -140,7 +140,7 @@ def test_a_manifest_that_goes_while_it_is_read_ends_no_node(monkeypatch: pytest.
 def test_only_the_leader_of_domain_0_keeps_and_another_takes_over() -> None:
     async def body(world: World) -> None:
         first, second = world.metastore, world.open()
-        await (await first.domains())[0].until_leading(10)  # type: ignore[attr-defined]
+        await (await first.domains())[0].wait_until_leading(10)  # type: ignore[attr-defined]
         await second.start()
         runs = [
             asyncio.ensure_future(keeping(world, first, "n1").run()),

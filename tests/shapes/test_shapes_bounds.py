@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from fake_shard import FakeShard
 from shape_world import ShapeWorld, eventually, run
+from tidemill.shapes.definition.plan_cache import INVALID_S, RejectionCache
 
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.definition.definition import SHAPE_BYTES
-from tidemill.shapes.definition.plan_cache import INVALID_S, RejectionCache
 from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shards.api import Column, ShardSchema
@@ -244,7 +244,7 @@ def test_f105_shapes_together_stay_within_their_memory_and_give_all_of_it_back(p
             one = await world.sync(table="item")
             refused = await world.get(table="item", offset="-1", where="id > 0")
             assert (refused.status, refused.headers["retry-after"]) == (503, "10")
-            assert "as much memory as they may" in refused.json["message"]
+            assert "have reached the memory limit" in refused.json["message"]
             assert budget.used_bytes <= budget.limit_bytes
             small = await world.sync(table="item", where="id < 3")
             await insert(world, 201)

@@ -151,7 +151,7 @@ class BindingModel(RuleBasedStateMachine):
     def forgets(self, who: int, share: float) -> None:
         time_ms = self.model[int((len(self.model) - 1) * share)].time_ms
         if time_ms > self.kept_ms:
-            self.run(self.handles[who].forget(time_ms))
+            self.run(self.handles[who].truncate_before(time_ms))
             self.kept_ms = time_ms
 
     @rule(who=st.integers(0, 1))

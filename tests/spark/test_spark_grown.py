@@ -151,7 +151,7 @@ def test_ddl_under_load_with_kills_of_capture_ends_in_a_shard_that_equals_select
             assert not error_of(harbour, "shard:one")
         with pipeline(harbour, tmp_path / "two", PIPELINE.format("two", name)):
             until(lambda: harbour.upper("two") > 0 and harbour.contents("two") == want)
-        assert described().flows and described().version == len(CHANGES) + 2
+        assert described().is_streaming and described().version == len(CHANGES) + 2
     finally:
         load.ending.set()
         process.kill()

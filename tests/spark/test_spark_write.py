@@ -304,7 +304,7 @@ def test_what_a_pipeline_keeps_is_refused(harbour: Any) -> None:
     write(harbour, PLAIN, [(1, "a")])
     row = PipelineRow("p", {"t": "topic:clicks"}, "p.dead_letters")
     harbour.portal.call(harbour.stores.catalogue.put(row))
-    with pytest.raises(InvalidError, match=r"a pipeline maintains this shard: shard=t pipeline=p.*beside=p"):
+    with pytest.raises(InvalidError, match=r"a pipeline maintains this shard: shard=t pipeline=p.*`beside` to p"):
         write(harbour, PLAIN, [(1, "b")])
     with pytest.raises(InvalidError, match="only the pipeline writes its dead letters"):
         write(harbour, replace(PLAIN, shard="p.dead_letters", beside="p"), [(1, "b")])

@@ -20,7 +20,7 @@ DIALECT = re.compile(
     r"letting go|goes on|go on|gone on|going on with|say so|says so|said of|taken in|takes? in|"
     r"comes? in(?:to force)?|so many|so long|lies|lie in|of its own|at once|is to be|are to be|is to go|"
     r"by itself|by then|once more|looked at|just now|for ever|stands? still|stood still|made of|"
-    r"held (?:up|to)|given up|gives up|given back|cut off|of none|is none|are none|as it is|as they are|"
+    r"held (?:up|to)|given up|gives up|given back|cut off|of none|is (?-i:none)|are none|as it is|as they are|"
     r"as it was|meanwhile|whatever|whom|behind it|may it be|will not be had|come by|came by|let be|is had|"
     r"asked for ever|is over|is good|falls? due|makes? good|set aside|put aside|no wiser|wiser|dearest|"
     r"befalls?|unasked|betimes|thereby|wherein|hereby|thereof"
@@ -136,6 +136,9 @@ TERMS = frozenset(
 )
 """Letters with a digit that are terms of the field."""
 
+CODE = re.compile(r"`[^`\n]*`")
+"""Names of the code and of options, which prose quotes as they are."""
+
 OUTSIDE = re.compile(r"\bnotes/|\bDESIGN\b|\bseeds? ?\d{3}|\bthe house\b|\bfield notes\b")
 
 PROPER = frozenset(
@@ -171,6 +174,10 @@ PROPER = frozenset(
         "Prometheus",
     ]
 )
+
+
+FOREIGN_TEXTS = frozenset({"RegistryError"})
+"""Errors whose texts follow those of another product, which clients show or compare: the Confluent Schema Registry."""
 
 
 class Finding(NamedTuple):
@@ -214,6 +221,7 @@ def _docstring(path: Path, node: ast.AST) -> Iterator[Finding]:
 
 
 def _text(path: Path, line: int, text: str) -> Iterator[Finding]:
+    text = CODE.sub(lambda found: "`" * len(found[0]), text)
     for rule, pattern in (("dialect", DIALECT), ("subject", PRONOUNS), ("outside", OUTSIDE)):
         for match in pattern.finditer(text):
             yield Finding(path, line + text.count("\n", 0, match.start()), rule, match[0].strip(" .;:!\n"))
@@ -228,7 +236,7 @@ def _error(path: Path, node: ast.Raise) -> Iterator[Finding]:
     if not (isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name | ast.Attribute)):
         return
     name = node.exc.func.id if isinstance(node.exc.func, ast.Name) else node.exc.func.attr
-    if not name.endswith("Error"):
+    if not name.endswith("Error") or name in FOREIGN_TEXTS:
         return
     for text in (*node.exc.args, *(keyword.value for keyword in node.exc.keywords)):
         literal = text.values[0] if isinstance(text, ast.JoinedStr) and text.values else text

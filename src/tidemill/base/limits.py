@@ -64,7 +64,7 @@ NODE_BLIND_AFTER_MS = 3_500
 """Silence after which a node is blind as a process.
 
 It publishes independently of its tables and captures, so three missing reports suffice. Its stage statuses count until
-MARK_BLIND_AFTER_MS: by that time other nodes have its partitions.
+STATUS_BLIND_AFTER_MS: by that time other nodes have its partitions.
 """
 
 LOOPBACK_ORIGINS = ("http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*")

@@ -85,7 +85,7 @@ async def _read(store: ObjectStore, key: str) -> str:
     if (whole, piece) != (b"first writer", b"writer"):
         raise _ProbeFailedError(
             f"a read returned other bytes than were written: key={key}.",
-            "Do not use this server: it does not store objects reliably.",
+            fix="Do not use this server: it does not store objects reliably.",
         )
     return "it can be read, completely and by range"
 
@@ -95,7 +95,7 @@ async def _list(store: ObjectStore, prefix: str, key: str) -> str:
     if found != [key]:
         raise _ProbeFailedError(
             f"a listing does not show the new object: prefix={prefix} found={found}.",
-            "Use a server whose listings are strongly consistent.",
+            fix="Use a server whose listings are strongly consistent.",
         )
     return "a listing shows it immediately"
 
@@ -135,6 +135,6 @@ async def _delete(store: ObjectStore, keys: tuple[str, ...]) -> str:
         await store.delete(key)
         if await store.head(key) is not None:
             raise _ProbeFailedError(
-                f"a deleted object still exists: key={key}.", "Check versioning rules of the bucket."
+                f"a deleted object still exists: key={key}.", fix="Check versioning rules of the bucket."
             )
     return "objects can be deleted"

@@ -9,7 +9,7 @@ from one host. Decisions are those of Kafka's AclAuthorizer (KIP-11, KIP-290):
   denial implies nothing beyond its own operation. ALL stands for every operation.
 - `*` as a literal name, as a host, or in `User:*` matches everything.
 
-Hosts are compared in the form that `plain_host` returns, so that every notation of an address is the same client.
+Hosts are compared in the form that `canonical_host` returns, so that every notation of an address is the same client.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Audit log: lines about rejected requests and about changes of permissions.
 
-A refusal that repeats is logged once every TELL_EVERY_S, with the number of lines that were left out. The memory for
+A refusal that repeats is logged once every LOG_INTERVAL_S, with the number of lines that were left out. The memory for
 this is bounded. Every change of permissions is logged: only authorized users can cause such lines.
 """
 
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 LOG_INTERVAL_S: Final = 10.0
 REMEMBERED_MAX: Final = 1_000
-"""Limit of distinct refusals remembered within TELL_EVERY_S. Further ones are counted together, by event."""
+"""Limit of distinct refusals remembered within LOG_INTERVAL_S. Further ones are counted together, by event."""
 
 TEXT_CHARS_MAX: Final = 250
 

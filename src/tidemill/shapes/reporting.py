@@ -5,8 +5,8 @@
     shape:HANDLE     a shape that has been loading for longer than LOADING_SHOWN_S; or a shape that failed lately, with
                      its error, until its definition has a new live shape
 
-The size of a report, and the work for it, grows with the number of sources and with MOST_OWN, not with the number of
-shapes. A clause that is rejected as the client's own error is counted, but not reported as a failure.
+The size of a report, and the work for it, grows with the number of sources and with MAX_SHAPE_STATUSES, not with the
+number of shapes. A clause that is rejected as the client's own error is counted, but not reported as a failure.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class ShapeReporter:
 
 
 class LargestShapes:
-    """Tracks the largest shapes. Each call checks LOOKED_AT shapes, so with more shapes a large one is found some calls
-    later."""
+    """Tracks the largest shapes. Each call checks CHECKED_PER_REPORT shapes, so with more shapes a large one is found
+    some calls later."""
 
     def __init__(self) -> None:
         self._to_see: list[LiveShape] = []

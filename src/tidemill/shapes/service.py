@@ -68,8 +68,7 @@ ABANDONED_S = 10.0
 """Time after its last request at which a loading shape without waiting requests is ended, to free its snapshot slot."""
 
 SUBSET_MEMORY_DIVISOR = 4
-"""Divisor: the rows of subsets that are being sent may use this fraction of the memory; the rest is reserved for
-shapes."""
+"""Divisor of the memory that rows of subsets in flight may use; the rest is reserved for shapes."""
 
 
 class ShapeService:
@@ -83,8 +82,13 @@ class ShapeService:
         """Live shapes, least recently used first."""
         self._eviction = IdleEviction(self.settings, clock, self._by_handle, self._end_shape)
         self.budget = Budget(self.settings.memory_bytes, self._eviction.make_memory)
-        of_disk = {"whose": "all shapes together", "what": "disk", "setting": "shapes.disk_mb"}
-        self.disk = Budget(self.settings.disk_bytes, self._eviction.make_disk, **of_disk)
+        self.disk = Budget(
+            self.settings.disk_bytes,
+            self._eviction.make_disk,
+            whose="all shapes together",
+            what="disk",
+            setting="shapes.disk_mb",
+        )
         self.subsets = Budget(self.settings.memory_bytes // SUBSET_MEMORY_DIVISOR, whose="all subsets together")
         self.share = LoopShare(clock, self.settings.loop_share)
         self._tracker = tracker
@@ -283,8 +287,7 @@ class ShapeService:
     async def plan_request(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
         """Check a request against its table or shard and return its plan.
 
-        `waits`: wait for a table that was created a moment ago. A live client repeats the same request, so a plan is
-        cached while it is valid. Raises FieldError, InvalidError or UnavailableError.
+        `waits`: wait for a table that was created a moment ago. Raises FieldError, InvalidError or UnavailableError.
         """
         if self._closed:
             raise UnavailableError("the node is stopping.")

@@ -1,7 +1,7 @@
 """Stage statuses of topics: one per topic. Each process reports a share, that of the partitions that it leads.
 
-A process that leads more topics than OWN_MARKS has one entry, `topics`, for all that are at their target. Topics below
-theirs have their own entries, those furthest behind first.
+A process that leads more topics than OWN_STATUSES_MAX has one entry, `topics`, for all that are at their target. Topics
+below theirs have their own entries, those furthest behind first.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ GROWTH_CHECK_EVERY = 3_000
 GROWTH_MIN = 50_000
 """Least growth in containers that is worth a walk, at 1 to 2 µs each."""
 THRESHOLDS = (700, 5, 3)
-"""Collector thresholds: a full collection follows 10,500 net new containers, and walks as many, at 1 to 2 µs each.
+"""Collector thresholds: a full collection follows 10,500 net new containers, and walks as many.
 
-Measured in docs/benchmarks.md. Survivors are walked once at any threshold, so a smaller one costs no more in total.
+Survivors are walked once at any threshold, so a smaller one costs no more in total.
 """
 OLDEST = 2
 

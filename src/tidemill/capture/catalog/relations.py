@@ -85,8 +85,8 @@ async def describe_tables(wire: PgConnection, oids: Sequence[int], *, made_since
 
 
 async def read_current_rows(control: ControlConnection, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
-    """Return one row for each of `rows`, by its key; None if the table has none, or was dropped. ASKED_AT_ONCE rows are
-    one query, and each query has its own deadline (control_connection.py), however many rows a transaction moved.
+    """Return one row for each of `rows`, by its key; None if the table has none, or was dropped. KEYS_PER_QUERY rows
+    are one query, and each query has its own deadline (control_connection.py), however many rows a transaction moved.
 
     Raises SqlError, InvalidError or MissingError if the table cannot be read as `relation` describes it, or its lock is
     not available now; UnavailableError if the server does not answer.

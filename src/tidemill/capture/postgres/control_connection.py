@@ -60,8 +60,8 @@ class OpenQueries:
             self._open.pop(what, None)
 
     def oldest_overdue(self) -> tuple[str, int] | None:
-        """Return the oldest open query above TELL_AFTER_MS: (query, ms since the epoch when it was sent). Jumps of the
-        wall clock do not change its age.
+        """Return the oldest open query above OVERDUE_AFTER_MS: (query, ms since the epoch when it was sent). Jumps of
+        the wall clock do not change its age.
         """
         if not self._open:
             return None

@@ -3,7 +3,7 @@
     every table_poll_s    the catalogue is compared with what is captured (catalog_watcher.py); sooner if a client
                           requests a table that is not captured (`is_being_added`), or finds that a table changed
                           (`check_tables_soon`)
-    every HAZARD_POLL_S   the publication is repaired (publication_repair.py)
+    every REPAIR_POLL_S   the publication is repaired (publication_repair.py)
 
     new, re-created, recopy requested, refused before  →  published  →  topic re-created  →  copied  →  in the stream
     paused for a reason that a copy repairs            →  re-snapshotted automatically (auto_recopy.py)
@@ -12,8 +12,8 @@
 
 Invariant (isolated failures): a copy that fails is reported for its table and retried after a pause that doubles. If a
 lock blocked it, it is retried as soon as the reported blocker no longer holds the table. An interrupted copy is resumed
-where it stopped unless the table itself was at fault. After FRUITLESS_TRIES attempts without progress (table_states.py)
-it starts over, and its WAL is released.
+where it stopped unless the table itself was at fault. After MAX_FRUITLESS_ATTEMPTS attempts without progress
+(table_states.py) it starts over, and its WAL is released.
 
 Invariant (side topics first): tables with a side topic are copied first, one at a time, because a copy without one
 retains WAL for its whole duration (wal_hold.py).

@@ -237,7 +237,7 @@ class TableStates:
     async def refuse_table(self, name: str, why: Refusal, oid: int = 0, *, going_on: bool = False) -> None:
         """Record why a table is not captured. A table that flows or is paused keeps its row; if a re-snapshot of it
         failed, its stage status says why. `going_on`: the table is not at fault, so a partial copy is resumed as long
-        as it makes progress (FRUITLESS_TRIES).
+        as it makes progress (MAX_FRUITLESS_ATTEMPTS).
         """
         known = self.rows.get(name)
         going_on = going_on and known is not None and self._count_attempt(known)

@@ -276,9 +276,12 @@ class PostgresConsensus(ConsensusClientBase):
         # An error of one connection counts only while none of them gets an answer: a connection that broke long ago is
         # noticed only when it is used.
         latest, answered_s = max(lanes, key=lambda lane: lane.away_s), max(lane.answered_s for lane in lanes)
-        if latest.away_s > answered_s and now_s - answered_s > SLOW_AFTER_S:
-            return latest.away
         waited_s = max((now_s - lane.began_s for lane in lanes if lane.began_s is not None), default=0.0)
+        # An error describes the moment that it came from: a server that dropped a connection a while ago, and has been
+        # silent since, is silent.
+        is_silent = waited_s > UNANSWERED_AFTER_S and now_s - latest.away_s > UNANSWERED_AFTER_S
+        if latest.away_s > answered_s and now_s - answered_s > SLOW_AFTER_S and not is_silent:
+            return latest.away
         if waited_s > UNANSWERED_AFTER_S:
             where = without_password(self._url)
             return f"PostgreSQL does not answer: consensus.url={where!r} oldest_request_s={waited_s:.0f}."

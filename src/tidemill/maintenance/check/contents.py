@@ -20,6 +20,7 @@ import pyarrow as pa
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.check.findings import Findings, RowSource
+from tidemill.metastore.check.objects import FIX
 from tidemill.metastore.rows import SHARD_BATCHES
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 from tidemill.shards.api import Batch, Part
@@ -38,7 +39,6 @@ CONCURRENT_READS = 4
 """Number of objects read concurrently; memory holds this many parts and L0 objects as a whole."""
 READ_BYTES = 8 << 20
 """Size of a single read of an L1 region, except for a larger batch."""
-FIX = "Restore the object from a copy of the bucket; until then the data that refers to it cannot be read."
 
 
 async def check_contents(

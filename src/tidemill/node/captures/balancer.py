@@ -157,8 +157,8 @@ class CaptureBalancer:
             now_s = self._clock.monotonic_s()
             self._backoff.record_health(capture, self.health.get(capture, _unknown_health)(), now_s)
             unable_s = _true_since_s(unable_s, self._backoff.is_failing(capture, now_s), now_s)
-            # UNEVEN_S later the other nodes know that this node does not offer the capture, and this node knows whether
-            # they do.
+            # HANDOVER_DELAY_S later the other nodes know that this node does not offer the capture, and this node knows
+            # whether they do.
             if (
                 unable_s is not None
                 and now_s - unable_s >= HANDOVER_DELAY_S

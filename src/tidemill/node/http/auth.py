@@ -8,8 +8,8 @@ Invariants:
 - Closed by default: only OPEN paths (is the node alive and ready) are served without a principal. Every other request
   needs the operation that `required_permissions` names; an unknown path needs an operation on the cluster, so that a
   new route is not open by mistake.
-- Bounded cost: a verified credential is accepted for KNOWN_S without another check, so that not every request derives a
-  password. A failed one is answered after a delay that grows by address.
+- Bounded cost: a verified credential is accepted for CREDENTIAL_CACHE_S without another check, so that not
+  every request derives a password. A failed one is answered after a delay that grows by address.
 - No shared caching: a response to one principal is not cached for another. A signed URL of a shape is a credential
   itself: everyone who has it may read the shape, and so may a cache.
 - No disclosure: a refusal about shapes is the same for shapes that exist and shapes that do not.

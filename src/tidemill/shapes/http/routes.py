@@ -395,7 +395,7 @@ def _is_requested_shape(shape: LiveShape, named: ShapeDefinition, *, whole: bool
 
 
 async def _read_body(request: Request) -> bytes | None:
-    """Read the body; return None if it is larger than BODY_BYTES."""
+    """Read the body; return None if it is larger than MAX_BODY_BYTES."""
     body = bytearray()
     async for piece in request.stream():
         body += piece

@@ -1,7 +1,7 @@
 """Schedules the flushes of the shape logs of one captured database, and reports the positions that are durable.
 
     changed ─┐                       ┌── thread ──┐
-    recorded ─┼► due ─ FLUSH_S or    │  one       │   logs: cool, was_saved
+    recorded ─┼► due ─ FLUSH_S or    │  one       │   logs: cool, mark_saved
     ended ───┘        FLUSH_BYTES ──►│ transaction│──► durable(position)
                                      └────────────┘
 

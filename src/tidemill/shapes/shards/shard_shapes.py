@@ -223,8 +223,8 @@ class ShardShapes:
         """Store the shape, so that it exists after a restart; return a function to call with the times that were
         processed.
 
-        It stores the progress every NOTED_MS. Once the shard has forgotten the changes after the stored time, the shape
-        cannot continue.
+        It stores the progress every PROGRESS_INTERVAL_MS. Once the shard has forgotten the changes after the stored
+        time, the shape cannot continue.
         """
         store, log = self._store, shape.log
         if store is None or not isinstance(log, DiskLog):

@@ -99,7 +99,7 @@ async def answer_requests(sink: ShapeTap, source: PostgresSource, look: BeforeRe
 
 
 async def _wait_for_request(sink: ShapeTap) -> bool:
-    """Return whether there is a question, or one arrives within KEPT_S."""
+    """Return whether there is a question, or one arrives within CONNECTION_IDLE_S."""
     sink.asked.clear()
     if not sink.asking:
         try:

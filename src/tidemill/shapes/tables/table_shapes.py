@@ -201,8 +201,8 @@ class TableShapes:
         return [prefix] if chosen else list(self._databases), schema, name
 
     async def _wait_for_relation(self, table: str, *, waits: bool) -> tuple[str, Relation]:
-        """Find a table as `find_relation` does, and wait for a capture between two sessions (STARTING_S). With `waits`,
-        also wait for a table that was created a moment ago (SOUGHT_S)."""
+        """Find a table as `find_relation` does, and wait for a capture between two sessions (STARTING_WAIT_S). With
+        `waits`, also wait for a table that was created a moment ago (TABLE_WAIT_S)."""
         sought = True
         while sought:  # a paused table may begin to be copied again between the captures' answer and `find_relation`
             try:

@@ -8,8 +8,8 @@ Records are msgpack:
     delta = [2, back, time_ms, {topic id: [next offset…]}, lsn, source_time_ms, tag, era]
 
 A delta contains only the topics that moved, 0 for an unchanged LSN or source time, and the number of records back to
-the newest whole one (at most WHOLE_EVERY). A delta without any change takes about twenty bytes. The era is absent if it
-is 0 or the delta has no LSN.
+the newest whole one (at most WHOLE_RECORD_INTERVAL). A delta without any change takes about twenty bytes. The era is
+absent if it is 0 or the delta has no LSN.
 
 Opening costs one or two reads. `_window` holds the newest bindings contiguously and follows the log. Older ones are
 found by bisection over log positions (times grow with positions) and read on demand.

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 INLINE_ROWS = 20_000
 """Largest step, in records, that the driver computes if the cluster has executors. On a single machine the driver
-computes every step: tasks cost three times as much and more at every possible step size (docs/benchmarks.md,
-upsert)."""
+computes every step: tasks cost three times as much and more at every possible step size (`./dev bench upsert`,
+benchmarks/results/pipelines.md)."""
 
 
 class TableStopsError(InvalidError):

@@ -90,7 +90,7 @@ def decode_blocks(
     feed: TopicFeed, descriptors: Sequence[SliceDescriptor], batches: Batches, helpers: Executor | None = None
 ) -> Iterator[Decoded]:
     """Decode block by block, in order, as `decode`. The input of a block is released when the next block is taken, or
-    with helpers BESIDE blocks later.
+    with helpers `BLOCKS_IN_FLIGHT` blocks later.
 
     This thread cuts records out of their batches; `helpers` read them.
     """

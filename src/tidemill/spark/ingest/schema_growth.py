@@ -32,7 +32,7 @@ class SourceSchemaGrewError(SchemaEvolvedError):
 
 
 async def keep_shard_types(stores: Stores, name: str, feed: TopicFeed) -> TopicFeed:
-    """Return the feed with the types that columns of an existing shard already have: see `as_held`.
+    """Return the feed with the types that columns of an existing shard already have: see `with_existing_timestamps`.
 
     Raises UnavailableError, UnknownOutcomeError, ClosedError.
     """

@@ -10,10 +10,10 @@ pipeline:<name>:<part>    present while the session, the streaming query or a fe
                           then blocks its tables
 objects, consensus, metastore    the stores that this process uses, by its own experience
 
-The supervision of each unit reports failures (keep_thread); this module only publishes them. A process continues from
-its predecessor's last report: a new driver does not make a table's position or failure look younger. Each stage status
-is computed independently: one that raises fails with that error, one that blocks is not waited for, and the others are
-published.
+The supervision of each unit reports failures (run_unit_thread); this module only publishes them. A process continues
+from its predecessor's last report: a new driver does not make a table's position or failure look younger. Each
+stage status is computed independently: one that raises fails with that error, one that blocks is not waited for, and
+the others are published.
 """
 
 from __future__ import annotations
@@ -297,8 +297,8 @@ class StatusReporter:
         return upper, target
 
     def _startup_progress(self) -> int:
-        """Return a number that grows with time during PATIENCE_MS, and with each table that starts, as progress of the
-        others."""
+        """Return a number that grows with time during STARTUP_PROGRESS_MS, and with each table that starts, as progress
+        of the others."""
         now_ms = self._runner.stores.clock.now_ms()
         return min(now_ms - self._began_ms, STARTUP_PROGRESS_MS) // 1000 + len(self._started)
 

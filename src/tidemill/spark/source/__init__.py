@@ -7,7 +7,7 @@
                source=NAME,NAME reads any number of sources
                start=MS, max_rows, pace_ms; mode, columnNameOfCorruptRecord (`corrupt`)
                or shard=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
-    write      option shard=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, beside
+    write      option shard=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, `beside`
     all        which cluster: see `spark.session.cluster_lookup`
 
 An option that is unknown, or has no effect on the operation, is rejected. Spark pickles instances of these classes by

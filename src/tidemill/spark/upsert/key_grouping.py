@@ -17,7 +17,7 @@ def exact_keys(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any
     """Return the keys of some rows as tuples that are equal exactly if `rows_equal`: NaN equals itself, 0.0 is not
     -0.0.
 
-    For slow paths only, and not for display: see `bits_of`.
+    For slow paths only, and not for display: see `float_bits`.
     """
     columns = [float_bits(values_at(table.column(name), at)).to_pylist() for name in key]
     return list(zip(*columns, strict=True))

@@ -78,12 +78,12 @@ def pipeline_sources(portal: BlockingPortal, stores: Stores, frame: WriteFrame) 
             raise InvalidError(
                 f"a pipeline maintains this shard: shard={name} pipeline={row.name}.",
                 fix="Write into another shard; a derived table can join both. If it is intended that both this job and"
-                f" the pipeline write this shard, set option beside={row.name}.",
+                f" the pipeline write this shard, set option `beside` to {row.name}.",
             )
     if frame.beside and found is None:
         raise InvalidError(
             f"the pipeline does not maintain this shard: shard={name} beside={frame.beside}.",
-            fix="Remove option beside.",
+            fix="Remove option `beside`.",
         )
     return found
 
@@ -113,8 +113,8 @@ class WriteCommit:
     def run(self, staged: Sequence[Staged]) -> int:
         """Publish the staged rows and return the shard's upper after the append.
 
-        Raises InvalidError (rejected by `schema_for` or `updates_of`, or a pipeline's shard), UnavailableError (nothing
-        was written), UnknownOutcomeError (it may have been written: run again, or write the same rows again).
+        Raises InvalidError (rejected by `required_schema` or `updates_of`, or a pipeline's shard), UnavailableError
+        (nothing was written), UnknownOutcomeError (it may have been written: run again, or write the same rows again).
         """
         self._rows = sum(one.rows for one in staged)
         for _ in range(ATTEMPTS):

@@ -8,9 +8,9 @@ idempotent producer sends a partition's next batch only after the previous one w
 - Gather: wait briefly for lines (a producer in a partition) whose previous batch is about to be answered, or was just
   answered, and that have no batch here, as long as most of them return within the wait. Their batches then share an
   object. The wait is two typical uploads, since a longer one costs more than sharing saves. It begins with the answer,
-  however long a busy disk delays that. No batch waits longer than GATHER_MOST_S for others.
+  however long a busy disk delays that. No batch waits longer than GATHER_MAX_S for others.
 - Spread: while uploads run, the next one starts after a fraction of a typical upload's time, so that several are spread
-  evenly over it, but not within SPREAD_LEAST_S. If uploads are that short, wait for their end.
+  evenly over it, but not within SPREAD_MIN_S. If uploads are that short, wait for their end.
 - Size: a group of GATHER_BYTES does not gather, and a full object does not wait at all. `linger_s` replaces all this by
   a timer.
 """

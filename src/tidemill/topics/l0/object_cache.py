@@ -8,7 +8,7 @@ Fetches return views into the buffers, so an evicted buffer is freed only with i
 every group and every partition in it, while producers wait for the same store. Sharing avoids most of these requests:
 
     requested ──────────────────────────[ batches of p3 ]
-    read      ────[ NEAR_BYTES before ..  batches of p3 ]     probably requested next, without an additional request
+    read      ────[ READ_BEFORE_BYTES ..  batches of p3 ]     probably requested next, without an additional request
 
 - Memory: cached and in-flight bytes stay within `limit_bytes`; the object that was read first is evicted first.
 - Errors: a failed read fails for all its waiters and is dropped: the next call asks the store again.

@@ -71,7 +71,8 @@ def select_terms(terms: Sequence[tuple[int, int]], start: int, end: int) -> tupl
 
 
 def moved_share(size_bytes: int, target_bytes: int, batches: int) -> float:
-    """Return the moved part of a round's target: 1 if it filled an object, or moved ROUND_BATCHES of a partition."""
+    """Return the moved part of a round's target: 1 if it filled an object, or moved ROUND_BATCHES_TARGET of a
+    partition."""
     return max(size_bytes / target_bytes, batches / ROUND_BATCHES_TARGET)
 
 

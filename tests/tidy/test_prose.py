@@ -1,0 +1,65 @@
+"""Prose of the product: docstrings, comments and error texts are plain technical English (STYLE.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from prose import findings_of
+
+SOURCE = Path(__file__).parents[2] / "src" / "tidemill"
+FILES = [
+    p for p in sorted(SOURCE.rglob("*.py")) if p.relative_to(SOURCE).parts[:1] != ("sim",) and "demo" not in p.parts
+]
+
+ALLOWED = {
+    ("cli/serve.py", "No module named '"),  # Python's own text
+    ("shapes/definition/planner.py", "The following columns are not found on the table: "),  # Electric's
+    ("shapes/definition/planner.py", "The list of columns must include all primary key columns, mi"),
+    ("shapes/http/routes.py", "Unauthorized - Invalid API secret"),
+    ("shapes/where/parser.py", "At location "),
+    ("spark/decode/row_decoder.py", "Object has other fields"),  # msgspec's, in the reasons of dead letters
+}
+"""Texts that follow those of another product."""
+
+CONTROL_FLOW = frozenset({"Stall"})
+"""Exceptions that are no errors: the control flow of one module."""
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_prose_is_plain(path: Path) -> None:
+    found = [str(f) for f in findings_of(path) if (relative(path), f.text) not in ALLOWED]
+    assert not found, "\n".join(found)
+
+
+def test_errors_end_in_error() -> None:
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.endswith("Error"):
+                bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                if any(base.endswith(("Error", "Exception")) for base in bases) and node.name not in CONTROL_FLOW:
+                    wrong.append(f"{relative(path)}: {node.name}({', '.join(bases)})")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ('''"""Of `rows`, ever."""''', "fragment"),
+        ('''"""Return it. Whoever asks is told."""''', "dialect"),
+        ('''"""Return it. What is left goes to the caller."""''', "subject"),
+        ('''"""Return it, once it is durable (K1)."""''', "lettered"),
+        ('''"""Return it, as notes/kafka.md says."""''', "outside"),
+        ("""raise InvalidError("The name is wrong.")""", "capital"),
+        ("""x = 1  # it is made anew""", "dialect"),
+    ],
+)
+def test_a_planted_sentence_is_found(tmp_path: Path, source: str, rule: str) -> None:
+    (tmp_path / "planted.py").write_text(source)
+    assert rule in {finding.rule for finding in findings_of(tmp_path / "planted.py")}
