@@ -1,5 +1,5 @@
-"""Why a table carries no changes, as sentences: for stage statuses and rows what an operator has to do, and for clients
-that request the table when to check again. Pure.
+"""Reasons for a table without changes, as sentences. Stage statuses and rows get the action for an operator; clients
+that request the table get the time to check again. Pure.
 
 parked      its changes are in no stream until it is copied, automatically or when an operator requests it
 refused     its capture names it and cannot add it until the cause is gone; a client has nothing to change

@@ -1,4 +1,4 @@
-"""Connections of clients: how many requests are served at once, and whether a client has disconnected.
+"""Connections of clients: the limit of concurrent requests, and whether a client has disconnected.
 
 The number is limited from the first byte of a request to the last byte of its response. Long polls, event streams and
 slow readers are included. Requests beyond the limit get 503 with Retry-After, after which the protocol's client

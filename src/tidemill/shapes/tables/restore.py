@@ -1,6 +1,6 @@
 """Restores the stored shapes of one captured database after a restart, before anything of the stream is routed.
 
-    saved record ─► its table, as it is captured now ─► compiled clause ─► log of the disk ─► consumer
+    saved record ─► its table, as captured now ─► compiled clause ─► log of the disk ─► consumer
 
 A shape continues if its table is unchanged and the stream omitted nothing of it; otherwise it is deleted, and its
 clients refetch.

@@ -1,4 +1,4 @@
-"""What precedes a deletion: who uses a topic, the batches that may still be placed, the log of a deleted topic."""
+"""Steps before a deletion: the users of a topic, batches that may still be placed, the log of a deleted topic."""
 
 from __future__ import annotations
 

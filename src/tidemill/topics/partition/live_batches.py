@@ -1,4 +1,4 @@
-"""Batches of one leader that have no result yet: each ends exactly once, and then gives up its queue slot.
+"""Batches of one leader that have no result yet: each ends exactly once, and then releases its queue slot.
 
 join_twin, add ─► succeed  in the log: its producer's next batches are judged with it
                   reject   permanently: its successors are judged without it
