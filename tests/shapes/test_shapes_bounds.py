@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from fake_shard import FakeShard
 from shape_world import ShapeWorld, eventually, run
-from tidemill.shapes.definition.plan_cache import INVALID_S, RejectionCache
 
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.definition.definition import SHAPE_BYTES
+from tidemill.shapes.definition.plan_cache import INVALID_S, RejectionCache
 from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shards.api import Column, ShardSchema

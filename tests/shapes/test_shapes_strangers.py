@@ -19,7 +19,6 @@ from shape_world import ShapeWorld, eventually, run
 from starlette.applications import Starlette
 from test_shapes_consumer import TABLE
 from test_shapes_restored import INFO
-from tidemill.shapes.definition.plan_cache import RejectionCache
 
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
@@ -37,6 +36,7 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
 from tidemill.shapes.definition.compiler_thread import CompilerThread
 from tidemill.shapes.definition.definition import SHAPE_BYTES, ShapeDefinition, Source, fixed_bytes
+from tidemill.shapes.definition.plan_cache import RejectionCache
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.subset import SubsetRequest, SubsetScope, compile_subset
 from tidemill.shapes.log.items import LogItem
