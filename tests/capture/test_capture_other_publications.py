@@ -136,6 +136,28 @@ def test_f490_a_publication_that_comes_later_gives_the_application_its_statement
     in_world(postgres_dsn, scenario)
 
 
+@pytest.mark.since(15)
+def test_f490_a_paused_table_names_the_publication_that_blocks_it_now(postgres_dsn: str) -> None:
+    """Regression: a dropped publication was named while a later one blocked the copy."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES, *GOOD)
+        async with world.capture(**SOON):
+            await world.flowing("t", "good")
+            await world.sql("CREATE PUBLICATION other_1 FOR TABLE t (id, v)")
+            assert (await objected(world, "t", "publication=other_1")).state == "parked"
+            await world.sql("CREATE PUBLICATION other_2 FOR TABLE t (id, w)", "DROP PUBLICATION other_1")
+            row = await objected(world, "t", "publication=other_2")
+            assert row.state == "parked" and row.again_ms and "other_1" not in f"{row.reason} {row.fix}"
+            assert "re-snapshotted automatically" in row.fix and row.reason.count("parked_at=") == 1
+            assert "publication=other_2" in world.tracker.failure(f"table:{world.name}/public.t").error
+            await world.sql("DROP PUBLICATION other_2")
+            await world.flowing("t")
+            await exact(world, "t")
+
+    in_world(postgres_dsn, scenario)
+
+
 def test_f490_what_came_while_nothing_captured_is_seen_before_a_table_is_locked(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*TABLES, *GOOD)

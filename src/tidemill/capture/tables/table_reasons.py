@@ -12,9 +12,13 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from tidemill.base.errors import TidemillError
+from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog.table_choice import Refusal
 from tidemill.capture.catalog.table_discovery import TableInfo
+from tidemill.capture.naming import to_readable
 from tidemill.capture.postgres.errors import is_transient
 from tidemill.capture.setup.publication import TableLockedError
 from tidemill.metastore.catalogue import CaptureTableRow
@@ -22,6 +26,13 @@ from tidemill.metastore.catalogue import CaptureTableRow
 MAX_RETRY_AFTER_S = 10
 """Maximum time until a client should check a paused table again: an operator may have it re-snapshotted at any moment.
 """
+
+
+MAX_REASON_CHARS = 600
+
+
+def pause_reason(table: str, reason: str, lsn: int) -> str:
+    return f"{to_readable(reason)[:MAX_REASON_CHARS].rstrip('.')}: table={table} parked_at={Lsn(lsn)}."
 
 
 def recopy_instruction(table: str) -> str:
@@ -38,6 +49,16 @@ def accept_instruction(table: str) -> str:
 def automatic_recopy_notice(again_ms: int, waits: bool) -> str:
     at = f" from {datetime.fromtimestamp(again_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC" if waits else ""
     return f"It is re-snapshotted automatically{at}, concurrently with the stream."
+
+
+def blocked_row(row: CaptureTableRow, why: Refusal, now_ms: int) -> CaptureTableRow:
+    """Return the row of a paused table whose re-snapshot cannot begin because of `why`, if it needs no operator
+    otherwise. `why` replaces the reason of the pause, whose cause may be gone; `again_ms` and `recopy` stay.
+    """
+    if row.state != "parked" or row.copy is not None or not (row.again_ms or row.recopy) or why.state != "refused":
+        return row
+    fix = f"{why.fix} {automatic_recopy_notice(row.again_ms, row.again_ms > now_ms)}".strip()
+    return replace(row, reason=pause_reason(row.table, why.reason, row.parked_lsn), fix=fix)
 
 
 def topic_taken_refusal(topic: str) -> Refusal:

@@ -43,14 +43,19 @@ from tidemill.capture.encode.avro_schemas import NoSchemaRegistrar, SchemaRegist
 from tidemill.capture.naming import to_readable
 from tidemill.capture.setup.publication import Identities, with_asked_identities
 from tidemill.capture.tables.copy_progress import SnapshotProgress
-from tidemill.capture.tables.table_reasons import automatic_recopy_notice, recopy_instruction
+from tidemill.capture.tables.table_reasons import (
+    MAX_REASON_CHARS,
+    automatic_recopy_notice,
+    blocked_row,
+    pause_reason,
+    recopy_instruction,
+)
 from tidemill.capture.tables.unaffected_columns import FollowedTables
 from tidemill.capture.topics.captured_table import is_in_snapshot
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
 
 log = structlog.get_logger()
 
-MAX_REASON_CHARS = 600
 """Length limit of a reason in a row and a stage status: a table of 1,600 columns may differ in all of them."""
 
 
@@ -189,7 +194,7 @@ class TableStates:
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
-        reason = f"{to_readable(reason)[:MAX_REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
+        reason = pause_reason(name, reason, lsn)
         now_ms, pause_ms = self._clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
         void = row.snapshot is not None and lsn < row.snapshot.exact_lsn
         columns = self.following.columns_to_follow(row, found) if not void else frozenset[str]()
@@ -236,8 +241,9 @@ class TableStates:
 
     async def refuse_table(self, name: str, why: Refusal, oid: int = 0, *, going_on: bool = False) -> None:
         """Record why a table is not captured. A table that flows or is paused keeps its row; if a re-snapshot of it
-        failed, its stage status says why. `going_on`: the table is not at fault, so a partial copy is resumed as long
-        as it makes progress (MAX_FRUITLESS_ATTEMPTS).
+        failed, its stage status says why. If the re-snapshot cannot begin, `why` replaces the reason of the pause: the
+        former cause may be gone. `going_on`: the table is not at fault, so a partial copy is resumed as long as it
+        makes progress (MAX_FRUITLESS_ATTEMPTS).
         """
         known = self.rows.get(name)
         going_on = going_on and known is not None and self._count_attempt(known)
@@ -263,6 +269,9 @@ class TableStates:
             await self.update_row(name, as_refused)
         elif tried and known is not None:
             self._publish_status(known)
+        elif known is not None and blocked_row(known, why, now_ms := self._clock.now_ms()).reason != known.reason:
+            self._refusals.pop(name, None)
+            await self.update_row(name, lambda row: blocked_row(row, why, now_ms) if row is not None else None)
 
     async def refuse_all(self, refused: Mapping[str, Refusal]) -> None:
         """Refuse each table of a choice, by name."""
@@ -280,29 +289,22 @@ class TableStates:
         return tries < MAX_FRUITLESS_ATTEMPTS
 
     async def store_identities(self, name: str, identities: Identities) -> None:
-        """Store the replica identities that a table and its partitions have before they are set to FULL
-        (publication.py).
-        """
+        """Store the replica identities of a table and its partitions before they become FULL (publication.py)."""
 
-        def with_identities(found: CaptureTableRow | None) -> CaptureTableRow:
-            found = found or CaptureTableRow(self._config.name, name)
-            return replace(found, identities={**found.identities, **identities})
-
-        known = self.rows.get(name)
-        if known is None or with_identities(known) != known:
-            await self.update_row(name, with_identities)
+        await self._store_identities(name, lambda row: replace(row, identities={**row.identities, **identities}))
 
     async def store_asked_identities(self, name: str, identities: Identities) -> None:
         """Store the replica identities that a table and its partitions have before an administrator is asked to set
         them to FULL.
         """
 
-        def with_identities(found: CaptureTableRow | None) -> CaptureTableRow:
-            return with_asked_identities(found or CaptureTableRow(self._config.name, name), identities)
+        await self._store_identities(name, lambda row: with_asked_identities(row, identities))
 
+    async def _store_identities(self, name: str, change: Callable[[CaptureTableRow], CaptureTableRow]) -> None:
+        empty = CaptureTableRow(self._config.name, name)
         known = self.rows.get(name)
-        if known is None or with_identities(known) != known:
-            await self.update_row(name, with_identities)
+        if known is None or change(known) != known:
+            await self.update_row(name, lambda found: change(found or empty))
 
     async def store_identity(self, table: TableInfo) -> None:
         """Store the current REPLICA IDENTITY of a table, for listings of tables."""
