@@ -78,7 +78,11 @@ STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
         LOOP,
         ((k00_produce, "_find_topic"), (k00_produce, "_authorize_rows"), (ClientThrottle, "charge")),
     ),
-    ("begin: slot, futures, the rest of the request", LOOP, ((ClientSession, "_begin"), (k00_produce, "_reserve_one"))),
+    (
+        "begin: slot, futures, the rest of the request",
+        LOOP,
+        ((ClientSession, "_begin_request"), (k00_produce, "_reserve_one")),
+    ),
     ("check: batch header", LOOP, ((k00_produce, "_batch_error"), (leader, "check_header"))),
     ("check: checksum, every record", LOOP, ((validator_pool, "check_records"),)),
     ("reserve: partition, ticket", LOOP, ((PartitionLeader, "produce_nowait"), (ProducerQueue, "reserve"))),

@@ -83,7 +83,7 @@ class World:
         self.deliver(self.group)
 
     def leave(self, member_id: str, instance_id: str | None = None) -> int:
-        return protocol_dispatch.leave(self.group, self.now, member_id, instance_id)
+        return protocol_dispatch.leave_group(self.group, self.now, member_id, instance_id)
 
     def heartbeat(self, member_id: str, generation: int, instance_id: str | None = None) -> int:
         return protocol_dispatch.heartbeat(self.group, self.now, member_id, instance_id, generation)

@@ -83,7 +83,7 @@ class World:
         self.settle()
 
     def leave(self, member: str, instance_id: str | None = None) -> int:
-        code = classic.leave(self.group, self.now, member, instance_id)
+        code = classic.leave_group(self.group, self.now, member, instance_id)
         self.settle()
         return code
 

@@ -91,7 +91,7 @@ def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
         for first in (0, 3):
             parts = [(p, sequence(first + p)) for p in range(3)]
             frame = memoryview(request_frame(0, 3, 1, produce_body("t", parts)))[4:]
-            k00_produce.begin(context, read_request(frame, 0, 3, 1))
+            k00_produce.begin_produce(context, read_request(frame, 0, 3, 1))
         assert topics.calls == [("id", 0, 0), ("id", 1, 1), ("id", 2, 2), ("id", 0, 3), ("id", 1, 4), ("id", 2, 5)]
         assert len(asyncio.all_tasks()) == before
 

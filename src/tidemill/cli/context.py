@@ -170,7 +170,7 @@ class ProgressBars:
         )  # fmt: skip
         self._tasks: dict[str, Any] = {}
 
-    def show(self, what: str, done: int, total: int) -> None:
+    def update(self, what: str, done: int, total: int) -> None:
         """Show the progress of one step. A `total` of 0 is unknown."""
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total or None)

@@ -58,7 +58,9 @@ def list_schemas(
 
 
 @app.command("show")
-def show(subject: Subject, version: Version = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def show_schema(
+    subject: Subject, version: Version = None, config: ConfigOption = None, as_json: JsonOption = False
+) -> None:
     """Show one version of a subject."""
     from tidemill.registry.http.messages import version_body
 

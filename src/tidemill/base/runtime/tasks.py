@@ -164,21 +164,21 @@ def needs_operator(error: BaseException) -> bool:
 class RetryState:
     """Handling of a failed run, for every loop that restarts its work: log, report, and pause.
 
-    Every fault is reported with `tell(error_sentence, parked)`. Without `may_park` no unit is paused: it is always
+    Every fault is reported with `report(error_sentence, parked)`. Without `may_park` no unit is paused: it is always
     retried.
     """
 
     def __init__(
         self,
         name: str,
-        tell: Callable[[str, bool], None],
+        report: Callable[[str, bool], None],
         now_s: Callable[[], float],
         restarts: Backoff,
         *,
         may_park: bool = True,
     ) -> None:
         self.name = name
-        self._tell = tell
+        self._report = report
         self._now_s = now_s
         self._restarts = restarts
         self._may_park = may_park
@@ -190,17 +190,17 @@ class RetryState:
         log.error(
             "unit failed", unit=self.name, error=error_sentence(fault), parked=parked, exc_info=not parked and fault
         )
-        self._tell(error_sentence(fault), parked)
+        self._report(error_sentence(fault), parked)
         pause_s = self._restarts.pause_s(now_s - self._begun_s, parked=parked)
         self._begun_s = now_s + pause_s
         return pause_s
 
 
 def _unit_retry_state(mark: str, tracker: StatusTracker, clock: Clock, restarts: Backoff | None) -> RetryState:
-    def tell(error: str, parked: bool) -> None:
+    def report(error: str, parked: bool) -> None:
         tracker.fail(mark, error, now_ms=clock.now_ms(), parked=parked)
 
-    return RetryState(mark, tell, clock.monotonic_s, restarts or Backoff())
+    return RetryState(mark, report, clock.monotonic_s, restarts or Backoff())
 
 
 async def run_with_retries(body: Callable[[], Awaitable[None]], attempts: RetryState) -> None:

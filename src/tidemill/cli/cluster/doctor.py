@@ -65,7 +65,7 @@ def _run_deep_check(config: Config, as_json: bool, contents: bool) -> NoReturn:
         objects = portal.call(open_objects(config.objects_url, clock, rand))
         consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
         try:
-            checked = portal.call(deep_check(consensus, objects, clock, rand, contents=contents, progress=bars.show))
+            checked = portal.call(deep_check(consensus, objects, clock, rand, contents=contents, progress=bars.update))
             if contents:
                 _check_mirrors(config, checked.findings)
         finally:

@@ -55,7 +55,7 @@ def restore(
         objects = portal.call(open_objects(source or loaded.objects_url, clock, rand))
         target = portal.call(open_consensus(consensus or loaded.consensus_url, clock, rand))
         try:
-            restorer = Restorer(target, objects, clock, rand, bars.show)
+            restorer = Restorer(target, objects, clock, rand, bars.update)
             if dry_run:
                 report = portal.call(_plan_restore(restorer, objects, clock, rand, manifest or []))
             else:

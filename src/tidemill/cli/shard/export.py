@@ -82,7 +82,7 @@ async def _export(opened: OpenStores, shard: LogShard, as_of: int | None, to: Pa
                     path = partial / f"part-{number:05}.parquet"
                     # A thread does the work, so that the loop can renew the hold concurrently.
                     rows += await asyncio.to_thread(_write_range, path, shard.schema, piece, time_ms, fetch)
-                    bars.show(shard.name, number + 1, len(ranges))
+                    bars.update(shard.name, number + 1, len(ranges))
             facts = {"shard": shard.name, "shard_id": shard.shard_id, "as_of_ms": time_ms, "rows": rows,
                      "files": number + 1, "key": list(shard.schema.key),
                      "columns": {c.name: c.type for c in shard.schema.columns}}  # fmt: skip

@@ -29,7 +29,7 @@ def verify(
             opened.catalogue,
             opened.clock,
             opened.rand,
-            progress=bars.show,
+            progress=bars.update,
             l1=open_l1_reader(opened.metastore, opened.objects, opened.clock, opened.rand),
         )
         found = opened.portal.call(verifier.tables(tables or ()))

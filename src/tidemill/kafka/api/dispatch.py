@@ -124,7 +124,7 @@ def begin_decoded(handle: Handle, failed: ErrorAnswer) -> Begin:
     Any error of `handle` fails only this request: the answer is UNKNOWN_SERVER_ERROR, and the connection continues.
     """
 
-    async def begin(context: Context, request: Request) -> Reply:
+    async def begin_request(context: Context, request: Request) -> Reply:
         body = await decode_body(context.pace, request, _decode)
         try:
             answer = await authorize_and_handle(context, request, body, partial(handle, context, request), failed)
@@ -143,7 +143,7 @@ def begin_decoded(handle: Handle, failed: ErrorAnswer) -> Begin:
         )
         return [encode_response(request.key, request.version, failed(body, UNKNOWN_SERVER_ERROR))]
 
-    return begin
+    return begin_request
 
 
 def _decode(request: Request) -> Body:

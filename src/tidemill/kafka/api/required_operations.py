@@ -132,10 +132,10 @@ def _check_all(resource: Resource, operation: Operation, asked: str) -> Check:
 def _filter_answer(resource: Resource, operation: Operation, answered: str, field: str) -> Check:
     """Return a check for an answer that lists everything: items that the client may not see are removed from it."""
 
-    def leave_out(asking: CheckedRequest, body: Body, answer: Body) -> None:
+    def remove_invisible(asking: CheckedRequest, body: Body, answer: Body) -> None:
         answer[answered] = [each for each in answer[answered] if asking.is_visible(operation, resource, each[field])]
 
-    return lambda _, body: Verdict(body, after=leave_out)
+    return lambda _, body: Verdict(body, after=remove_invisible)
 
 
 # checks of single APIs ---------------------------------------------------------------------------------------

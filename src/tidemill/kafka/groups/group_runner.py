@@ -172,9 +172,9 @@ class GroupRunner:
         if self.group.is_vacant and not self._deleting and not self.is_closed:
             self.group = in_protocol(self.group, kind)
 
-    def leave(self, members: Sequence[tuple[str, str | None]]) -> list[int]:
+    def remove_members(self, members: Sequence[tuple[str, str | None]]) -> list[int]:
         now = self._now()
-        codes = [protocol_dispatch.leave(self.group, now, *member) for member in members]
+        codes = [protocol_dispatch.leave_group(self.group, now, *member) for member in members]
         self._after_change()
         return codes
 

@@ -84,11 +84,11 @@ def _upgrade(
     return protocol_migration.upgrade(group, now, seen)
 
 
-def leave(group: AnyGroup, now: int, member_id: str, instance_id: str | None) -> int:
+def leave_group(group: AnyGroup, now: int, member_id: str, instance_id: str | None) -> int:
     """Process a LeaveGroup of the classic protocol."""
     if isinstance(group, ConsumerGroup):
-        return classic_members.leave(group, member_id, instance_id)
-    return classic.leave(group, now, member_id, instance_id)
+        return classic_members.leave_group(group, member_id, instance_id)
+    return classic.leave_group(group, now, member_id, instance_id)
 
 
 def commit_error(

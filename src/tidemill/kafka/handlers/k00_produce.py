@@ -1,6 +1,6 @@
 """Handler of Produce (0), versions 3 to 13; advertised from 0.
 
-`begin` is one plain call that reserves every partition batch of the request, in order, through
+`begin_produce` is one plain call that reserves every partition batch of the request, in order, through
 `TopicLog.produce_nowait`. The session calls it while it handles the frame, so the order of requests on a connection is
 the order of reservations, however long the uploads take. A request of very many partitions reserves in several steps,
 and no other request of its connection begins before the last step.
@@ -56,7 +56,7 @@ _CONTROL: Final = 0x20
 UNSUPPORTED_COMPRESSION_TYPE: Final = 76
 
 
-def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
+def begin_produce(context: Context, request: Request) -> asyncio.Future[Reply]:
     produce = decode(request.view, request.position, request.version)
     request.answered = produce.acks != 0
     is_id = request.version >= FIRST_WITH_IDS
@@ -267,4 +267,4 @@ class _ProduceAnswers:
         self.future.set_result([encode(zip(self._names, self._answers, strict=True), self._request.version)])
 
 
-API = Api(0, "produce", 3, 13, begin, advertised_min=0)
+API = Api(0, "produce", 3, 13, begin_produce, advertised_min=0)

@@ -37,7 +37,7 @@ FIRST_WITH_IDS = 13
 Answers = list[tuple[str, list[PartitionRecords]]]
 
 
-async def begin(context: Context, request: Request) -> Reply:
+async def begin_fetch(context: Context, request: Request) -> Reply:
     """Answer one Fetch.
 
     An internal error fails only this request: its partitions get a retriable code.
@@ -165,4 +165,4 @@ async def _encode(answers: Answers, version: int, session_id: int) -> Reply:
     return await asyncio.to_thread(encode, answers, version, session_id=session_id)
 
 
-API = Api(1, "fetch", 4, 17, begin, abandon=True, at_once=4)
+API = Api(1, "fetch", 4, 17, begin_fetch, abandon=True, at_once=4)

@@ -77,7 +77,7 @@ async def _find_offset(context: Context, name: str, asked: Body, until_s: float,
     index, timestamp_ms = asked["partition_index"], asked["timestamp"]
     topics = context.topics
 
-    async def look(row: TopicRow) -> Body:
+    async def read_partition(row: TopicRow) -> Body:
         if timestamp_ms == LATEST:
             offsets = await topics.offsets(row.topic_id, index)
             return _answer(asked, offset=offsets.last_stable if committed else offsets.high_watermark)
@@ -99,7 +99,7 @@ async def _find_offset(context: Context, name: str, asked: Body, until_s: float,
         return _answer(asked) if found is None else _answer(asked, offset=found[0], timestamp=found[1])
 
     try:
-        found = await context.cache.call_with_row(name, index, look)
+        found = await context.cache.call_with_row(name, index, read_partition)
     except TidemillError as error:
         found = error_codes.code_of(error)
     return _answer(asked, error_code=found) if isinstance(found, int) else found

@@ -17,13 +17,13 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     except GroupUnavailableError as refused:
         return error_answer(body, refused.code)
     if request.version < 3:
-        return {"error_code": led.leave([(body["member_id"] or "", None)])[0], "members": []}
+        return {"error_code": led.remove_members([(body["member_id"] or "", None)])[0], "members": []}
     members = [(member["member_id"] or "", member["group_instance_id"]) for member in body["members"]]
     return {
         "error_code": 0,
         "members": [
             {"member_id": member_id, "group_instance_id": instance_id, "error_code": code}
-            for (member_id, instance_id), code in zip(members, led.leave(members), strict=True)
+            for (member_id, instance_id), code in zip(members, led.remove_members(members), strict=True)
         ],
     }
 

@@ -35,7 +35,7 @@ def set_advertised_ranges(apis: Iterable[Api]) -> None:
     ]
 
 
-async def begin(context: Context, request: Request) -> Reply:
+async def begin_api_versions(context: Context, request: Request) -> Reply:
     code = _routing_error(context, request) if request.version >= FIRST_WITH_CLUSTER else error_codes.NONE
     return [_answer(request.version, code)]
 
@@ -70,4 +70,4 @@ def unsupported_version() -> bytearray:
     return encode_response(API_VERSIONS, 0, {"error_code": error_codes.UNSUPPORTED_VERSION, "api_keys": _ranges})
 
 
-API = Api(API_VERSIONS, "api_versions", 0, FIRST_WITH_CLUSTER, begin)
+API = Api(API_VERSIONS, "api_versions", 0, FIRST_WITH_CLUSTER, begin_api_versions)

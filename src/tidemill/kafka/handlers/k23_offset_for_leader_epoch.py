@@ -46,11 +46,11 @@ async def _partition(context: Context, name: str, asked: Body) -> Body:
     index = asked["partition"]
     answer: Body = {"error_code": 0, "partition": index}
 
-    async def look(row: TopicRow) -> PartitionOffsets:
+    async def read_partition(row: TopicRow) -> PartitionOffsets:
         return await context.topics.offsets(row.topic_id, index, proved=True)
 
     try:
-        offsets = await context.cache.call_with_row(name, index, look)
+        offsets = await context.cache.call_with_row(name, index, read_partition)
     except TidemillError as error:
         offsets = error_codes.code_of(error)
     if isinstance(offsets, int):

@@ -16,7 +16,7 @@ from tidemill.kafka.schema.codec_compiler import Body, decode_request
 from tidemill.security.scram import AuthenticationFailedError
 
 
-async def begin(context: Context, request: Request) -> Reply:
+async def begin_authentication(context: Context, request: Request) -> Reply:
     body = await decode_body(context.pace, request, _decode)
     return await encode_answer(context.pace, request, await _handle(context, request, bytes(body["auth_bytes"])))
 
@@ -43,5 +43,5 @@ def _error_result(code: int, message: str) -> Body:
     return {"error_code": code, "error_message": message, "auth_bytes": b"", "session_lifetime": 0}
 
 
-API = Api(36, "sasl_authenticate", 0, 2, begin, barrier=True)
+API = Api(36, "sasl_authenticate", 0, 2, begin_authentication, barrier=True)
 """A barrier: the next request of the connection begins after the authentication step has ended."""

@@ -35,11 +35,11 @@ def _answer(index: int, code: int, message: str | None = None) -> Body:
 
 async def _partition(context: Context, name: str, index: int) -> Body:
 
-    async def look(row: TopicRow) -> list[ProducerStatus]:
+    async def read_partition(row: TopicRow) -> list[ProducerStatus]:
         return await context.topics.producers(row.topic_id, index)
 
     try:
-        found = await context.cache.call_with_row(name, index, look)
+        found = await context.cache.call_with_row(name, index, read_partition)
         if isinstance(found, int):
             return _answer(index, found)
     except TidemillError as error:

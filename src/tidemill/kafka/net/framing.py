@@ -191,7 +191,7 @@ class FrameReader:
                 )
             start = position + _PREFIX
             if start + size > end:
-                self._begin(size, scratch[start:end], first=position == 0)
+                self._begin_frame(size, scratch[start:end], first=position == 0)
                 return frames
             if position == 0 and size > _RETAIN_BUFFER_BYTES:
                 frames.append(Frame(scratch[start : start + size], self._pool.detach_scratch(), self._pool))
@@ -210,7 +210,7 @@ class FrameReader:
             self._pool.release(buffer)
             self._hold(-self._held)
 
-    def _begin(self, size: int, head: memoryview, *, first: bool) -> None:
+    def _begin_frame(self, size: int, head: memoryview, *, first: bool) -> None:
         """Begin a partial frame. `first` is true if the frame is the first one in the scratch buffer."""
         self._at = 0
         wanted = min(size, max(FIRST_BYTES, self._usual_bytes), LARGEST_BYTES)

@@ -226,7 +226,7 @@ class ClientSession:
                 self._pause_until(beginnings.wait_for_turn())
                 break
             try:
-                reserving = self._begin(self._backlog[0])
+                reserving = self._begin_request(self._backlog[0])
             except Stall as stall:
                 self._stalled = True
                 self._tasks.spawn(self._wait_stall(stall), name="kafka.stall")
@@ -271,7 +271,7 @@ class ClientSession:
         self._stalled = False
         self._begin_backlog()
 
-    def _begin(self, frame: Frame) -> Awaitable[None] | None:
+    def _begin_request(self, frame: Frame) -> Awaitable[None] | None:
         """Begin the request of one frame.
 
         Return an awaitable that must end before the next request of the connection begins, or None. Raises

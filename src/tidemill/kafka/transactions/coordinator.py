@@ -183,11 +183,11 @@ class TransactionCoordinator:
         if adds:
             await add_to_index(self._consensus, self._rand, group, transactional_id)
 
-        def keep(found: Transaction | None) -> Decision:
+        def add_offsets(found: Transaction | None) -> Decision:
             now_ms = self._clock.now_ms()
             return transitions.commit_offsets(found, producer_id, epoch, group, offsets, adds=adds, now_ms=now_ms)
 
-        return (await self._change(transactional_id, keep))[0].code
+        return (await self._change(transactional_id, add_offsets))[0].code
 
     async def end(self, transactional_id: str, producer_id: int, epoch: int, *, commit: bool) -> int:
         def over(found: Transaction | None) -> Decision:

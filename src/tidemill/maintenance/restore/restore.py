@@ -245,7 +245,7 @@ class Restorer:
         topics = {row.name: row for row in await rows.rows(TOPICS)}
         found = await rows.rows(CAPTURES)
 
-        def whole(topic_name: str, snapshot: TableSnapshot | None) -> bool:
+        def is_complete(topic_name: str, snapshot: TableSnapshot | None) -> bool:
             topic = topics.get(topic_name)
             return (
                 snapshot is not None
@@ -254,14 +254,14 @@ class Restorer:
             )
 
         for row in found:
-            kept = {t: s for t, s in row.snapshots.items() if whole(row.topics.get(t, ""), s)}
+            kept = {t: s for t, s in row.snapshots.items() if is_complete(row.topics.get(t, ""), s)}
             marked: CaptureRow = msgspec.structs.replace(
                 row, snapshots=kept, snapshot_done=False, restored=True, taps=()
             )
             await self._change_row(domains, before, *CAPTURES.encode(marked))
         for table in await rows.rows(CAPTURE_TABLES):
             short = table
-            if table.snapshot is not None and not whole(table.topic, table.snapshot):
+            if table.snapshot is not None and not is_complete(table.topic, table.snapshot):
                 short = msgspec.structs.replace(table, snapshot=None)
             if table.copy is not None:  # its record of the copy may exceed what was restored of the topic
                 short = msgspec.structs.replace(short, copy=None)

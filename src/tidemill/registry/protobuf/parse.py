@@ -125,14 +125,14 @@ def _well_known_imports(descriptor: Any, imported: Sequence[Any]) -> list[Any]:
     known = {file.name: file for file in well_known_files()}
     found: dict[str, Any] = {}
 
-    def take(names: Sequence[str]) -> None:
+    def add_files(names: Sequence[str]) -> None:
         for name in names:
             if name in known and name not in given and name not in found:
-                take(known[name].dependency)
+                add_files(known[name].dependency)
                 found[name] = known[name]
 
     for file in (descriptor, *imported):
-        take(file.dependency)
+        add_files(file.dependency)
     return list(found.values())
 
 
@@ -188,9 +188,9 @@ def well_known_files() -> tuple[Any, ...]:
 
     found: dict[str, Any] = {}
 
-    def take(descriptor: Any) -> None:
+    def add_with_dependencies(descriptor: Any) -> None:
         for other in descriptor.dependencies:
-            take(other)
+            add_with_dependencies(other)
         if descriptor.name not in found:
             file = FileDescriptorProto()
             descriptor.CopyToProto(file)
@@ -198,5 +198,5 @@ def well_known_files() -> tuple[Any, ...]:
 
     for package, names in WELL_KNOWN_FILES.items():
         for name in names:
-            take(import_module(f"{package}.{name}_pb2").DESCRIPTOR)
+            add_with_dependencies(import_module(f"{package}.{name}_pb2").DESCRIPTOR)
     return tuple(found.values())

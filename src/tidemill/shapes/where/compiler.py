@@ -35,7 +35,7 @@ from tidemill.shapes.where.expressions import (
     resolve_unknown,
     strict,
     union_equality,
-    unknown,
+    unknown_literal,
 )
 from tidemill.shapes.where.functions import (
     arithmetic,
@@ -160,13 +160,13 @@ class TreeCompiler:
     def _visit_a_const(self, node: Any, depth: int) -> Expression:
         kind = node.WhichOneof("val")
         if node.isnull or kind is None:
-            return unknown(None)
+            return unknown_literal(None)
         if kind == "ival":
             return constant(Type("int4"), node.ival.ival)
         if kind == "boolval":
             return constant(BOOL, node.boolval.boolval)
         if kind == "sval":
-            return unknown(node.sval.sval)
+            return unknown_literal(node.sval.sval)
         if kind == "fval":
             text = node.fval.fval
             if text.lstrip("+-").isdigit() and len(text) <= INTEGER_DIGITS:
@@ -191,7 +191,7 @@ class TreeCompiler:
                 f"{_location(node)}parameters are too long, counted once per use: limit={MAX_VALUES_CHARS}."
             )
         self.param_nodes[node.location] = node
-        return unknown(self._params[number - 1])
+        return unknown_literal(self._params[number - 1])
 
     def _visit_type_cast(self, node: Any, depth: int) -> Expression:
         target = _cast_type(node.type_name)
@@ -266,7 +266,7 @@ class TreeCompiler:
             else:
                 self._note_comparison(asked, found)
                 conditions.append(operators.compile_comparison("=", asked, found, location).evaluate)
-        default = self.visit(node.defresult, depth) if node.HasField("defresult") else unknown(None)
+        default = self.visit(node.defresult, depth) if node.HasField("defresult") else unknown_literal(None)
         results = [self.visit(when.case_when.result, depth) for when in node.args]
         self.may_fail = self.may_fail or len({part.type.name for part in (default, *results)}) > 1
         return conditionals.compile_case(conditions, results, default, location)

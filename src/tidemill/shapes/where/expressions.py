@@ -77,7 +77,7 @@ def constant(type_: Type, value: Value) -> Expression:
     return Expression(type_, lambda row: value, constant=True)
 
 
-def unknown(text: str | None) -> Expression:
+def unknown_literal(text: str | None) -> Expression:
     """Return the expression of a quoted literal, a parameter, or NULL (None)."""
     return Expression(UNKNOWN, lambda row: text, literal=text, constant=True)
 

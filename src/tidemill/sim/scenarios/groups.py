@@ -304,7 +304,7 @@ class Consumer:
 
     async def _leave(self, node: Node) -> int:
         found = await led(node)
-        return found if isinstance(found, int) else found.leave([(self._member, None)])[0]
+        return found if isinstance(found, int) else found.remove_members([(self._member, None)])[0]
 
     async def _beat(self, node: Node) -> int:
         found = await led(node)

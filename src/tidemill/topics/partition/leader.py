@@ -343,7 +343,7 @@ class PartitionLeader:
         waiting = [parse_writer(pending.object_key)[1] for pending in self._batches if pending.object_key]
         # Read before the append: an object that is closed during it gets a higher number.
         below = min([*waiting, around.writer.first_open_number])
-        advance = self._advance.take(state, around.clock.now_ms(), around.writer.name, below)
+        advance = self._advance.pop_command(state, around.clock.now_ms(), around.writer.name, below)
         before = state.log_start
         await self._propose(advance)
         if state.log_start > before:

@@ -40,7 +40,7 @@ class PendingAdvance:
         if self._placed_s is None:
             self._placed_s = now_s
 
-    def take(self, state: PartitionState, now_ms: int, writer: str, below: int) -> Advance:
+    def pop_command(self, state: PartitionState, now_ms: int, writer: str, below: int) -> Advance:
         """Return the command, and begin to collect the next one."""
         self.is_due, self._placed_s = False, None
         log_start = min(max(self._log_start, state.log_start), state.high_watermark)

@@ -258,7 +258,7 @@ def heartbeat(group: ClassicGroup, now: int, member_id: str, instance_id: str | 
     return error_codes.REBALANCE_IN_PROGRESS if group.phase is Phase.PREPARING else 0
 
 
-def leave(group: ClassicGroup, now: int, member_id: str, instance_id: str | None) -> int:
+def leave_group(group: ClassicGroup, now: int, member_id: str, instance_id: str | None) -> int:
     """Remove a member. A static member may be named by its instance alone, as administrators do."""
     if not member_id and instance_id is not None:
         member_id = group.instances.get(instance_id, "")

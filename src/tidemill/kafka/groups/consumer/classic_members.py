@@ -201,7 +201,7 @@ def _request_error(group: ConsumerGroup, member_id: str, instance_id: str | None
     return error_codes.ILLEGAL_GENERATION if generation != group.members[member_id].epoch else 0
 
 
-def leave(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
+def leave_group(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
     """Remove a member. A static member may be named by its instance alone, as administrators do."""
     if not member_id and instance_id is not None:
         member_id = group.instances.get(instance_id, "")

@@ -38,7 +38,7 @@ def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: Topic
     if ask.assignor is not None and ask.assignor not in ASSIGNORS:
         return HeartbeatAnswer(error_codes.UNSUPPORTED_ASSIGNOR, f"Use one of {', '.join(ASSIGNORS)}.")
     if ask.epoch < 0:
-        return _leave(group, now, ask)
+        return _leave_group(group, now, ask)
     refused = _join_rejection(group, ask) if ask.epoch == 0 else _epoch_rejection(group, ask)
     if refused is None:
         refused = _size_rejection(group, ask)
@@ -197,7 +197,7 @@ def _consumer_error(group: ConsumerGroup, ask: HeartbeatRequest) -> int:
     )
 
 
-def _leave(group: ConsumerGroup, now: int, ask: HeartbeatRequest) -> HeartbeatAnswer:
+def _leave_group(group: ConsumerGroup, now: int, ask: HeartbeatRequest) -> HeartbeatAnswer:
     code = _consumer_error(group, ask)
     if code:
         return HeartbeatAnswer(code, "The member is not in the group.")

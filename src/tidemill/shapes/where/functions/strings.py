@@ -218,7 +218,7 @@ def compile_call(name: str, operands: Sequence[Expression], location: str) -> Ex
         fold = (lower_function if name == "lower" else upper_function)(first.type.folding, location)
         return Expression(type_, strict(fold, first), constant=constant, collated=first.collated)
     if name in _ENDS:
-        part = strict(_left if name == "left" else _right, *operands)
+        part = strict(_prefix if name == "left" else _suffix, *operands)
         return Expression(type_, part, constant=constant, collated=first.collated)
     type_ = Type("text", False, all(each.type.ordered for each in operands), common_folding(*operands))
     collated = any(each.collated for each in operands)
@@ -252,11 +252,11 @@ def _as_text(operand: Expression) -> Expression:
     return Expression(operand.type.with_name("text"), text, constant=operand.constant, collated=operand.collated)
 
 
-def _left(text: str, count: int) -> str:
+def _prefix(text: str, count: int) -> str:
     return text[:count]
 
 
-def _right(text: str, count: int) -> str:
+def _suffix(text: str, count: int) -> str:
     if count == -(1 << 31):  # PostgreSQL negates it, which is not an int4
         return text
     return text[len(text) - count :] if 0 <= count <= len(text) else text if count > 0 else text[-count:]
