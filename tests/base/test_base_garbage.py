@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 CODE = """
 import gc, weakref

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 CHILD = """
 import sys, threading

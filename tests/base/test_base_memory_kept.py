@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.runtime import memory_budget
 from tidemill.base.runtime.memory_budget import IdleDetector, release_freed_memory, retain_freed_memory
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import psycopg
 
-from patience import DEADLINE_S
-from patience import until as until
+from support.waiting import DEADLINE_S
+from support.waiting import until as until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import StatusTracker

@@ -17,7 +17,7 @@ from capture_world import World, until
 from test_capture_chunks import PROGRAM, as_folded
 from test_capture_resume import in_world
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.naming import side_topic_name
 from tidemill.capture.snapshot.side_topic_append import SideTopicAppender

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from capture_world import World, until
 
-from patience import slowness
+from support.waiting import slowness
 from tidemill.base.status.status import StageState, derive_status
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.consumers import FlushNotices

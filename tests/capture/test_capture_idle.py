@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from capture_world import World, until
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import SystemClock
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus

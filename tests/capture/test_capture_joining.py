@@ -12,7 +12,7 @@ from capture_world import World, until
 from test_capture_schema import T
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.base.status.status import DerivedStatus, StageState, derive_status
 from tidemill.capture.session import bootstrap

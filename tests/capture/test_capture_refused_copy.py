@@ -13,7 +13,7 @@ from test_capture_joining import told
 from test_capture_schema import T
 from test_capture_tables import GOOD, good_flows, in_world
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Backoff
 from tidemill.base.status.status import StageState

@@ -16,7 +16,7 @@ from capture_world import World
 from test_capture_resume import TABLES, Writer, assert_no_position_twice, table_as_folded
 from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.consumers import TapSession

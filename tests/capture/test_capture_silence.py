@@ -16,7 +16,7 @@ from capture_world import World, until
 from proxy import Proxy
 from test_capture_supervision import mark_of
 
-from patience import slowness
+from support.waiting import slowness
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import STATUS_BLIND_AFTER_MS
 from tidemill.base.status.status import StatusReport, this_process

@@ -11,7 +11,7 @@ from pathlib import Path
 from click.testing import Result
 from typer.testing import CliRunner
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import open_stores
 from tidemill.cli.main import build_application

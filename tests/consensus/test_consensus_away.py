@@ -20,7 +20,7 @@ from typing import TypeVar
 import pytest
 
 from contracts.consensus import run
-from patience import until
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import open_with_retry

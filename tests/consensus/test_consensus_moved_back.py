@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from lagging_standby import Pair
+from support.lagging_standby import Pair
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import StoreRolledBackError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus

@@ -7,7 +7,7 @@ import psycopg
 import pytest
 
 from contracts.consensus import ConsensusContract, OpenClient
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus, LogHead, read_all_changes
 from tidemill.consensus.factory import open_consensus

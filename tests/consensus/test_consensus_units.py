@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from contracts.consensus import run
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead

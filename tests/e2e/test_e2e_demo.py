@@ -20,7 +20,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]

@@ -22,7 +22,7 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from test_e2e_demo import TABLES, ports, wait_until_ready
 
-from patience import DEADLINE_S, eventually
+from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.environment import Environment, prepare

@@ -19,7 +19,7 @@ from urllib.request import urlopen
 import confluent_kafka as ck
 import psycopg
 
-from patience import DEADLINE_S, SCALE, eventually
+from support.waiting import DEADLINE_S, SCALE, eventually
 from tidemill.base.config.config import parse
 from tidemill.base.errors import TidemillError
 from tidemill.cli.cluster.status import status

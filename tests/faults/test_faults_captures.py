@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from cluster import Cluster, until
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus

@@ -13,7 +13,7 @@ import pytest
 from faulty_stores import FaultyS3
 from served import PROMISED_S, Served, World, running
 
-from patience import eventually
+from support.waiting import eventually
 
 WRITTEN = [f"value {n}" for n in range(50)]
 

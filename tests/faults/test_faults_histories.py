@@ -15,8 +15,8 @@ import pytest
 from cluster import Cluster, until
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 
-from lagging_standby import Pair
-from patience import eventually
+from support.lagging_standby import Pair
+from support.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(400)]
 

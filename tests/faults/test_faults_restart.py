@@ -18,7 +18,7 @@ import psycopg
 import pytest
 from cluster import Cluster, cluster, until
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 CLIENTS = Path(__file__).parents[1] / "clients"
 

@@ -15,7 +15,7 @@ import pytest
 from faulty_stores import FaultyPostgres, FaultyS3
 from served import PROMISED_S, Served, World, running
 
-from replication_slots import drop_slots
+from support.replication_slots import drop_slots
 from tidemill.objects import durable_create
 from tidemill.objects.durable_create import RealSyscalls
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from fake_topics import FakeTopicLog
 
-from patience import eventually as eventually
-from patience import run as run
+from support.waiting import eventually as eventually
+from support.waiting import run as run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal

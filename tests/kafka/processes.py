@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 HERE = Path(__file__).parent
 

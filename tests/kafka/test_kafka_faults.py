@@ -15,7 +15,7 @@ import pytest
 from harness import FakeBroker, RealBroker
 from processes import Process
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.errors import ClosedError, UnavailableError, UnknownOutcomeError
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import NotLeaderError, ProduceResult, TopicLog

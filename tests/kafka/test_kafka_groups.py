@@ -19,7 +19,7 @@ from confluent_kafka import ConsumerGroupState
 from confluent_kafka.admin import AdminClient
 from harness import Cluster, RealBroker, eventually
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.groups.consumer.state import ConsumerGroup
 

@@ -13,7 +13,7 @@ from harness import FakeBroker
 from kio.index import load_request_schema
 from raw import ZERO, RawClient, batch, decode, encode, example, fetch_body, fields, nested, produce_body, request_frame
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.kafka import KafkaSettings, error_codes

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from harness import RealBroker
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 pytestmark = [
     pytest.mark.kcat,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from patience import until
+from support.waiting import until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError
 from tidemill.base.runtime import tasks

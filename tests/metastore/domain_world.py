@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from patience import DEADLINE_S, SCENARIO_S
-from patience import until as until
+from support.waiting import DEADLINE_S, SCENARIO_S
+from support.waiting import until as until
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.factory import open_consensus

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from patience import run as run
-from patience import until as eventually  # noqa: F401
+from support.waiting import run as run
+from support.waiting import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.file_store import SstFiles

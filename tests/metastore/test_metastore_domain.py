@@ -13,7 +13,7 @@ from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from lsm_world import Gate, Watched
 from msgspec.structs import replace
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.errors import ConflictError, FencedError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.domain import replicated_manifest
 from tidemill.metastore.domain.domain import Domain

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from domain_world import DomainWorld, rows_of, run
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_state, encode_state
 from tidemill.metastore.domain.settings import DomainSettings

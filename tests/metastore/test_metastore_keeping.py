@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
-from patience import until
+from support.waiting import until
 from tidemill.base.errors import ClusterReplacedError, InvalidError, MissingError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket

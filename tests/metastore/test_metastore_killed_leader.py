@@ -16,7 +16,7 @@ from domain_killed_child import BUCKET_STEPS, LAST, LOG_STEPS, SETTINGS, last_nu
 from domain_world import DomainWorld, rows_of, run
 from lsm_killed_child import batch, state_at
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.state import assert_invariants
 from tidemill.metastore.lsm.file_store import SstFiles

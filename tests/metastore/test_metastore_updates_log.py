@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, TidemillError
 from tidemill.consensus.api import Consensus

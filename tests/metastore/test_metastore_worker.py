@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from lsm_files import Shelf, in_loop
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.compaction.executor import DEATHS_TOLERATED, SizeBasedExecutor

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.cli.demo.ports import free_port
 
 CLIENTS = Path(__file__).parents[1] / "clients" / "java"

@@ -14,7 +14,7 @@ from typing import Any
 import confluent_kafka as ck
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
 
-from patience import DEADLINE_S, eventually
+from support.waiting import DEADLINE_S, eventually
 from tidemill.base.config.config import parse
 from tidemill.cli.demo.ports import free_port
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from patience import DEADLINE_S, until
+from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime import tasks

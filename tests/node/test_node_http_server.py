@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from patience import eventually
+from support.waiting import eventually
 from tidemill.base.errors import InvalidError
 from tidemill.node.http.server import HttpServer
 

@@ -13,7 +13,7 @@ import confluent_kafka as ck
 import pytest
 from quick import PARTITIONS, Quick, eventually
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import confluent_kafka as ck
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from patience import eventually
+from support.waiting import eventually
 from tidemill.base.config.config import parse
 from tidemill.cli.demo.ports import free_port
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tidemill.node.node as assembly
-from patience import until
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
 from tidemill.base.errors import UnavailableError

@@ -13,7 +13,7 @@ import jvm
 import pytest
 from quick import PARTITIONS, Quick, eventually
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.java
 

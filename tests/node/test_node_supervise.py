@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import DEADLINE_S, until
+from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import ClusterReplacedError, InvalidError
 from tidemill.base.limits import STATUS_BLIND_AFTER_MS

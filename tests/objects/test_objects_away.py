@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from moto_access import CREDENTIALS
 
-from patience import until
+from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import open_with_retry

@@ -20,8 +20,8 @@ import psycopg
 from proxy import Proxy
 from standbys import copied_files, cut_off, promote, signalled
 
-from lagging_standby import kill
-from patience import eventually
+from support.lagging_standby import kill
+from support.waiting import eventually
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 STANDBY = "oracle_standby"

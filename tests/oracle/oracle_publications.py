@@ -18,7 +18,7 @@ import psycopg
 from oracle_tables import Table, identifier
 from oracle_types import ENUM
 
-from patience import eventually
+from support.waiting import eventually
 
 SAFE_S = 60.0
 """Two seconds are promised while the capture runs; it may have been killed, on a machine that is busy."""

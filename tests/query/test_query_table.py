@@ -18,7 +18,7 @@ import pytest
 from query_world import ORDERS, World, make_consensus, rows_of
 
 import tidemill
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
 from tidemill.shards.api import Column, HistoryLostError, ShardSchema
 from tidemill.shards.handle import LogShard

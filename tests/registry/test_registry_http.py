@@ -9,7 +9,7 @@ from http.client import HTTPResponse
 import pytest
 from registry_world import STRING, Rest, record
 
-from patience import DEADLINE_S, eventually
+from support.waiting import DEADLINE_S, eventually
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.registry.http import messages
 from tidemill.registry.limits import RegistrySettings

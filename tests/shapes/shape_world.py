@@ -18,9 +18,9 @@ from typing import Any, Self, TypeVar
 import psycopg
 from starlette.types import ASGIApp
 
-from patience import DEADLINE_S
-from patience import run as run
-from patience import until as eventually  # noqa: F401
+from support.waiting import DEADLINE_S
+from support.waiting import run as run
+from support.waiting import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker

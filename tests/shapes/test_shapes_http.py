@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from shape_world import ShapeWorld, eventually, run
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.http.responses import CURSOR_EPOCH_MS, next_cursor

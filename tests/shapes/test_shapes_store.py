@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from shape_world import run
 
-from patience import until
+from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from test_shapes_consumer import TABLE
 from test_shapes_restored import INFO
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shard_world import SCHEMA, append, contents_of, run
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects

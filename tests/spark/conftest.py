@@ -28,8 +28,9 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from tidemill.spark.session.session import build_session
 
     scratch = tmp_path_factory.mktemp("spark")
-    # Workers import this folder's helpers, and tidemill, by the same path.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    # Workers import the tests of this folder, the helpers, and tidemill, by the same path.
+    here = Path(__file__).parent
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     session = build_session("tests", "local[2]", scratch=scratch, extra=EXTRA)
     session.sparkContext.setLogLevel("ERROR")
     yield session

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from patience import DEADLINE_S
-from patience import eventually as until  # noqa: F401
+from support.waiting import DEADLINE_S
+from support.waiting import eventually as until  # noqa: F401
 from tidemill.base.clock import Rand
 from tidemill.base.status.status import StageStatus
 from tidemill.consensus.status.board import StatusBoard

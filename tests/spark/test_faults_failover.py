@@ -20,7 +20,7 @@ from oracle_failover import Failover
 from oracle_follower import Follower
 
 import tidemill
-from patience import eventually
+from support.waiting import eventually
 from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 

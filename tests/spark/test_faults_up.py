@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from cluster import Cluster, cluster, until
 
-from patience import slowness
+from support.waiting import slowness
 
 pytestmark = pytest.mark.spark
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tidemill
-from patience import DEADLINE_S, eventually
+from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError
 from tidemill.cli.demo.ports import free_port

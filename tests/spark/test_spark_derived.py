@@ -15,7 +15,7 @@ from running import until
 from test_spark_sink import clicks_sink, dead_letters
 from upsert_world import SCHEMA
 
-from patience import eventually
+from support.waiting import eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import run_unit_thread

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 PIPELINE = """
 def build(p):

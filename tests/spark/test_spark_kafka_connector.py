@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from connector import JARS
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kafka"))
 

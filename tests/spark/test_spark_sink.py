@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from patience import eventually as until
+from support.waiting import eventually as until
 from tidemill.base.errors import UnavailableError
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.metastore.catalogue import TopicRow

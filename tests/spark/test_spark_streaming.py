@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from patience import DEADLINE_S, eventually
+from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.spark import register

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from patience import DEADLINE_S, eventually
+from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.config.config import parse
 from tidemill.base.status.status import StatusReport

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from topics_world import batch, eventually, values_of
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Sequence
 import pytest
 from topics_world import World, batch, eventually, fetch, run, values_of
 
-from patience import DEADLINE_S
+from support.waiting import DEADLINE_S
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.topics.api import BatchRef, FetchRead, NotLeaderError, OffsetOutOfRangeError

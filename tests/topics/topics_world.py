@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from patience import run as run
-from patience import until as eventually
+from support.waiting import run as run
+from support.waiting import until as eventually
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import StatusTracker
