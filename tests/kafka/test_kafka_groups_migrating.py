@@ -279,6 +279,33 @@ def test_f235_a_classic_member_that_does_not_do_as_it_is_told_in_time_is_fenced(
     assert shared([new]) == ALL
 
 
+def test_f235_a_fenced_member_that_joins_again_with_partitions_is_unknown_until_it_has_dropped_them() -> None:
+    """Regression: it became a member again, and could commit offsets of partitions that another member had."""
+    world = World()
+    old, new = ClassicMember(world, "c", COOPERATIVE), ModernMember(world, "m")
+    settled(world, [old], 8)
+    for member in (new, new, old, old):
+        member.step()
+        world.settle()
+    world.now += 66
+    world.tick()
+    for member in (new, new, old, old):
+        member.step()
+        world.settle()
+    fenced = old.member_id
+    world.now += REBALANCE_MS - 66
+    world.tick()
+    assert set(world.group.members) == {new.member_id}, "fenced, before the answer of its SyncGroup has arrived"
+    for member in (new, new, old, old):
+        member.step()
+        world.settle()
+    assert old.uses and old.uses < new.uses and old.phase == "join"
+    old.step()
+    assert not old.uses and old.member_id != fenced and set(world.group.members) == {new.member_id}
+    settled(world, [old, new])
+    assert shared([old, new]) == ALL
+
+
 # what consumers write ------------------------------------------------------------------------------------------------
 @given(st.dictionaries(st.text(max_size=20), st.sets(st.integers(0, 2**31 - 1), max_size=5), max_size=5), st.integers())
 def test_an_assignment_reads_as_it_was_written(partitions: dict[str, set[int]], version: int) -> None:

@@ -70,6 +70,10 @@ def join_error(group: ConsumerGroup, ask: JoinRequest) -> int:
             before = group.members[known]
     if ask.member_id and before is not None and before.classic is None:
         return error_codes.UNKNOWN_MEMBER_ID
+    # A fenced member still uses its former partitions, which may have another owner. Under a current generation it
+    # could commit their offsets; UNKNOWN_MEMBER_ID makes its client drop them first.
+    if ask.member_id and before is None and decode_subscription(ask.protocols[0][1]).owned:
+        return error_codes.UNKNOWN_MEMBER_ID
     size = metadata_bytes(ask.protocols)
     others = sum(each.subscription_bytes for each in group.members.values() if each is not before)
     is_one_more = before is None and len(group.members) >= limits.members
@@ -98,8 +102,8 @@ def _has_common_protocol(group: ConsumerGroup, ask: JoinRequest) -> bool:
 def _joining_member(group: ConsumerGroup, ask: JoinRequest) -> ConsumerGroupMember:
     """Return the joining member.
 
-    A static member that returns continues with its state, whichever protocol it used. An unknown member is added under
-    the id in the request.
+    A static member that returns continues with its state, whichever protocol it used. An unknown member, which owns
+    nothing (`join_error`), is added under the id in the request.
     """
     known = group.instances.get(ask.instance_id or "")
     if known is not None and not ask.member_id:
