@@ -332,9 +332,10 @@ def run_processes(days: int, day_s: float, rate: float, records: int) -> list[di
 
 
 def run_simulation(days: int) -> int:
-    from tidemill.sim import world
-    from tidemill.sim.cli import prepare
-    from tidemill.sim.scenarios import calendar
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from sim import world
+    from sim.cli import prepare
+    from sim.scenarios import calendar
 
     prepare()
     evenings: list[Any] = []

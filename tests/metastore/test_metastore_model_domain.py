@@ -21,6 +21,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from lsm_world import expected
 from test_metastore_model import batches, bounds, keys, options
 
+from sim.clock import SimClock
+from sim.loop import LIFE, Life, SimLoop
 from tidemill.base.clock import Rand
 from tidemill.base.errors import (
     ClosedError,
@@ -39,8 +41,6 @@ from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.snapshot import Snapshot
 from tidemill.metastore.lsm.version import prefix_end
 from tidemill.objects.memory import MemoryObjects
-from tidemill.sim.clock import SimClock
-from tidemill.sim.loop import LIFE, Life, SimLoop
 
 T = TypeVar("T")
 Rows = dict[bytes, bytes]

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from lsm_world import SMALL, World, collect, expected
 
+from sim.clock import SimClock
+from sim.loop import SimLoop
 from tidemill.base.clock import Rand
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.metastore.lsm.database import Database
 from tidemill.objects.memory import MemoryObjects
-from tidemill.sim.clock import SimClock
-from tidemill.sim.loop import SimLoop
 
 KEYS = [b"row/%03d" % number for number in range(60)]
 OPTIONS = msgspec.structs.replace(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tidemill.sim.clock import EPOCH_MS, SimClock
-from tidemill.sim.loop import Deadlock, Livelock, SimLoop
+from sim.clock import EPOCH_MS, SimClock
+from sim.loop import Deadlock, Livelock, SimLoop
 
 
 def run(seed: int, main: Callable[[], Awaitable[Any]], **options: Any) -> Any:

@@ -10,13 +10,8 @@ from typing import Any
 
 import pytest
 
-from tidemill.consensus.api import LogRecord
-from tidemill.consensus.state_log.replica import COMMAND
-from tidemill.shards.api import Batch, Column, ShardSchema
-from tidemill.shards.state.codec import encode_command
-from tidemill.shards.state.commands import Append, Create
-from tidemill.sim.oracles.linearizable import Call, linearizable, log_model, register_model
-from tidemill.sim.oracles.shards import (
+from sim.oracles.linearizable import Call, linearizable, log_model, register_model
+from sim.oracles.shards import (
     Attempt,
     Frontiers,
     Model,
@@ -27,9 +22,14 @@ from tidemill.sim.oracles.shards import (
     check_stored,
     folded,
 )
-from tidemill.sim.oracles.topics import Durable, check_acknowledged, check_log, check_producer, check_stable
-from tidemill.sim.oracles.transactions import Fate, Sent, check_order, check_transaction
-from tidemill.sim.world import Violated
+from sim.oracles.topics import Durable, check_acknowledged, check_log, check_producer, check_stable
+from sim.oracles.transactions import Fate, Sent, check_order, check_transaction
+from sim.world import Violated
+from tidemill.consensus.api import LogRecord
+from tidemill.consensus.state_log.replica import COMMAND
+from tidemill.shards.api import Batch, Column, ShardSchema
+from tidemill.shards.state.codec import encode_command
+from tidemill.shards.state.commands import Append, Create
 from tidemill.topics.partition.state_machine.codec import encode_command as topic_command
 from tidemill.topics.partition.state_machine.commands import PlaceBatches, Placeholder
 

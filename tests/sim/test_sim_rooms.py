@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import structlog
 
-from tidemill.sim.cli import main, prepare, run_seed
-from tidemill.sim.scenarios import FAULTS, ROOMS
+from sim.cli import main, prepare, run_seed
+from sim.scenarios import FAULTS, ROOMS
 
 CORPUS = {
     "consensus": (),
@@ -119,7 +120,7 @@ def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[
     first, *_ = SOON.get(fault, (0,))
     assert main(["--fault", fault, "--first", str(first), "--seeds", "600", "--jobs", "1"]) == 1
     said = capsys.readouterr().out
-    assert f"replay: python -m tidemill.sim --room {FAULTS[fault][0]} --seed " in said
+    assert f"replay: ./dev sim --room {FAULTS[fault][0]} --seed " in said
     assert f"--fault {fault} --trace" in said
     assert "AttributeError" not in said, "the fault is not planted"
 
@@ -151,8 +152,9 @@ def test_the_rooms_meet_every_kind_of_fault() -> None:
 
 
 def replayed(hash_seed: int, *arguments: str) -> bytes:
-    command = [sys.executable, "-m", "tidemill.sim", *arguments]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": str(hash_seed)})
+    command = [sys.executable, "-m", "sim", *arguments]
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    done = subprocess.run(command, capture_output=True, cwd=Path(__file__).parents[1], env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from sim.faults import Fault, FaultyConsensus, FaultyObjects, Rates
+from sim.world import Actor, Down, Link, Outcome, World
 from tidemill.base.errors import ConflictError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.sim.faults import Fault, FaultyConsensus, FaultyObjects, Rates
-from tidemill.sim.world import Actor, Down, Link, Outcome, World
 
 CALM = Rates()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.sim.scenarios import ROOMS as SIMULATED
+from sim.scenarios import ROOMS as SIMULATED
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tidemill"

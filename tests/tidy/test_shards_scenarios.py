@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from tidemill.sim.scenarios import FAULTS
+from sim.scenarios import FAULTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "shards-scenarios.md"

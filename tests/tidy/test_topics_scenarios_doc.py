@@ -8,7 +8,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from tidemill.sim.scenarios import FAULTS
+from sim.scenarios import FAULTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "topics-scenarios.md"
