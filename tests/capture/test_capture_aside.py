@@ -22,7 +22,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.naming import side_topic_name
 from tidemill.capture.snapshot.side_topic_append import SideTopicAppender
 from tidemill.capture.tables.recopy_requests import request_recopy
-from tidemill.capture.topics import topic_writer
+from tidemill.capture.topics import captured_table
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import SideTopicState, TopicRow
 from tidemill.objects.factory import open_objects
@@ -312,7 +312,7 @@ def test_what_befalls_a_table_while_it_is_appended(
                     case "truncate":
                         await world.sql("TRUNCATE a", "INSERT INTO a VALUES (1, 1, 'new'), (7, 7, 'new')")
                     case "wide":
-                        monkeypatch.setattr(topic_writer, "MAX_ROW_BYTES", 1000)
+                        monkeypatch.setattr(captured_table, "MAX_ROW_BYTES", 1000)
                         await world.sql("UPDATE a SET w = repeat('w', 2000) WHERE id = 3", "DELETE FROM a WHERE id = 4")
                     case "dropped":
                         await world.sql("DROP TABLE a")

@@ -26,7 +26,7 @@ from tidemill.capture.postgres.pgoutput import UNCHANGED as WIRE_UNCHANGED
 from tidemill.capture.postgres.pgoutput import Delete, Update, decode_message
 from tidemill.capture.postgres.replication_stream import FramedMessage
 from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive
-from tidemill.capture.topics import batch_builder, topic_writer
+from tidemill.capture.topics import batch_builder, captured_table
 from tidemill.capture.topics import partition_writer as lane
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
@@ -428,7 +428,7 @@ def columnar(frames: Sequence[bytes]) -> list[Fragment]:
 def test_w3_a_row_too_large_to_be_written_parks_its_table_at_its_transaction_and_no_row_of_it_is_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(topic_writer, "MAX_ROW_BYTES", 200)
+    monkeypatch.setattr(captured_table, "MAX_ROW_BYTES", 200)
     first, second = rows_of(60, ["x"]), rows_of(60, ["x"] * 30 + ["y" * 300], 90)
     batches, offsets, faults = write(columnar([*first, *second]), 1, {}, {})
     assert [(table, lsn) for table, lsn, _ in faults] == [("public.narrow", 90)] and "too large" in faults[0][2]
@@ -443,14 +443,17 @@ def test_l2_a_tail_that_the_rows_do_not_lead_to_is_found(monkeypatch: pytest.Mon
     assert "does not match the topic's tail" in faults[0][2]
 
 
-def test_rows_whose_encoding_by_columns_fails_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_whose_encoding_by_columns_fails_are_written_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, encoder_faults: list[Exception]
+) -> None:
     def fails(*_: object) -> None:
         raise OverflowError("of whatever type")
 
     frames = rows_of(60, ["x", "ä"])
     expected = write(columnar(frames), 1, {}, {})
     monkeypatch.setattr(columnar_encoder, "_encode_json", fails)
-    assert write(columnar(frames), 1, {}, {}) == expected and expected[0]
+    assert write(columnar(frames), 1, {}, {}) == expected and expected[0] and encoder_faults
+    encoder_faults.clear()
 
 
 def test_events_of_inserts_updates_and_deletes_are_encoded_by_columns() -> None:

@@ -14,7 +14,7 @@ from test_capture_columns import RELATIONS, Log, value
 from tidemill.base.clock import Rand
 from tidemill.capture.changes import Relation
 from tidemill.capture.decode import copy_text
-from tidemill.capture.topics import batch_builder, partition_writer, topic_writer
+from tidemill.capture.topics import batch_builder, captured_table, partition_writer
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import TopicRow
@@ -114,7 +114,7 @@ def test_p5_a_line_that_cannot_be_read_raises_the_same_either_way_and_takes_no_o
 
 
 def test_w3_a_copied_row_too_large_for_a_record_is_refused_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topic_writer, "MAX_ROW_BYTES", 200)
+    monkeypatch.setattr(captured_table, "MAX_ROW_BYTES", 200)
     relation = RELATIONS[1]
     lines = [line_of([str(n), "1", "y" * (300 if n == 70 else 3)]) for n in range(100)]
     by_columns = copy(relation, [lines], 1, 1)

@@ -23,7 +23,7 @@ from tidemill.capture.snapshot.copier import SnapshotCopy
 from tidemill.capture.tables import table_states
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.table_states import TableStates
-from tidemill.capture.topics import topic_writer
+from tidemill.capture.topics import captured_table
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow, TableCopy
@@ -202,7 +202,7 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
             "UPDATE a SET w = 'short' WHERE id = 3",
             "DELETE FROM a WHERE id > 2500",
         )
-        monkeypatch.setattr(topic_writer, "MAX_ROW_BYTES", 1000)
+        monkeypatch.setattr(captured_table, "MAX_ROW_BYTES", 1000)
         async with world.capture(wait=False, **SMALL, copy_aside_max_mb=100 if aside else 0):
 
             async def anew() -> bool:

@@ -12,8 +12,8 @@ from tidemill.base.clock import Rand
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change
 from tidemill.capture.topics.binder import CommitBoundary
-from tidemill.capture.topics.captured_table import CapturedTable
-from tidemill.capture.topics.topic_writer import MAX_ROW_BYTES, TopicWriter
+from tidemill.capture.topics.captured_table import MAX_ROW_BYTES, CapturedTable
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import ProduceResult
 

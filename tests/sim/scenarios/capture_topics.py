@@ -48,7 +48,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
 from tidemill.capture.tables.recopy_requests import request_recopy
-from tidemill.capture.topics import topic_writer
+from tidemill.capture.topics import captured_table
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import create_metastore
 from tidemill.shards.bindings.remap import LogRemap
@@ -99,7 +99,7 @@ class Process:
 async def run(world: World, fault: str = "") -> None:
     source = world.source
     with contextlib.ExitStack() as stack:
-        stack.enter_context(swapped(topic_writer, "MAX_ROW_BYTES", ROW_BYTES))
+        stack.enter_context(swapped(captured_table, "MAX_ROW_BYTES", ROW_BYTES))
         stack.enter_context(planted(world, fault))
         stack.enter_context(planted_kept(fault))
         stack.enter_context(planted_aside(fault))

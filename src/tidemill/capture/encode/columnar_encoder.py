@@ -171,18 +171,18 @@ def encode_block(
     except pa.ArrowInvalid:  # a date or time that only PostgreSQL can write
         return None
     keys, values = made
-    key_sizes, value_sizes = value_sizes(keys), value_sizes(values)
+    key_sizes, sizes_of_values = value_sizes(keys), value_sizes(values)
     deleted = block.kinds == DELETE
     if deleted.any():
-        value_sizes = np.where(deleted, 0, value_sizes)
+        sizes_of_values = np.where(deleted, 0, sizes_of_values)
         values_written = pc.if_else(pa.array(deleted), pa.scalar(b""), values)
-        value_lengths = encode_varints(np.where(deleted, -1, value_sizes))
+        value_lengths = encode_varints(np.where(deleted, -1, sizes_of_values))
     else:
-        values_written, value_lengths = values, encode_varints(value_sizes)
-    if int((key_sizes + value_sizes).max()) > limit_bytes:
+        values_written, value_lengths = values, encode_varints(sizes_of_values)
+    if int((key_sizes + sizes_of_values).max()) > limit_bytes:
         return None
     middles = join_fields(encode_varints(key_sizes), keys, value_lengths, values_written)
-    sizes = key_sizes + value_sizes + RECORD_OVERHEAD_BYTES
+    sizes = key_sizes + sizes_of_values + RECORD_OVERHEAD_BYTES
     if lanes == 1:
         return EncodedBlock([PartitionRows(block, keys, values, middles, sizes, None)], [], [])
     lane_of = _partitions_of(keys, lanes)

@@ -76,10 +76,11 @@ from tidemill.capture.encode.debezium_json import (
     SNAPSHOT_OP,
     EventEncoder,
 )
+from tidemill.capture.topics import captured_table
 from tidemill.capture.topics.batch_builder import UNCHANGED_HEADER, WAS_HEADER, RowRange, build_headers
 from tidemill.capture.topics.batch_sender import BACKLOG_BYTES, BatchSender
 from tidemill.capture.topics.binder import CommitBoundary
-from tidemill.capture.topics.captured_table import MAX_ROW_BYTES, CapturedTable, OnFault
+from tidemill.capture.topics.captured_table import CapturedTable, OnFault
 from tidemill.capture.topics.partition_tails import open_partition
 from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.topics.api import TopicLog
@@ -419,12 +420,12 @@ class TopicWriter:
 
     @staticmethod
     def _check_size(table: CapturedTable, key: bytes, value: bytes) -> None:
-        if len(key) + len(value) > MAX_ROW_BYTES:
+        if len(key) + len(value) > captured_table.MAX_ROW_BYTES:
             of_avro = table.source is not None and table.source.schemas
             said = key[:200].hex() if of_avro else key[:200].decode(errors="replace")
             raise InvalidError(
                 f"a row is too large for a record: table={table.name} key={said} bytes={len(value)}"
-                f" limit={MAX_ROW_BYTES}.",
+                f" limit={captured_table.MAX_ROW_BYTES}.",
                 fix="Shorten it, then re-snapshot the table.",
             )
 
