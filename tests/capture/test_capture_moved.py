@@ -11,19 +11,16 @@ from typing import Any
 import psycopg
 import pytest
 from capture_world import World, until
-from msgspec.structs import replace
 from proxy import Proxy
 from standbys import copied_files, cut_off, primary, promote, signalled, standby
 from test_capture_chunks import SMALL, as_folded, copy_of
 from test_capture_tables import in_world
 
-from tidemill.base.errors import CorruptError, InvalidError, UnavailableError
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.timeline import find_fork, parse_history
 from tidemill.capture.session import capture as capture_module
-from tidemill.capture.session.bootstrap import PreparedSession
 from tidemill.capture.session.capture import Capture
-from tidemill.capture.session.session import Session
 from tidemill.capture.setup.privileges import check_capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
@@ -406,43 +403,6 @@ def test_a_table_that_is_parked_for_the_operator_stays_so_while_wal_is_confirmed
 
 async def passed(world: World, lsn: int) -> bool:
     return await world.confirmed() >= lsn
-
-
-@pytest.mark.postgres
-@pytest.mark.parametrize("cut_off", [False, True], ids=["at once", "after a session that was cut off"])
-def test_idle_wal_that_an_older_version_confirmed_before_it_was_bound_is_no_slot_that_was_moved(
-    postgres_dsn: str, cut_off: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such a version recorded no history. This one does, before anything else of its own is bound."""
-    open_writer, sessions = Session._open_writer, list[Session]()
-
-    async def opened(self: Session, prepared: PreparedSession) -> None:
-        sessions.append(self)
-        if cut_off and len(sessions) == 1:
-            raise UnavailableError("cut off.")
-        await open_writer(self, prepared)
-
-    async def scenario(world: World) -> None:
-        await world.sql(*ONE, "CREATE TABLE other (id int)")
-        async with world.capture(tables=("t",)):
-            await world.caught_up()
-            topic = await world.topic_id("t")
-        await world.sql("INSERT INTO other SELECT g FROM generate_series(1, 100) g")
-        slot = f"tidemill_{world.name}"
-        await world.sql(f"SELECT pg_replication_slot_advance('{slot}', pg_current_wal_flush_lsn())")
-        await world.catalogue.put(replace(await world.row(), history=()))
-        before = await world.remap().latest()
-        assert before is not None and await world.confirmed() - 1 > before.lsn
-        await world.sql("INSERT INTO t VALUES (2, 2)", "UPDATE t SET v = 5 WHERE id = 1")
-        monkeypatch.setattr(Session, "_open_writer", opened)
-        async with world.capture(tables=("t",)) as capture:
-            assert (await world.row()).history
-            await world.caught_up()
-            assert capture._session is sessions[-1] and len(sessions) == 1 + cut_off
-        assert await world.topic_id("t") == topic and (await world.row()).recopied == ""
-        assert len(await world.records("t")) == 3 and await select_is(world, "t")()
-
-    in_world(postgres_dsn, scenario)
 
 
 # the publication ------------------------------------------------------------------------------------

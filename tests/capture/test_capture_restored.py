@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tidemill.base.lsn import Lsn
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
 from tidemill.metastore.factory import create_metastore
 
 pytestmark = pytest.mark.postgres
@@ -35,7 +35,7 @@ def saved(world: World) -> MemoryState:
     return deepcopy(state)
 
 
-async def restore(world: World, state: MemoryState, **row: Any) -> None:
+async def restore(world: World, state: MemoryState) -> None:
     """The world on earlier consensus, its capture marked as a restore marks it."""
     await world.topics.aclose()
     await world.metastore.aclose()
@@ -46,7 +46,7 @@ async def restore(world: World, state: MemoryState, **row: Any) -> None:
     world.metastore = create_metastore(world.consensus, world.objects, world.clock, world.rand)
     world.catalogue = Catalogue(world.metastore, world.clock, world.rand)
     world.topics = world.new_topics()
-    marked = replace(await world.row(), restored=True, snapshot_done=False, **row)
+    marked = replace(await world.row(), restored=True, snapshot_done=False)
     await world.catalogue.put(marked)
 
 
@@ -159,9 +159,21 @@ def test_a_table_whose_snapshot_did_not_come_back_whole_is_copied_again_alone(po
             await world.caught_up()
             await idle(world)
         b = await world.topic_id("b")
-        whole = {n: s for n, s in (await world.row()).snapshots.items() if n == "public.b"}
-        await restore(world, saved(world), snapshots=whole)
+        a = await world.topic_id("a")
+        await restore(world, saved(world))
+
+        def short(row: CaptureTableRow | None) -> CaptureTableRow:
+            assert row is not None
+            return replace(row, snapshot=None)
+
+        await world.catalogue.change_table(world.name, "public.a", short)
+
+        async def copied_again() -> bool:
+            return await world.topic_id("a") != a
+
         async with world.capture():
+            await until(copied_again, "the short table gets another topic")
+            await world.flowing("a")
             await world.caught_up()
             assert await world.topic_id("b") == b
             assert await world.folded("a") == await contents(world)

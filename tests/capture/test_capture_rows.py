@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 from capture_world import World, until
-from msgspec.structs import replace
 from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 
 from tidemill.base.limits import METASTORE_VALUE_BYTES
-from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow, TopicRow
+from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow
 from tidemill.metastore.rows import CAPTURE_TABLES, CAPTURES
 
 pytestmark = pytest.mark.postgres
@@ -204,37 +203,6 @@ def test_f420_no_row_grows_with_the_number_of_tables_and_wide_ones_fit(postgres_
             }  # fmt: skip
             assert len(CAPTURES.encode(await world.row())[1]) <= before + 8
             assert len(capture.relations()) == 2
-
-    in_world(postgres_dsn, scenario)
-
-
-def test_f421_a_row_of_an_older_version_is_split_by_table_and_goes_on(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(*GOOD, "CREATE TABLE b (id int PRIMARY KEY, v int)")
-        async with world.capture():
-            await good_flows(world)
-        tables = await world.tables()
-        old: CaptureRow = replace(
-            await world.row(),
-            topics={name: table.topic for name, table in tables.items()},
-            snapshots={name: table.snapshot for name, table in tables.items()},
-            columns={
-                name: tuple(replace(c, type_oid=0, type_mod=-1) for c in table.columns)
-                for name, table in tables.items()
-            },
-        )
-        for name in tables:
-            await world.catalogue.change_table(world.name, name, lambda _: None)
-        await world.catalogue.put(old)
-        assert {t.table for t in await world.catalogue.all_tables()} == set(tables), "read before it is split"
-        good = await world.topic_id("good")
-        async with world.capture(table_poll_s=0.1):
-            await good_flows(world)
-            assert await world.topic_id("good") == good
-            assert (await world.row()).topics == {}
-            assert {name: t.state for name, t in (await world.tables()).items()} == dict.fromkeys(tables, "captured")
-            await world.sql("ALTER TABLE b RENAME v TO x", "INSERT INTO b VALUES (1, 1)")
-            await world.parked("b", "'x'")
 
     in_world(postgres_dsn, scenario)
 

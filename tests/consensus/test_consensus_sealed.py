@@ -79,31 +79,3 @@ def test_a_flipped_bit_of_a_register_is_corrupt_for_it_alone(tmp_path: Path, mon
     assert isinstance(refused, CorruptError)
     assert engine.execute_read(Head("y")).data == b"\xc1value of y"
     engine.close()
-
-
-def test_a_database_without_checksums_is_read_and_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "consensus.db"
-    with monkeypatch.context() as before:
-        before.setattr("tidemill.consensus.sqlite.record_storage.seal", lambda body: body)
-        before.setattr("tidemill.consensus.sqlite.engine.seal", lambda body, _: body)
-        before.setattr("tidemill.consensus.sqlite.engine.unseal_register", lambda *row: row[3])
-        filled(path, monkeypatch)
-    connection = apsw.Connection(str(path))
-    connection.execute("UPDATE meta SET layout = 3")
-    connection.close()
-    engine = SqliteEngine(path, SystemClock())
-    assert [r.data[:3] for r in engine.execute_read(Read("a", 0, 100, 1 << 20)).records] == [b"a-0", b"a-1", b"a-2"]
-    assert [v.data for _, v in engine.execute_read(Scan(""))] == [b"value of x", b"\xc1value of y"]
-    engine.commit([Append("a", 0, 3, (b"a-3",), "n"), Cas("x", 1, b"newer", "m")])
-    engine.close()
-    again = SqliteEngine(path, SystemClock())
-    assert (
-        len(again.execute_read(Read("a", 0, 100, 1 << 20)).records) == 4
-        and again.execute_read(Head("x")).data == b"newer"
-    )
-    again.close()
-    damage(path, "registers", "data", b"value of y")
-    damaged = SqliteEngine(path, SystemClock())
-    with pytest.raises(CorruptError, match="key=y"):
-        damaged.execute_read(Head("y"))
-    damaged.close()

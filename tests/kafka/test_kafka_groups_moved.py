@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from tidemill.base.clock import Rand, SystemClock
@@ -20,11 +19,10 @@ from tidemill.kafka.groups.classic.state import GroupLimits, JoinRequest, Phase,
 from tidemill.kafka.groups.consumer.state import HeartbeatRequest, Topic
 from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
-from tidemill.kafka.groups.registers import migrate_offsets
 from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
-from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
+from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.objects.memory import MemoryObjects
 
 LIMITS = GroupLimits(initial_delay_ms=0)
@@ -430,27 +428,5 @@ def test_a_group_is_deleted_with_everything_and_begins_anew() -> None:
         again = await node.get("g")
         assert again is not led
         assert (await again.join(ask())).generation == 1
-
-    run(body)
-
-
-def test_offsets_of_the_time_of_registers_are_carried_over_once() -> None:
-    async def body(world: World) -> None:
-        old = {"t": {0: [5, 3, "note"], 1: [6, -1, ""]}}
-        await world.consensus.cas("kafka/group/g/offsets", 0, msgspec.msgpack.encode(old), "n")
-        await world.consensus.cas("kafka/group/broken/offsets", 0, b"\xc1", "n")
-        # What a checkpoint had copied by then.
-        stale = [GroupOffsetRow("g", "t", 0, 4), GroupOffsetRow("g", "gone", 0, 4)]
-        await world.metastore.commit([GROUP_OFFSETS.encode(row) for row in stale])
-        assert await migrate_offsets(world.consensus, world.metastore, 77) == 1
-        rows = await world.metastore.rows(GROUP_OFFSETS, "g")
-        assert rows == [GroupOffsetRow("g", "t", 0, 5, 3, "note", 77), GroupOffsetRow("g", "t", 1, 6, -1, "", 77)]
-        assert await world.metastore.get(GROUPS, "g") == GroupRow("g", since_ms=77)
-        assert [key for key, _ in await world.consensus.scan("kafka/group/")] == ["kafka/group/broken/offsets"]
-        assert await (await world.node().get("g")).write(committed(9)) == 0
-        # A start that was cut off before the register went.
-        await world.consensus.cas("kafka/group/g/offsets", 0, msgspec.msgpack.encode(old), "n")
-        await migrate_offsets(world.consensus, world.metastore, 78)
-        assert (await world.offsets())[0] == 9
 
     run(body)

@@ -1,4 +1,4 @@
-"""The catalogue over domains: one winner, nothing lost or doubled when outcomes are unknown, the import."""
+"""The catalogue over domains: one winner, nothing lost or doubled when outcomes are unknown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import (
     ConflictError,
-    CorruptError,
     FencedError,
     InvalidError,
     MissingError,
@@ -23,32 +22,17 @@ from tidemill.base.errors import (
 )
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import (
-    CapturedColumn,
     CaptureRow,
     CaptureTableRow,
     Catalogue,
     PipelineRow,
-    TableSnapshot,
     TopicRow,
 )
-from tidemill.metastore.cluster import read_cluster
-from tidemill.metastore.imports import MARK_KEY
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import NAMES, TOPIC_IDS, TOPICS
 from tidemill.metastore.rows.catalogue import NameRow
 
-CAPTURE = CaptureRow(
-    "shop",
-    "7",
-    "slot",
-    "publication",
-    2,
-    True,
-    {"public.orders": "shop.public.orders"},
-    99,
-    {"public.orders": TableSnapshot(1, 2, (3,), 4, 5, (6, 7))},
-    {"public.orders": (CapturedColumn("id", "bigint", 0), CapturedColumn("note", "text", -1))},
-)
+CAPTURE = CaptureRow("shop", "7", "slot", "publication", 2, True, history=((1, 0),))
 
 
 @dataclass
@@ -126,7 +110,7 @@ def test_the_tables_of_captures_are_one_list_until_one_of_them_is_written_by_who
             await other.change_table(capture, table, lambda _: row(capture, table, topic))
 
         one, other = world.process(), world.process()
-        await other.put(CAPTURE)
+        await written("shop", "public.orders")
         await written("yard", "public.a")
         await written("shop", "public.z")
         tables = await one.all_tables()
@@ -138,7 +122,7 @@ def test_the_tables_of_captures_are_one_list_until_one_of_them_is_written_by_who
         assert await one.tables("another") == []
         await written("yard", "public.a", "changed")
         assert [t.topic for t in await one.tables("yard")] == ["changed"]
-        await other.delete(CaptureRow, "shop")
+        await other.change_table("shop", "public.orders", lambda _: None)
         assert [t.table for t in await one.tables("shop")] == ["public.z"]
         await other.change_table("shop", "public.z", lambda _: None)
         assert await one.all_tables() == [row("yard", "public.a", "changed")]
@@ -428,103 +412,5 @@ def test_what_certainly_did_not_happen_is_told_at_once() -> None:
         with pytest.raises(UnavailableError):
             await catalogue.create_topic("t", 1)
         assert (await catalogue.create_topic("t", 1)).partitions == 1
-
-    run(body)
-
-
-# the import ---------------------------------------------------------------------------------------
-
-
-async def old_cluster(world: World) -> list[TopicRow]:
-    """The registers of a cluster from before the metastore, one topic of it deleted."""
-    topics = [TopicRow(name, f"id-{name}", 2, "stream", 5, {"k": "v"}) for name in ("a", "b")]
-    registers = {f"catalogue/topic/{row.name}": msgspec.msgpack.encode(row) for row in topics}
-    registers["catalogue/topic/gone"] = b""
-    registers["catalogue/capture/shop"] = msgspec.msgpack.encode(CAPTURE)
-    registers["catalogue/pipeline/p"] = msgspec.msgpack.encode(PipelineRow("p"))
-    for key, data in registers.items():
-        await world.consensus.cas(key, 0, data, "n")
-    return topics
-
-
-def test_the_registers_of_an_older_cluster_are_imported_once_and_stay() -> None:
-    async def body(world: World) -> None:
-        topics = await old_cluster(world)
-        before = await world.consensus.scan("catalogue/")
-        catalogue = world.process()
-        assert await catalogue.list(TopicRow) == topics
-        assert await catalogue.list(CaptureRow) == [CAPTURE]
-        assert await catalogue.list(PipelineRow) == [PipelineRow("p")]
-        await catalogue.delete(TopicRow, "a")
-        assert await world.process().list(TopicRow) == topics[1:]
-        assert await world.consensus.scan("catalogue/") == before
-        found = await read_cluster(world.consensus)
-        assert found is not None
-        assert found[0].imported
-
-    run(body)
-
-
-def test_processes_that_open_an_older_cluster_at_once_import_it_once() -> None:
-    async def body(world: World) -> None:
-        topics = await old_cluster(world)
-        found = await asyncio.gather(*(world.process().list(TopicRow) for _ in range(5)))
-        assert found == [topics] * 5
-        assert world.shared[0].seqno == 1
-
-    run(body)
-
-
-def test_a_late_importer_does_not_bring_back_what_was_deleted_since() -> None:
-    """It had read the registers, then stood still while another process imported, and a topic was deleted."""
-
-    async def body(world: World) -> None:
-        topics = await old_cluster(world)
-        late: list[Callable[[], int]] = []
-
-        def stalled(write: Callable[[], int]) -> int:
-            late.append(write)
-            raise UnavailableError("stalled")
-
-        world.shared[0].fault = stalled
-        with pytest.raises(UnavailableError):
-            await world.process().list(TopicRow)
-        catalogue = world.process()
-        await catalogue.delete(TopicRow, "a")
-        with pytest.raises(ConflictError):
-            late[0]()
-        assert await catalogue.list(TopicRow) == topics[1:]
-
-    run(body)
-
-
-@pytest.mark.parametrize("landed", [True, False])
-def test_an_import_whose_outcome_is_unknown_is_decided(landed: bool) -> None:
-    async def body(world: World) -> None:
-        topics = await old_cluster(world)
-        world.shared[0].fault = unknown(landed)
-        assert await world.process().list(TopicRow) == topics
-        assert world.shared[0].seqno == 1
-
-    run(body)
-
-
-def test_a_new_cluster_imports_nothing_and_asks_once() -> None:
-    async def body(world: World) -> None:
-        assert await world.process().list(TopicRow) == []
-        assert MARK_KEY not in world.shared[0].rows
-        await world.consensus.cas("catalogue/topic/late", 0, msgspec.msgpack.encode(TopicRow("late", "1", 1)), "n")
-        assert await world.process().list(TopicRow) == []
-
-    run(body)
-
-
-def test_an_unreadable_register_is_named_and_nothing_is_imported() -> None:
-    async def body(world: World) -> None:
-        await old_cluster(world)
-        await world.consensus.cas("catalogue/topic/bad", 0, b"\xc1", "n")
-        with pytest.raises(CorruptError, match="register=catalogue/topic/bad"):
-            await world.process().list(TopicRow)
-        assert world.shared[0].seqno == 0
 
     run(body)

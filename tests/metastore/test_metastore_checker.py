@@ -15,12 +15,13 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check import deep_check as deep_check_module
 from tidemill.maintenance.check.deep_check import DeepCheckResult, deep_check
 from tidemill.maintenance.check.rows import check_rows
-from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TableSnapshot
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow, TableSnapshot
 from tidemill.metastore.check.checker import Checker
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.check.objects import References
 from tidemill.metastore.rows import (
     BINDINGS,
+    CAPTURE_TABLES,
     CAPTURES,
     EXTENTS,
     PARTITIONS,
@@ -325,15 +326,20 @@ def test_a_shard_ahead_of_its_bindings_is_named() -> None:
 def test_references_of_the_catalogue_are_followed() -> None:
     async def body(world: World) -> None:
         await persisted(world, 2)
-        capture = CaptureRow("shop", "1", "s", "p", 1, True, {"public.a": "shop.public.a"},
-                             snapshots={"public.a": TableSnapshot(1, 2, (), 3, 0, (0,))})  # fmt: skip
+        capture = CaptureRow("shop", "1", "s", "p", 1, True)
+        table = CaptureTableRow(
+            "shop", "public.a", "shop.public.a", snapshot=TableSnapshot(1, 2, (), 3, 0, (0,))
+        )  # fmt: skip
         pipeline = PipelineRow("bad", {"t": "topic:nowhere", "u": "capture:shop:public.zzz"})
-        found = await break_rows(world, CAPTURES.encode(capture), PIPELINES.encode(pipeline))
+        found = await break_rows(
+            world, CAPTURES.encode(capture), CAPTURE_TABLES.encode(table), PIPELINES.encode(pipeline)
+        )
         assert len(found) == 3
         assert any("capture shop → topic shop.public.a" in line for line in found)
         assert any("pipeline bad → topic nowhere" in line for line in found)
         assert any("pipeline bad → capture shop: it does not capture public.zzz" in line for line in found)
-        await world.metastore.commit([(CAPTURES.key("shop"), b""), (PIPELINES.key("bad"), b"")])
+        gone = [CAPTURES.key("shop"), CAPTURE_TABLES.key("shop", "public.a"), PIPELINES.key("bad")]
+        await world.metastore.commit([(key, b"") for key in gone])
         only(await break_rows(world, (TOPIC_IDS.key(world.topic.topic_id), b"")), "its id row is missing")
         found = await break_rows(world, TOPIC_IDS.encode(TopicIdRow(world.topic.topic_id, "other")))
         assert any("no topic of this name" in line for line in found)

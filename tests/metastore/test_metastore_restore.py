@@ -21,7 +21,7 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.bucket_claim import greatest_claim
-from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TableSnapshot, TopicRow
 from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.cluster_manifest import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, newest_manifest
 from tidemill.metastore.domain import domain
@@ -407,21 +407,20 @@ def test_captures_wait_to_be_compared_and_tables_that_came_back_short_start_over
         for name in ("shop.public.whole", "shop.public.short"):
             await world.catalogue.create_topic(name, 1, kind="capture")
         snapshot = TableSnapshot(1, 2, (), 3, 0, (0,))
-        tables = {"public.whole": "shop.public.whole", "public.short": "shop.public.short"}
-        row = CaptureRow(
-            "shop", "1", "s", "p", 1, True, tables, 3, {"public.whole": snapshot, "public.short": snapshot}
-        )
         short = TableSnapshot(1, 2, (), 3, 5, (5,))
-        from msgspec.structs import replace
-
-        await world.catalogue.put(replace(row, snapshots={**row.snapshots, "public.short": short}))
+        await world.catalogue.put(CaptureRow("shop", "1", "s", "p", 1, True))
+        for name, at in (("whole", snapshot), ("short", short)):
+            row = CaptureTableRow("shop", f"public.{name}", f"shop.public.{name}", snapshot=at)
+            await world.catalogue.change_table("shop", row.table, lambda _, row=row: row)  # type: ignore[misc]
         await persisted(world, 2)
         fresh = MemoryConsensus(world.clock)
         done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
         assert done.captures_marked == 1
         async with restored_world(world, fresh) as (_, catalogue, _):
             [back] = await catalogue.list(CaptureRow)
-            assert (back.restored, back.snapshot_done, set(back.snapshots)) == (True, False, {"public.whole"})
+            assert (back.restored, back.snapshot_done) == (True, False)
+            tables = {table.table: table.snapshot for table in await catalogue.tables("shop")}
+            assert tables == {"public.whole": snapshot, "public.short": None}
 
     run(body)
 
@@ -432,7 +431,7 @@ def test_a_run_that_was_paused_marks_no_capture_of_the_cluster_that_has_gone_on(
     async def body(world: World) -> None:
         from msgspec.structs import replace
 
-        row = CaptureRow("shop", "1", "s", "p", 1, True, {"public.t": "shop.public.t"}, 3, {})
+        row = CaptureRow("shop", "1", "s", "p", 1, True)
         await world.catalogue.put(row)
         await persisted(world, 1)
         fresh = MemoryConsensus(world.clock)

@@ -182,8 +182,9 @@ async def captured(consensus: MemoryConsensus, holder: str, url: bytes) -> Catal
     clock = SystemClock()
     catalogue = Catalogue(create_metastore(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
     await catalogue.create_topic("shop.public.orders", 1, kind="capture")
-    topics = {"public.orders": "shop.public.orders"}
-    await catalogue.put(CaptureRow("shop", "1", "s", "p", 1, True, topics))
+    await catalogue.put(CaptureRow("shop", "1", "s", "p", 1, True))
+    table = CaptureTableRow("shop", "public.orders", "shop.public.orders")
+    await catalogue.change_table("shop", "public.orders", lambda _: table)
     await consensus.acquire("capture/shop", holder, 60_000, url)
     return catalogue
 

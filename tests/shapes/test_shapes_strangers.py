@@ -29,7 +29,7 @@ from tidemill.capture.changes import Relation
 from tidemill.capture.naming import topic_name
 from tidemill.capture.tables.table_reasons import TableUnavailability
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.catalogue import CaptureRow, Catalogue
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue
 from tidemill.metastore.factory import create_metastore
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.memory import MemoryObjects
@@ -389,7 +389,9 @@ def test_a_right_to_a_table_that_is_not_there_yet_is_one_to_each_topic_that_it_m
         clock = SystemClock()
         consensus = MemoryConsensus(clock)
         catalogue = Catalogue(create_metastore(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
-        await catalogue.put(CaptureRow("main", "1", "s", "p", 1, True, {"public.known": "main.public.known"}))
+        await catalogue.put(CaptureRow("main", "1", "s", "p", 1, True))
+        known = CaptureTableRow("main", "public.known", "main.public.known")
+        await catalogue.change_table("main", "public.known", lambda _: known)
         await consensus.acquire("capture/main", "a/1", 60_000, b"http://a")
         await consensus.acquire("capture/young", "b/1", 60_000, b"http://b")
 

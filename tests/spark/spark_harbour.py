@@ -15,7 +15,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.maintenance.shards.drop import drop_shard
-from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, TopicRow
+from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, CaptureTableRow, TopicRow
 from tidemill.shards.api import Binding
 from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.settings import StoreUrls
@@ -103,7 +103,6 @@ class Harbour:
         self, name: str, tables: dict[str, list[tuple[str, str, int]]], *, snapshot_done: bool = True
     ) -> dict[str, TopicRow]:
         """A captured database as capture leaves it: tables → columns of (name, PostgreSQL type, place in the key)."""
-        found = {table: self.create_topic(f"{name}.{table}", kind="capture") for table in tables}
         row = CaptureRow(
             name=name,
             system_id="1",
@@ -111,26 +110,21 @@ class Harbour:
             publication=f"tidemill_{name}",
             generation=1,
             snapshot_done=snapshot_done,
-            topics={table: topic.name for table, topic in found.items()},
-            columns={t: tuple(CapturedColumn(*c) for c in columns) for t, columns in tables.items()},
         )
         self.portal.call(self.stores.catalogue.put(row))
-        return found
+        return self.capture_more(name, tables)
 
     def capture_more(self, name: str, tables: dict[str, list[tuple[str, str, int]]]) -> dict[str, TopicRow]:
         """The capture takes these tables in, or describes them anew on new topics."""
-        row = self.portal.call(self.stores.catalogue.get(CaptureRow, name))
-        assert row is not None
-        found = {}
-        for table in tables:
+        catalogue, found = self.stores.catalogue, {}
+        for table, described in tables.items():
             topic = f"{name}.{table}"
-            if table in row.topics:
-                self.portal.call(self.stores.catalogue.delete(TopicRow, topic))
+            if self.portal.call(catalogue.table(name, table)) is not None:
+                self.portal.call(catalogue.delete(TopicRow, topic))
             found[table] = self.create_topic(topic, kind="capture")
-        columns = {t: tuple(CapturedColumn(*c) for c in described) for t, described in tables.items()}
-        topics = {table: topic.name for table, topic in found.items()}
-        row = replace(row, topics=row.topics | topics, columns=row.columns | columns)
-        self.portal.call(self.stores.catalogue.put(row))
+            columns = tuple(CapturedColumn(*c) for c in described)
+            row = CaptureTableRow(name, table, topic, generation=1, columns=columns)
+            self.portal.call(catalogue.change_table(name, table, lambda _, row=row: row))  # type: ignore[misc]
         return found
 
     def finish_snapshot(self, name: str) -> None:

@@ -54,7 +54,6 @@ from tidemill.metastore.rows.captures import (
     SideTopicState,
     TableCopy,
     TableSnapshot,
-    tables_of_legacy_row,
 )
 from tidemill.metastore.rows.catalogue import NameRow, PipelineRow, TopicIdRow, TopicRow
 from tidemill.metastore.rows.groups import GroupConfigRow
@@ -111,7 +110,6 @@ class Catalogue:
         self._metastore = metastore
         self._clock = clock
         self._rand = rand
-        self._tables: tuple[list[CaptureRow], list[CaptureTableRow], list[CaptureTableRow]] | None = None
 
     @property
     def metastore(self) -> Metastore:
@@ -155,26 +153,16 @@ class Catalogue:
         return attempts[await self._write_named(CAPTURES, name, changed)]
 
     async def tables(self, capture: str, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
-        """Return the tables of a capture, by name, including those that an older version stored in the capture's
-        row."""
+        """Return the tables of a capture, by name."""
         return [table for table in await self.all_tables(fresh=fresh) if table.capture == capture]
 
     async def all_tables(self, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
         """Return the tables of all captures, by capture and name. The identical list while none of them was written."""
-        captures = await self.list(CaptureRow, fresh=fresh)
-        tables: list[CaptureTableRow] = await self._metastore.rows(CAPTURE_TABLES, fresh=False)
-        if self._tables is None or self._tables[0] is not captures or self._tables[1] is not tables:
-            found = {(row.name, t.table): t for row in captures for t in tables_of_legacy_row(row)}
-            found |= {(t.capture, t.table): t for t in tables}
-            self._tables = captures, tables, [found[name] for name in sorted(found)]
-        return self._tables[2]
+        found: list[CaptureTableRow] = await self._metastore.rows(CAPTURE_TABLES, fresh=fresh)
+        return found
 
     async def table(self, capture: str, table: str, *, fresh: bool = True) -> CaptureTableRow | None:
-        found = await self._metastore.get(CAPTURE_TABLES, capture, table, fresh=fresh)
-        if found is None:
-            row = await self.get(CaptureRow, capture, fresh=False)
-            found = next((t for t in tables_of_legacy_row(row) if t.table == table), None) if row is not None else None
-        return found
+        return await self._metastore.get(CAPTURE_TABLES, capture, table, fresh=fresh)
 
     async def change_table(
         self, capture: str, table: str, change: Callable[[CaptureTableRow | None], CaptureTableRow | None]

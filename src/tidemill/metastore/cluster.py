@@ -1,7 +1,6 @@
 """The cluster: its identity, its number of domains, and the domain of each key.
 
-    register  metastore/cluster    msgpack map: format 1, uuid, domains, created_ms, label, incarnation, imported,
-                                   restoring
+    register  metastore/cluster    msgpack map: format 1, uuid, domains, created_ms, label, incarnation, restoring
 
     domain of a key = crc32c(entity) mod domains
 
@@ -38,7 +37,6 @@ class Cluster(msgspec.Struct, frozen=True):
     domains      number of domains; fixed when the register was created
     label        uuid of the cluster it was restored from, "" for none
     incarnation  grows with every restore of the same bucket
-    imported     rows from before the metastore have been imported (`imports`)
     restoring    the restore attempt in progress, "" for none: no other process may open the cluster
     """
 
@@ -47,7 +45,6 @@ class Cluster(msgspec.Struct, frozen=True):
     created_ms: int
     label: str = ""
     incarnation: int = 1
-    imported: bool = False
     format: int = FORMAT
     restoring: str = ""
 

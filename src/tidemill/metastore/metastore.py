@@ -29,7 +29,6 @@ from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.api import Chunk, DomainRows, VersionedRow
 from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
-from tidemill.metastore.imports import import_registers
 from tidemill.metastore.rows.key_encoding import Part, names_entity
 from tidemill.metastore.rows.row_family import Family
 
@@ -236,8 +235,6 @@ class Metastore:
             try:
                 for index in range(cluster.domains):
                     domains.append(await self._open_domain(cluster, index))
-                if not cluster.imported:
-                    cluster = await import_registers(self._consensus, self._rand, domains[0])
             except BaseException:
                 for domain in domains:
                     await domain.aclose()

@@ -163,13 +163,10 @@ async def prepare_session(
     if row is not None:  # `wire` answered after the row was read, so this session still had the lock (capture_row.py)
         row = await own.claim()
     steps.begin_phase("reading the catalogue's tables")
-    row = await _split_legacy_row(catalogue, own)
     rows = {table.table: table for table in await catalogue.tables(config.name)}
     steps.begin_phase("reading the slot")
     published = await read_published_tables(wire, config.publication, manual=config.manual)
     state = await read_slot_state(wire, config.slot)
-    if row is not None and not row.history and state is not None and state.active_pid is not None:
-        state = await _wait_for_free_slot(wire, config)  # its last status may be in flight
     latest = await remap.latest()
     continues = False
     if row is not None:
@@ -412,16 +409,6 @@ async def _wait_for_free_slot(wire: PgConnection, config: CaptureConfig) -> Slot
             return slot
         await asyncio.sleep(SLOT_FREE_POLL_S)
     raise UnavailableError(f"the slot is in use: slot={config.slot} pid={slot.active_pid}.")
-
-
-async def _split_legacy_row(catalogue: Catalogue, own: FencedCaptureRow) -> CaptureRow | None:
-    """Give each table of an older version's row its own row, then empty the maps of that row."""
-    row = own.row
-    if row is None or not row.topics:
-        return row
-    for table in await catalogue.tables(row.name):
-        await catalogue.change_table(row.name, table.table, lambda found, table=table: found or table)  # type: ignore[misc]
-    return await own.update(lambda found: replace(found, topics={}, snapshots={}, columns={}))
 
 
 def _raise_no_tables(refused: Iterable[Refusal]) -> None:

@@ -235,18 +235,6 @@ async def begin_era(
     return era, await _bind_offsets(remap, clock, lsn, era)
 
 
-async def bind_confirmed(remap: Remap, clock: Clock, slot: SlotState, latest: Binding) -> Binding | None:
-    """Bind the confirmed LSN for a capture of an older version, which recorded no history and confirmed WAL without
-    changes before binding it. Once the history is recorded, a slot beyond the newest binding was moved by another
-    client. Raises the errors of BindingMinter.mint.
-    """
-    return (
-        await _bind_offsets(remap, clock, slot.confirmed_lsn - 1, latest.era)
-        if is_beyond_binding(slot, latest.lsn)
-        else latest
-    )
-
-
 async def _bind_offsets(remap: Remap, clock: Clock, lsn: int, era: int) -> Binding | None:
     """Mint a binding that repeats the offsets of the newest one."""
     minter = BindingMinter(remap, clock, interval_ms=0)
@@ -341,8 +329,6 @@ async def record_history(
         log.warning("the captured database is on another timeline", capture=row.name, fork=str(Lsn(moved.fork_lsn)))
         era, latest = await begin_era(remap, clock, row.era, latest, moved.fork_lsn)
         wanted = replace(wanted, era=era, taps=())
-    elif not row.history and not moved.reason and slot is not None and latest is not None:
-        latest = await bind_confirmed(remap, clock, slot, latest)
     if reason:
         wanted = replace(wanted, recopied=reason, recopied_ms=clock.now_ms())
     if wanted != row:

@@ -165,7 +165,7 @@ async def read_published_tables(
             ),
         )
     if rows[0][3] != "t":
-        # Created by an older version, or before the server was upgraded.
+        # Created before the server was upgraded.
         statement = generated_columns_statement(publication)
         if manual:
             raise InvalidError(

@@ -11,8 +11,7 @@ SQLite does not checksum its pages, so stored values are sealed:
 
     0xC1 | crc32c uint32, little-endian | body
 
-The checksum covers a context and the body. Log records of an older layout are plain msgpack, which never begins with
-0xC1, and are read without a check. Registers were sealed when their database was upgraded to this layout.
+The checksum covers a context and the body.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import apsw
 import crc32c
@@ -30,8 +28,6 @@ from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.consensus.sqlite import lock_holders
 
 LAYOUT_VERSION = 4
-UNSEALED_LAYOUT = 3
-"""Layout without checksums. It is upgraded when it is opened; an older version of tidemill then rejects the file."""
 OLDEST_SQLITE = (3, 51, 3)
 """Oldest safe version: 3.7.0 to 3.51.2 can corrupt a database whose connections write and checkpoint a WAL concurrently
 (WAL-reset bug).
@@ -92,7 +88,7 @@ def open_database(path: Path) -> apsw.Connection:
         raise _explain_open_failure(error, path) or translate_sqlite_error(error, path, opening=True) from error
     try:
         connection.set_busy_timeout(BUSY_MS)
-        # Takes effect in a new file only; a file of an older version does not shrink.
+        # Takes effect in a new file only.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchall()[0][0]
         if mode != "wal":
@@ -106,9 +102,6 @@ def open_database(path: Path) -> apsw.Connection:
         connection.execute("BEGIN IMMEDIATE")
         made = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchall()
         layout = connection.execute("SELECT layout FROM meta").fetchall()[0][0] if made else LAYOUT_VERSION
-        if layout == UNSEALED_LAYOUT:
-            _seal_registers(connection)
-            layout = LAYOUT_VERSION
         if layout != LAYOUT_VERSION:
             raise InvalidError(
                 f"the database has another layout: path={path} layout={layout} known={LAYOUT_VERSION}.",
@@ -123,13 +116,6 @@ def open_database(path: Path) -> apsw.Connection:
         connection.close(True)
         raise
     return connection
-
-
-def _seal_registers(connection: apsw.Connection) -> None:
-    rows: list[Any] = connection.execute("SELECT key, seq, nonce, data FROM registers").fetchall()
-    sealed = [(seal(data, register_context(key, seq, nonce)), key) for key, seq, nonce, data in rows]
-    connection.executemany("UPDATE registers SET data = ? WHERE key = ?", sealed)
-    connection.execute("UPDATE meta SET layout = ?", (LAYOUT_VERSION,))
 
 
 def translate_sqlite_error(error: apsw.Error, path: Path, *, opening: bool = False) -> TidemillError:
@@ -207,11 +193,9 @@ def seal(body: bytes, context: bytes = b"") -> bytes:
 
 
 def unseal(stored: bytes, what: str, context: bytes = b"") -> bytes:
-    """Return the body. A value without a seal is returned unchanged. Raises CorruptError."""
-    if stored[:1] != SEAL:
-        return stored
+    """Return the body. Raises CorruptError, also if there is no seal."""
     body = stored[_HEAD_BYTES:]
-    if stored[1:_HEAD_BYTES] != _crc(body, context):
+    if stored[:1] != SEAL or stored[1:_HEAD_BYTES] != _crc(body, context):
         raise CorruptError(f"{what} bytes={len(stored)}.", fix=FIX)
     return body
 
@@ -223,8 +207,6 @@ def register_context(key: str, seq: int, nonce: str) -> bytes:
 
 def unseal_register(key: str, seq: int, nonce: str, stored: bytes) -> bytes:
     """Return the body of a register. Raises CorruptError, also if there is no seal."""
-    if stored[:1] != SEAL:
-        raise CorruptError(f"a register is damaged: key={key} bytes={len(stored)}.", fix=FIX)
     return unseal(stored, f"a register is damaged: key={key}", register_context(key, seq, nonce))
 
 

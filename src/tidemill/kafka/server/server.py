@@ -31,7 +31,6 @@ from tidemill.kafka.fetch_sessions.implicit import ImplicitSessions
 from tidemill.kafka.fetch_sessions.sessions import FetchSessions
 from tidemill.kafka.groups.configs import GroupConfigCache
 from tidemill.kafka.groups.coordinator import GroupCoordinator
-from tidemill.kafka.groups.registers import migrate_offsets
 from tidemill.kafka.groups.topic_patterns import TopicPatterns
 from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.kafka.net.connection_limits import ConnectionLimits
@@ -160,7 +159,6 @@ class KafkaServer:
         """
         cache = TopicCache(self._catalogue, self._clock)
         await asyncio.gather(cache.refresh(), asyncio.to_thread(handlers.compile_all))
-        await migrate_offsets(self._consensus, self._catalogue.metastore, self._clock.now_ms())
         self._settings = replace(self._settings, cluster_id=(await self._catalogue.metastore.cluster()).uuid)
         members = self._nodes.members() if self._nodes is not None else ()
         node_id = next((member.node_id for member in members if member.name == self._name), node_id or self._node_id)

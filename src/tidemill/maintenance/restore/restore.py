@@ -254,10 +254,7 @@ class Restorer:
             )
 
         for row in found:
-            kept = {t: s for t, s in row.snapshots.items() if is_complete(row.topics.get(t, ""), s)}
-            marked: CaptureRow = msgspec.structs.replace(
-                row, snapshots=kept, snapshot_done=False, restored=True, taps=()
-            )
+            marked: CaptureRow = msgspec.structs.replace(row, snapshot_done=False, restored=True, taps=())
             await self._change_row(domains, before, *CAPTURES.encode(marked))
         for table in await rows.rows(CAPTURE_TABLES):
             short = table

@@ -89,7 +89,7 @@ class GroupOffsetsExpiry:
         expects: dict[bytes, int] = {}
         for key, value in [GROUPS.encode(head), *map(GROUP_OFFSETS.encode, offsets)]:
             found = await metastore.get_row(key, fresh=False)
-            if found is None or not found.value or _rows_differ(key, found.value, value):
+            if found is None or found.value != value:
                 return False
             expects[key] = found.seqno
         try:
@@ -97,9 +97,3 @@ class GroupOffsetsExpiry:
         except (ConflictError, FencedError, UnknownOutcomeError):
             return False
         return True
-
-
-def _rows_differ(key: bytes, found: bytes, read: bytes) -> bool:
-    """Compare decoded rows, not bytes: an older version wrote fewer fields."""
-    family = GROUPS if key[:1] == GROUPS.prefix()[:1] else GROUP_OFFSETS
-    return bool(family.decode(key, found) != family.decode(key, read))

@@ -108,7 +108,6 @@ async def begin_attempt(consensus: Consensus, clock: Clock, rand: Rand, source: 
             clock.now_ms(),
             label=manifest.cluster_uuid,
             incarnation=source.claimed + 1,
-            imported=True,
             restoring=attempt.nonce,
         )
         await write_cluster(consensus, rand, cluster, 0)

@@ -37,7 +37,7 @@ from tidemill.metastore.rows import (
     TOPIC_IDS,
     TOPICS,
 )
-from tidemill.metastore.rows.captures import CaptureRow, CaptureTableRow, tables_of_legacy_row
+from tidemill.metastore.rows.captures import CaptureRow, CaptureTableRow
 from tidemill.metastore.rows.catalogue import PipelineRow, TopicRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.metastore.rows.row_family import Family
@@ -205,7 +205,6 @@ class Checker:
         names = {row.name: row for row in self.topics.values()}
         async for row in self._decodable_rows(CAPTURES):
             self.captures[row.name] = row
-            self.captured |= {(row.name, table.table): table for table in tables_of_legacy_row(row)}
         async for found in self._decodable_rows(CAPTURE_TABLES):
             self.captured[found.capture, found.table] = found
             if found.capture not in self.captures:

@@ -2,8 +2,7 @@
 tables.
 
 capture         03 | "" | name text
-                system_id, slot, publication, generation, snapshot_done, topics map, snapshot_lsn,
-                snapshots map of maps, columns map of arrays of maps, restored, taps array of texts,
+                system_id, slot, publication, generation, snapshot_done, restored, taps array of texts,
                 given_publication, session text, epoch, history array of arrays, era, recopied text, recopied_ms
 captured table  07 | "" | capture text | table text
                 topic, state, reason, fix, parked_lsn, since_ms, oid, generation, snapshot map or nil,
@@ -11,9 +10,6 @@ captured table  07 | "" | capture text | table text
                 identities map of arrays, again_ms, again_last_ms, accepted array of maps, envelope text,
                 identity text, schemas array of arrays, copy map or nil, aside map or nil, publication array,
                 attached array
-
-The maps `topics`, `snapshots` and `columns` of a capture's row are from before tables had their own rows.
-`tables_of_legacy_row` reads them; the next session of the capture writes table rows and empties the maps.
 """
 
 from __future__ import annotations
@@ -156,13 +152,6 @@ class CaptureRow(msgspec.Struct, frozen=True):
     publication: str
     generation: int
     snapshot_done: bool
-    topics: dict[str, str] = {}
-    """schema.table → topic name"""
-    snapshot_lsn: int = 0
-    snapshots: dict[str, TableSnapshot] = {}
-    """schema.table → its finished snapshot. A captured table without one starts over"""
-    columns: dict[str, tuple[CapturedColumn, ...]] = {}
-    """schema.table → its columns as of its snapshot, in table order. A pipeline creates its shard from them"""
     restored: bool = False
     """Set by a restore: the slot may be ahead of the restored state. The next session compares and clears it."""
     taps: tuple[str, ...] = ()
@@ -266,14 +255,3 @@ CAPTURES = Family(0x03, "capture", CaptureRow, Column("name", Kind.TEXT), own_en
 CAPTURE_TABLES = Family(
     0x07, "captured table", CaptureTableRow, Column("capture", Kind.TEXT), Column("table", Kind.TEXT), own_entity=False
 )
-
-
-def tables_of_legacy_row(row: CaptureRow) -> list[CaptureTableRow]:
-    """Return the tables that an older version stored within the capture's row."""
-    return [
-        CaptureTableRow(
-            row.name, table, topic, generation=row.generation, snapshot=row.snapshots.get(table),
-            columns=row.columns.get(table, ()),
-        )
-        for table, topic in row.topics.items()
-    ]  # fmt: skip

@@ -25,10 +25,9 @@
                 [[version, at_ms, size_bytes, [object_key…]]…], swept_ms, dropped,
                 [[version, upper, at_ms, [added…], [[widened, type]…], [retired…]]…]]
 
-The leading number of a rollup is its format: a reader that meets a newer one raises CorruptError. Format 1, which is
-still read, lacks a hold's version and everything after the batches. A shard whose schema never changed is written in
-format 2, which lacks the last field; one without retired columns in format 3, which lacks the lists of retired columns;
-any other in format 4.
+The leading number of a rollup is its format: a reader that meets a newer one raises CorruptError. A shard whose
+schema never changed is written in format 2, which lacks the last field; one without retired columns in format 3, which
+lacks the lists of retired columns; any other in format 4.
 Integers are non-negative; min_hash and max_hash are full unsigned 64 bits.
 """
 
@@ -163,12 +162,12 @@ def decode_state(data: bytes) -> ShardState:
     """Decode a rollup. Raises CorruptError if the bytes are no rollup of this format."""
     try:
         fields = _decode(data)
-        if fields[0] not in (1, UNCHANGED_FORMAT, EVOLVED_FORMAT, ROLLUP_FORMAT):
+        if fields[0] not in (UNCHANGED_FORMAT, EVOLVED_FORMAT, ROLLUP_FORMAT):
             raise CorruptError(
                 f"unknown rollup format: format={fields[0]!r}.", fix="Upgrade tidemill: a newer one wrote it."
             )
         name, shard_id, schema, since, upper, closed, version, holds, writers, batches = fields[1:11]
-        garbage, swept_ms, dropped = fields[11:14] if fields[0] > 1 else ([], 0, False)
+        garbage, swept_ms, dropped = fields[11:14]
         versions = fields[14] if fields[0] > UNCHANGED_FORMAT else []
         decoded = tuple(_batch_in(b) for b in batches)
         sums = [batch_sums(b) for b in decoded]

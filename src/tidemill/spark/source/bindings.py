@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.metastore.catalogue import CaptureRow, TopicRow
+from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import Binding, Remap
 from tidemill.spark.decode.records import SliceDescriptor
 from tidemill.spark.ingest.step_planner import plan_interval
@@ -59,8 +59,8 @@ class SourceBindings:
         kind, _, name = self.source.partition("/")
         names = [name]
         if kind == "capture":
-            row = await stores.catalogue.get(CaptureRow, name)
-            names = [] if row is None else [t for s, t in row.topics.items() if self._table in ("", s)]
+            tables = await stores.catalogue.tables(name)
+            names = [table.topic for table in tables if table.topic and self._table in ("", table.table)]
         found = [await stores.catalogue.get(TopicRow, n) for n in names]
         return [(row.name, row.topic_id) for row in found if row is not None]
 

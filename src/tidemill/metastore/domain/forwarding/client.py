@@ -94,7 +94,7 @@ class ForwardingClient:
                 f"too many requests wait to be sent: log={self._requests!r} count={len(self._unsent)}.",
                 fix="Check the consensus database.",
             )
-        request = Request(self._rand.nonce(), rows, expects, self._clock.now_ms() + EXPIRES_AFTER_MS, True)
+        request = Request(self._rand.nonce(), rows, expects, self._clock.now_ms() + EXPIRES_AFTER_MS)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[request.nonce] = future
         self._unsent.append((_encode(request), future))

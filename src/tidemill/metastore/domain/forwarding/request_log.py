@@ -1,6 +1,6 @@
 """Commits of processes that do not lead, through two logs that any process may append to (term 0).
 
-    log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}, expires_ms, hears_unknown]
+    log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}, expires_ms]
                                        no rows: a flush
     log metastore/<domain>/replies     [nonce, kind, seqno, [[key, seqno, value]…], text]
                                        kind: 0 done, 1 conflict (rows: seqno −1 = no such row; no rows: too many
@@ -63,15 +63,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     nonce: str
     rows: list[tuple[bytes, bytes]]
-    expects: dict[bytes, int] = {}
-    expires_ms: int = 0
-    """0: never, for requests of an older version."""
-    hears_unknown: bool = False
-    """False for a process of an older version, which would misread the Unknown reply as a rejection. It gets no reply
-    and times out."""
+    expects: dict[bytes, int]
+    expires_ms: int
 
     def has_expired(self, now_ms: int) -> bool:
-        return 0 < self.expires_ms < now_ms
+        return self.expires_ms < now_ms
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):

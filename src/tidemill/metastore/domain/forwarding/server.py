@@ -121,7 +121,7 @@ class ForwardingServer:
                 return
             requests = [request for record in found.records if (request := decode_request(record.data)) is not None]
             text = "the leader that executed this request ended; its reply may be lost."
-            replies = [_encode(Reply(r.nonce, UNKNOWN, 0, [], text)) for r in requests if r.hears_unknown]
+            replies = [_encode(Reply(r.nonce, UNKNOWN, 0, [], text)) for r in requests]
             if replies and not await self._append_replies(replies):
                 raise UnavailableError("the previous leader's requests cannot be answered yet.")
             start += len(found.records)
