@@ -10,10 +10,11 @@ import pytest
 from lsm_files import PREFIX, in_loop
 from structlog.testing import capture_logs
 
+from sim.scenarios.metastore_plants import planted
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import ClosedError, CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.lsm.file_store import FileName, SstFiles
-from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, CollectionResult, GarbageCollector, Roots, retained_manifests
+from tidemill.metastore.lsm.gc import CollectionResult, GarbageCollector, Roots, retained_manifests
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests, ManifestName
 from tidemill.metastore.lsm.options import Options
@@ -27,12 +28,12 @@ OPTIONS = Options(gc_delay_ms=DELAY_MS, manifests_kept=2)
 class Bucket:
     """A bucket with files and manifests that exist, and a collector of epoch 2 over it."""
 
-    def __init__(self, *, options: Options = OPTIONS, faults: frozenset[str] = frozenset()) -> None:
+    def __init__(self, *, options: Options = OPTIONS) -> None:
         self.clock = ManualClock()
         self.objects = MemoryObjects(self.clock)
         self.files = SstFiles(self.objects, PREFIX)
         self.manifests = BucketManifests(self.objects, PREFIX, Rand(1))
-        self.collector = GarbageCollector(self.files, self.manifests, options, self.clock, faults=faults)
+        self.collector = GarbageCollector(self.files, self.manifests, options, self.clock)
         self.current: list[FileMeta] = []
         self.pinned: list[FileMeta] = []
         self.lowest_in_flight = 100
@@ -90,10 +91,11 @@ async def test_files_of_a_newer_epoch_are_never_touched() -> None:
 
 @in_loop
 async def test_the_planted_fault_deletes_a_newer_epochs_file() -> None:
-    bucket = Bucket(faults=frozenset({FAULT_NEWER_EPOCH}))
+    bucket = Bucket()
     await bucket.manifest(1, [])
     await bucket.file(1, epoch=3)
-    assert (await bucket.collect_late()).deleted_files == 1
+    with planted("gc-newer-epoch"):
+        assert (await bucket.collect_late()).deleted_files == 1
 
 
 @in_loop

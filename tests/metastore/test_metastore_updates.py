@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sim.scenarios.metastore_plants import apply_lower_manifest, apply_without_delta
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_BYTES, METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES
@@ -311,12 +311,12 @@ def test_a_rollup_of_another_format_names_both() -> None:
 # through a log --------------------------------------------------------------------------------------------------
 
 
-def make(consensus: MemoryConsensus, faults: frozenset[str] = frozenset()) -> StateLog[DomainState]:
+def make(consensus: MemoryConsensus) -> StateLog[DomainState]:
     return StateLog(
         consensus,
         "metastore/main",
         initial=DomainState,
-        apply=partial(apply, faults=faults),
+        apply=apply,
         encode=encode_state,
         decode=decode_state,
         rand=Rand(1),
@@ -368,14 +368,14 @@ def test_a_rollup_moves_positions_and_seqnos_still_grow() -> None:
 def test_planted_lower_manifest_is_what_the_rule_prevents() -> None:
     state = written(10, 20)
     do(state, PersistManifest(UUID, manifest(20)), 21)
-    apply(state, encode_command(PersistManifest(UUID, manifest(10))), 22, 1, frozenset({"lower-manifest"}))
+    apply_lower_manifest(state, encode_command(PersistManifest(UUID, manifest(10))), 22, 1)
     assert state.persisted_seqno == 10
 
 
 def test_planted_forgotten_delta_is_what_the_reset_sets() -> None:
     state = named()
     reset = encode_command(ResetManifest("restored", manifest(1000, epoch=5)))
-    apply(state, reset, 50, 3, frozenset({"forget-delta"}))
+    apply_without_delta(state, reset, 50, 3)
     assert (state.seqno_delta, state.epoch_delta) == (0, 0)
 
 

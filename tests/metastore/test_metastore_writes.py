@@ -10,6 +10,7 @@ import pytest
 from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from msgspec.structs import replace
 
+from sim.scenarios.metastore_plants import planted
 from tidemill.base.errors import (
     ConflictError,
     CorruptError,
@@ -845,7 +846,8 @@ def test_planted_replay_at_persisted_loses_the_first_batch_after_the_manifest() 
         await old.commit([(b"a", b"1")])
         await old.commit([(b"b", b"1")])
         await old.aclose()
-        broken = await world.node(faults=frozenset({"replay-at-persisted"}))
+        with planted("replay-at-persisted"):
+            broken = await world.node()
         assert await rows_of(broken) == {b"b": b"1"}
 
     run(body, DomainWorld())
@@ -853,7 +855,8 @@ def test_planted_replay_at_persisted_loses_the_first_batch_after_the_manifest() 
 
 def test_planted_silent_reject_trims_nothing_and_calls_it_persisted() -> None:
     async def body(world: DomainWorld) -> None:
-        leader = await world.node(faults=frozenset({"silent-reject"}))
+        with planted("silent-reject"):
+            leader = await world.node()
         seqno = await leader.commit([(b"a", b"1")])
         higher = PersistedManifest(b"someone else's", seqno, leader.state.epoch(leader.term) + 1)
         leader.state.manifest = higher  # what the rule protects

@@ -24,6 +24,7 @@ import msgspec
 
 from sim.oracles.linearizable import Call, linearizable
 from sim.oracles.metastore import Shadow
+from sim.scenarios.metastore_plants import NEWER_EPOCH, Rule, planted, rule_of
 from sim.world import Actor, Crew, Down, Engine, Violated, World, swapped
 from tidemill.base.errors import (
     ClosedError,
@@ -46,7 +47,7 @@ from tidemill.metastore.domain.settings import DomainSettings, prefix_of
 from tidemill.metastore.domain.state import DomainState
 from tidemill.metastore.lsm import gc as gc_module
 from tidemill.metastore.lsm.file_store import SstFiles
-from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, GarbageCollector, Roots
+from tidemill.metastore.lsm.gc import GarbageCollector, Roots
 from tidemill.metastore.lsm.manifest import decode_manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
@@ -105,13 +106,13 @@ class Shared:
                 if cast("tuple[str, ...]", call.operation)[0] != "read" and (not call.known or call.end > since)
             ]
 
-    def rule(self, state: DomainState, data: bytes, position: int, term: int, faults: Any = frozenset()) -> DomainState:
+    def rule(self, state: DomainState, data: bytes, position: int, term: int, rule: Rule = apply) -> DomainState:
         """Apply the rules of the log, and reject the manifest at some positions, the same ones in every replica."""
         if self.refuses and position % self.refuses == 0:
             command = decode_command(data)
             if isinstance(command, PersistManifest):
                 raise ConflictError("the scenario rejects this manifest.", current=state.manifest)
-        return apply(state, data, position, term, faults)
+        return rule(state, data, position, term)
 
 
 def drawn_options(world: World, fault: str) -> Options:
@@ -128,8 +129,8 @@ def drawn_options(world: World, fault: str) -> Options:
         level_factor=2,
         levels=4,
         slice_rows=8,
-        gc_delay_ms=source.choice((0, 0, 0) if fault == FAULT_NEWER_EPOCH else (0, 0, 400)),
-        manifests_kept=source.choice((1, 1, 1) if fault == FAULT_NEWER_EPOCH else (1, 1, 3)),
+        gc_delay_ms=source.choice((0, 0, 0) if fault == NEWER_EPOCH else (0, 0, 400)),
+        manifests_kept=source.choice((1, 1, 1) if fault == NEWER_EPOCH else (1, 1, 3)),
     )
 
 
@@ -137,7 +138,8 @@ async def run(world: World, fault: str = "") -> None:
     shared = Shared(world, fault)
     world.blind = fault == "moved-head"
     with ExitStack() as stack:
-        stack.enter_context(swapped(domain_module, "apply", shared.rule))
+        stack.enter_context(planted(fault))
+        stack.enter_context(swapped(domain_module, "apply", partial(shared.rule, rule=rule_of(fault))))
         stack.enter_context(swapped(gc_module, "PAUSE_MIN_S", 0.1))
         stack.enter_context(swapped(leader_module, "RETRY_MAX_S", 1.0))
         stack.enter_context(swapped(leader_module, "REPLAY_ROWS", 3))
@@ -151,7 +153,7 @@ async def run(world: World, fault: str = "") -> None:
 def nodes(shared: Shared) -> list[Actor[Domain]]:
     world, source = shared.world, shared.world.source
     settings = DomainSettings(
-        lease_ttl_ms=source.choice((300, 300) if shared.fault == FAULT_NEWER_EPOCH else (300, 1_000)),
+        lease_ttl_ms=source.choice((300, 300) if shared.fault == NEWER_EPOCH else (300, 1_000)),
         persist_interval_s=source.choice((0.2, 1.0, 5.0)),
         flush_timeout_s=5.0,
         request_timeout_s=3.0,
@@ -165,10 +167,9 @@ def nodes(shared: Shared) -> list[Actor[Domain]]:
 
     def builder(told: DomainSettings) -> Callable[[Actor[Domain]], Awaitable[Domain]]:
         async def build(actor: Actor[Domain]) -> Domain:
-            planted = frozenset({shared.fault}) if shared.fault else frozenset[str]()
             return await Domain.open(
                 actor.consensus(), actor.objects(), NAME, holder=actor.name, clock=actor.clock,
-                rand=world.rand(), settings=told, faults=planted,
+                rand=world.rand(), settings=told,
             )  # fmt: skip
 
         return build
@@ -419,10 +420,9 @@ def leave_collection(shared: Shared, victim: Actor[Domain]) -> None:
         return
     roots: Roots = leader.database._roots()
     prefix = prefix_of(victim.node.domain_uuid)
-    faults = frozenset({shared.fault}) if shared.fault else frozenset[str]()
     collector = GarbageCollector(
         SstFiles(world.objects, prefix), BucketManifests(world.objects, prefix, world.rand()),
-        shared.options, world.clock, faults=faults,
+        shared.options, world.clock,
     )  # fmt: skip
     pauses_s = [source.uniform(0, 0.3) for _ in range(source.choice((1, 12, 25)))]
 
@@ -455,7 +455,6 @@ async def lose_consensus(shared: Shared, rows: dict[bytes, Found]) -> dict[bytes
     domain = await Domain.open(
         world.consensus, world.objects, NAME, holder="restorer", clock=world.clock, rand=world.rand(),
         settings=DomainSettings(lease_ttl_ms=1_000, options=shared.options),
-        faults=frozenset({shared.fault}) if shared.fault else frozenset(),
     )  # fmt: skip
     try:
         await domain.reset(uuid, newest)

@@ -20,9 +20,6 @@ from tidemill.metastore.domain.codec import decode_command
 from tidemill.metastore.domain.commands import PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
 from tidemill.metastore.domain.state import DomainState, VolatileBatch, batch_bytes
 
-NO_FAULTS: frozenset[str] = frozenset()
-"""Faults exist only for the simulation, which must find them: `lower-manifest`, `forget-delta`."""
-
 
 class UnreadableRecordError(Exception):
     """The log contains a record that this version cannot decode.
@@ -32,7 +29,7 @@ class UnreadableRecordError(Exception):
     """
 
 
-def apply(state: DomainState, data: bytes, position: int, term: int, faults: frozenset[str] = NO_FAULTS) -> DomainState:
+def apply(state: DomainState, data: bytes, position: int, term: int) -> DomainState:
     """Apply the update in `data`, the record at `position` and `term`; return the same, changed object.
 
     Raises ConflictError or Invalid, having changed nothing; UnreadableRecordError if the bytes are not an update.
@@ -41,9 +38,6 @@ def apply(state: DomainState, data: bytes, position: int, term: int, faults: fro
         command = decode_command(data)
     except CorruptError as error:
         raise UnreadableRecordError(error.message) from error
-    if isinstance(command, PersistManifest) and "lower-manifest" in faults:
-        _persist_manifest(state, command)
-        return state
     command.check(state)
     match command:
         case WriteBatch(keys=keys, values=values):
@@ -64,20 +58,15 @@ def apply(state: DomainState, data: bytes, position: int, term: int, faults: fro
                     current=state.manifest,
                     fix="Step down and reopen.",
                 )
-            _persist_manifest(state, command)
+            state.trim(manifest.last_seqno)
+            state.manifest = manifest
         case SetDomainUuid(domain_uuid=domain_uuid):
             state.domain_uuid = domain_uuid
         case ResetManifest(domain_uuid=domain_uuid, manifest=restored):
             state.domain_uuid = domain_uuid
             state.manifest = restored
-            if "forget-delta" not in faults:
-                state.seqno_delta = (restored.last_seqno if restored else 0) - position
-                state.epoch_delta = (restored.epoch if restored else 0) - term
+            state.seqno_delta = (restored.last_seqno if restored else 0) - position
+            state.epoch_delta = (restored.epoch if restored else 0) - term
         case _:
             assert_never(command)
     return state
-
-
-def _persist_manifest(state: DomainState, command: PersistManifest) -> None:
-    state.trim(command.manifest.last_seqno)
-    state.manifest = command.manifest

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 
 import structlog
 
@@ -35,7 +34,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.leader_election import run_while_leading
 from tidemill.consensus.state_log.state_log import StateLog
-from tidemill.metastore.domain.apply import NO_FAULTS, apply
+from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_state_yielding, encode_state_yielding
 from tidemill.metastore.domain.follower import Follower
 from tidemill.metastore.domain.forwarding.client import ForwardingClient
@@ -72,7 +71,7 @@ class Domain(DomainReads):
             grounds.consensus,
             grounds.log,
             initial=DomainState,
-            apply=partial(apply, faults=grounds.faults) if grounds.faults else apply,
+            apply=apply,
             encode=encode_state_yielding,
             decode=decode_state_yielding,
             rand=grounds.rand,
@@ -108,7 +107,6 @@ class Domain(DomainReads):
         tracker: StatusTracker | None = None,
         merger: CompactionExecutor | None = None,
         own_earlier_life: Callable[[str], bool] = lambda _: False,
-        faults: frozenset[str] = NO_FAULTS,
     ) -> Domain:
         """Open a handle that has followed the log up to now. Leadership comes later (`settings.lead`);
         `wait_until_leading` waits for it.
@@ -126,7 +124,6 @@ class Domain(DomainReads):
             settings or DomainSettings(),
             tracker or StatusTracker(),
             merger,
-            faults,
         )
         domain = cls(grounds, own_earlier_life)
         await domain._log.catch_up()

@@ -98,7 +98,6 @@ class Leader:
             term=self.term,
             persisted=self._on_persisted,
             failed=self.step_down,
-            faults=grounds.faults,
         )
         self.database = await Database.open(
             grounds.files(uuid),
@@ -109,11 +108,8 @@ class Leader:
             clock=grounds.clock,
             rand=grounds.rand,
             merger=grounds.merger,
-            faults=grounds.faults,
         )
         self._fed_seqno = self.database.max_persisted_seqno
-        if self._log.state.volatile and "replay-at-persisted" in grounds.faults:
-            self._fed_seqno = self._log.state.volatile[0].seqno
         self.writing = WritePath(
             self._log,
             self.database,

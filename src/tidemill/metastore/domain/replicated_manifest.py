@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tidemill.base.errors import (
-    ConflictError,
     CorruptError,
     FencedError,
     InvalidError,
@@ -69,7 +68,6 @@ class ReplicatedManifests:
         term: int,
         persisted: Callable[[], None],
         failed: Callable[[TidemillError], None],
-        faults: frozenset[str],
     ) -> None:
         self._log = log
         self._bucket = bucket
@@ -77,7 +75,6 @@ class ReplicatedManifests:
         self._term = term
         self._persisted = persisted
         self._failed = failed
-        self._silent_reject = "silent-reject" in faults
 
     async def read(self, max_epoch: int) -> Manifest | None:
         return read_manifest(self._log.state, self._domain_uuid, max_epoch)
@@ -93,11 +90,6 @@ class ReplicatedManifests:
             await self._upload(manifest)
             await self._log.propose_deferred(lambda state: self._encode_checked(command))
         except UnavailableError:
-            raise
-        except (ConflictError, InvalidError) as error:
-            if self._silent_reject:
-                return
-            self._failed(error)
             raise
         except TidemillError as error:
             self._failed(error)

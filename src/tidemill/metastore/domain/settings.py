@@ -17,15 +17,6 @@ from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.store import ObjectStore
 
-FAULTS = frozenset({"lower-manifest", "forget-delta", "replay-at-persisted", "silent-reject"})
-"""Faults planted by the simulation, which must find each.
-
-lower-manifest        apply accepts a manifest below the stored one (`apply`)
-forget-delta          a reset does not set the deltas (`apply`)
-replay-at-persisted   a new leader takes the batch after the persisted one for persisted, and never replays it
-silent-reject         a rejected manifest counts as written (`replicated_manifest`)
-"""
-
 
 class DomainSettings(msgspec.Struct, frozen=True):
     lead: bool = True
@@ -69,7 +60,6 @@ class DomainContext(NamedTuple):
     settings: DomainSettings
     tracker: StatusTracker
     merger: CompactionExecutor | None
-    faults: frozenset[str]
 
     @property
     def log(self) -> str:

@@ -66,7 +66,6 @@ class Database:
         merger: CompactionExecutor | None,
         read_only: bool,
         follower: bool,
-        faults: frozenset[str],
     ) -> None:
         self.files = files
         self.manifests = manifests
@@ -109,9 +108,7 @@ class Database:
         self.compacts = False
         """True if the compaction loop was started."""
         self.room_keeper = WriteStall(self)
-        self.collector = GarbageCollector(
-            files, BucketManifests(files.objects, files.prefix, rand), options, clock, faults=faults
-        )
+        self.collector = GarbageCollector(files, BucketManifests(files.objects, files.prefix, rand), options, clock)
         self.failure: BaseException | None = None
         """Error that ended a background task permanently."""
 
@@ -130,12 +127,11 @@ class Database:
         read_only: bool = False,
         follower: bool = False,
         background: bool = True,
-        faults: frozenset[str] = frozenset(),
     ) -> Database:
         """Open the newest manifest with an epoch of at most `epoch`; no file is read before this returns.
 
         `background=False` starts neither compaction nor garbage collection: tests run them by `compact` and
-        `collect_garbage`. `faults` are planted by the simulation (gc.py). The caller keeps ownership of `merger`.
+        `collect_garbage`. The caller keeps ownership of `merger`.
         Raises InvalidError if the manifest is another domain's, and what `manifest_store.read` raises.
         """
         manifest = await manifests.read(epoch)
@@ -157,7 +153,6 @@ class Database:
             merger=merger,
             read_only=read_only,
             follower=follower,
-            faults=faults,
         )
         if not database.read_only:
             database._start(background)

@@ -24,7 +24,9 @@ so a round may be interrupted at any point.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Set
+from enum import Enum
 from typing import TypeVar
 
 import msgspec
@@ -41,9 +43,6 @@ _log = structlog.get_logger()
 
 DELETES_AT_ONCE = 8
 PAUSE_MIN_S = 1.0
-
-FAULT_NEWER_EPOCH = "gc-newer-epoch"
-"""Fault: treat files of a newer epoch as if they were of an older one. Only simulations plant it."""
 
 _Name = TypeVar("_Name", ManifestName, FileName)
 Identity = tuple[int, int, str]
@@ -62,6 +61,14 @@ class Roots(msgspec.Struct, frozen=True):
     lowest_in_flight: int
     files: frozenset[FileMeta]
     manifest: tuple[int, int] | None
+
+
+class Retention(Enum):
+    """Reason why a file is not dead."""
+
+    LIVE = "live"
+    NEWER_EPOCH = "newer epoch"
+    IN_FLIGHT = "in flight"
 
 
 class CollectionResult(msgspec.Struct, frozen=True):
@@ -91,14 +98,11 @@ class GarbageCollector:
         manifests: BucketManifests,
         options: Options,
         clock: Clock,
-        *,
-        faults: frozenset[str] = frozenset(),
     ) -> None:
         self._files = files
         self._manifests = manifests
         self._options = options
         self._clock = clock
-        self._faults = faults
         self._dead_since_s: dict[Identity, float] = {}
         self._named: dict[str, frozenset[FileMeta]] = {}
         self._lock = asyncio.Lock()
@@ -149,17 +153,14 @@ class GarbageCollector:
         listed = [name async for name in self._files.list()]
         live = {_identity(file) for file in roots.files | named}
         own_manifest = any(name.epoch == roots.epoch for name in names)
-        kept = skipped_newer_epoch = skipped_in_flight = 0
+        count: Counter[Retention] = Counter()
         dead: list[FileName] = []
         for name in listed:
-            if _identity(name) in live:
-                kept += 1
-            elif name.epoch > roots.epoch and FAULT_NEWER_EPOCH not in self._faults:
-                skipped_newer_epoch += 1
-            elif name.epoch == roots.epoch and name.number >= roots.lowest_in_flight:
-                skipped_in_flight += 1
-            else:
+            reason = retention_of(name, roots, live)
+            if reason is None:
                 dead.append(name)
+            else:
+                count[reason] += 1
         due = self._dead_for_long_enough(dead, roots.epoch, own_manifest)
         deleted, failed = await self._delete(due, self._files.delete, may_go_on)
         for name in due:
@@ -168,9 +169,9 @@ class GarbageCollector:
         return CollectionResult(
             deleted_files=deleted,
             deleted_manifests=deleted_manifests,
-            kept=kept,
-            skipped_newer_epoch=skipped_newer_epoch,
-            skipped_in_flight=skipped_in_flight,
+            kept=count[Retention.LIVE],
+            skipped_newer_epoch=count[Retention.NEWER_EPOCH],
+            skipped_in_flight=count[Retention.IN_FLIGHT],
             waiting=len(dead) - len(due),
             failed=len(failed) + len(lasting),
             missing=self._missing_files(roots.files | named, listed),
@@ -254,6 +255,17 @@ def retained_manifests(
         for name in names
         if (name.epoch, name.number) in numbers or (name.epoch, name.number) == replicated or name.epoch > epoch
     ]
+
+
+def retention_of(name: FileName, roots: Roots, live: Set[Identity]) -> Retention | None:
+    """Return why the file is not dead, or None if it is. `live` are the files of the roots and retained manifests."""
+    if _identity(name) in live:
+        return Retention.LIVE
+    if name.epoch > roots.epoch:
+        return Retention.NEWER_EPOCH
+    if name.epoch == roots.epoch and name.number >= roots.lowest_in_flight:
+        return Retention.IN_FLIGHT
+    return None
 
 
 def _identity(file: FileMeta | FileName) -> Identity:
