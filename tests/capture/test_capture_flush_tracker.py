@@ -164,3 +164,12 @@ def test_a_pinned_minimum_does_not_let_the_order_grow() -> None:
         commit(tracker, lsn, "b")
         flush(tracker, "b", at(lsn))
     assert len(tracker._ordered) < 200
+
+
+def test_a_flushed_position_above_every_commit_breaks_an_invariant() -> None:
+    tracker = FlushTracker()
+    commit(tracker, 3, "a")
+    tracker.check_invariants()
+    tracker.global_flushed = at(4)
+    with pytest.raises(AssertionError):
+        tracker.check_invariants()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from fragments import OTHER, T, at, change, fragment
 
 from tidemill.base.clock import Rand
+from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change
 from tidemill.capture.topics.binder import CommitBoundary
@@ -62,3 +65,9 @@ def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boundary()
         await writer.aclose()
 
     asyncio.run(main())
+
+
+def test_the_size_of_a_row_that_is_too_large_includes_its_key() -> None:
+    table = SimpleNamespace(name="public.item", source=None)
+    with pytest.raises(InvalidError, match=f"bytes={MAX_ROW_BYTES + 1} "):
+        TopicWriter._check_size(table, b"k" * 100, b"v" * (MAX_ROW_BYTES - 99))  # type: ignore[arg-type]

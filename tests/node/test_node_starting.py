@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import tidemill.node.node as assembly
+import tidemill.node.assembly as assembly
 from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
@@ -19,6 +19,7 @@ from tidemill.cli.demo.ports import free_address
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.metastore import Metastore
+from tidemill.node.node import Node
 
 WHY = "planted: consensus went away."
 
@@ -87,7 +88,7 @@ def test_f612_consensus_that_goes_away_between_two_steps_of_the_start_is_waited_
                 "topics": {"clicks": {"partitions": 1}},
             }
         )
-        node, stop = assembly.Node(config, lambda *_: []), asyncio.Event()
+        node, stop = Node(config, lambda *_: []), asyncio.Event()
         running = asyncio.ensure_future(node.run(stop))
         board = StatusBoard(consensus, Rand())  # type: ignore[arg-type]
 

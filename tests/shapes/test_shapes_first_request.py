@@ -227,10 +227,10 @@ async def _left(world: RealWorld) -> dict[str, int]:
         "marks of tables": len([m for m in world.tracker.report("p", 0).marks if m.name.startswith("table:")]),
         "shapes": len(service.shapes()),
         "consumers": len(service._tables._consumers),
-        "runners": len(service._runners),
+        "runners": len(service._live._runners),
         "descriptions": len(database.infos),
         "memory": service.budget.used_bytes,
         "digests": len(joining.watching._digests),
-        "plans": len(service._plans),
+        "plans": len(service._live.plans),
         "tasks": len(asyncio.all_tasks()),
     }

@@ -6,11 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from shape_world import eventually, run
 from test_shapes_consumer import TABLE, row
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Change, Fragment
@@ -64,7 +66,7 @@ def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(
         await eventually(lambda: not sink.restoring)
         over = {UNREADABLE, UNCOMPILABLE, OTHERWISE, *WITHOUT_LSN}
         lives = {f"h{key}" for key in range(1, COUNT + 1) if key not in over}
-        assert {shape.handle for shape in service._by_handle.values()} == lives
+        assert {shape.handle for shape in service._live.by_handle.values()} == lives
         changes = tuple(
             Change(TABLE, "insert", ChangePosition(900, 2 * key), row(key), None) for key in range(1, COUNT + 1)
         )
@@ -112,7 +114,7 @@ def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_
         sink.set_carried_relations([TABLE.oid])
         sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
         await eventually(lambda: not sink.restoring)
-        assert captured != [TABLE] and not service._by_handle and not sink.router
+        assert captured != [TABLE] and not service._live.by_handle and not sink.router
         await service.aclose()
 
     run(main())
@@ -133,3 +135,20 @@ def test_the_largest_shapes_are_found_a_part_at_a_time() -> None:
     for _ in range(len(shapes) // CHECKED_PER_REPORT + 1):
         found = largest.find(shapes)
     assert greatest[0] not in found and found[:4] == greatest[1:]
+
+
+def test_a_suspended_database_leaves_the_rejections_of_other_databases(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
+        rejected = [ShapeDefinition(Source("table", name, "public", "t"), "1 / id = 1") for name in ("main", "other")]
+        rejected.append(ShapeDefinition(Source("shard", "", "", "main"), "1 / id = 1"))
+        for definition in rejected:
+            service._live.rejections.add(definition, InvalidError("division by zero."), 0.0)
+        service.suspend_database("main")
+        service._live.rejections.raise_if_rejected(rejected[0], 1.0)
+        for definition in rejected[1:]:
+            with pytest.raises(InvalidError):
+                service._live.rejections.raise_if_rejected(definition, 1.0)
+        await service.aclose()
+
+    run(main())

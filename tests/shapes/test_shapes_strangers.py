@@ -144,7 +144,7 @@ def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_an
         sink.set_carried_relations([TABLE.oid])
         sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), items[-1].tx)  # type: ignore[arg-type]
         await eventually(lambda: not sink.restoring)
-        lent, memory = service._stores["main"].lent, service.budget.used_bytes
+        lent, memory = service._sources.database_stores["main"].lent, service.budget.used_bytes
         app = Starlette(routes=list(shape_routes(service)))
         query = b"table=t&where=id+%3D+1&handle=h1&"
         query += {
@@ -278,7 +278,7 @@ def test_a_large_clause_is_counted_and_other_spellings_of_a_table_keep_no_plan_o
                     for _ in range(2):
                         answer = await world.get(table=table, where=clause, offset="-1")
                         assert answer.status == 200, answer.body
-                kept = [request for request in world.service._plans._plans if request.where == clause]
+                kept = [request for request in world.service._live.plans._plans if request.where == clause]
                 assert len(kept) == most
 
     run(main(), 60)

@@ -1,6 +1,6 @@
 """node: one process assembled from a configuration, and the supervision of several.
 
-    configuration ─► settings_from_config ─► node (one assembly per room) ─► http, captures, topic_binder
+    configuration ─► settings_from_config ─► node ─► assembly (one function per room) ─► http, captures, topic_binder
     supervise: the child processes of `tidemill up`
 
 The room owns the wiring of rooms, the HTTP server and child processes. It owns no protocol and no storage rule. A node

@@ -119,11 +119,11 @@ class FlushTracker:
         return self._ordered[0][2] if self._ordered else ""
 
     def check_invariants(self) -> None:
-        """Assert that every member of P is incomplete and has its place in T."""
+        """Assert that every member of P is incomplete and has its place in T, and that G is at most S."""
         live = {(e.flushed.commit_lsn, e.flushed.ordinal, c) for c, e in self._pending.items()}
         assert live <= set(self._ordered), "an entry is missing from the order"
         assert all(e.flushed < e.sent for e in self._pending.values()), "a complete entry is still pending"
-        assert self.global_flushed <= max(self.last_seen, self.global_flushed)
+        assert self.global_flushed <= self.last_seen, "a position is flushed that no commit has reached"
 
     def _advance(self) -> int | None:
         if not self._pending:

@@ -424,7 +424,7 @@ class TopicWriter:
             of_avro = table.source is not None and table.source.schemas
             said = key[:200].hex() if of_avro else key[:200].decode(errors="replace")
             raise InvalidError(
-                f"a row is too large for a record: table={table.name} key={said} bytes={len(value)}"
+                f"a row is too large for a record: table={table.name} key={said} bytes={len(key) + len(value)}"
                 f" limit={captured_table.MAX_ROW_BYTES}.",
                 fix="Shorten it, then re-snapshot the table.",
             )

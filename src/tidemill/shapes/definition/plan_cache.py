@@ -40,7 +40,7 @@ class PlanCache:
     def put(self, request: ShapeRequest, plan: Plan) -> None:
         """Cache a plan, unless its definition has enough cached requests."""
         if len(self._plans) >= self._capacity:
-            self.clear()
+            self._plans, self._requests = {}, {}
         if request not in self._plans:
             requests = self._requests.setdefault(plan.definition, [])
             if len(requests) >= (1 if clause_bytes(plan.definition) > LARGE_CLAUSE_BYTES else MAX_PLANS_PER_DEFINITION):
@@ -52,9 +52,6 @@ class PlanCache:
         """Remove the plans of a shape that has ended."""
         for request in self._requests.pop(definition, ()):
             self._plans.pop(request, None)
-
-    def clear(self) -> None:
-        self._plans, self._requests = {}, {}
 
 
 INVALID_S = 60.0
@@ -95,9 +92,13 @@ class RejectionCache:
             raise _without_traceback(found[1])
         del self._until[definition]
 
-    def clear(self) -> None:
-        """Clear the cache, because the causes may no longer hold."""
-        self._until.clear()
+    def remove_database(self, name: str) -> None:
+        """Remove the failures of a database's tables, because their causes may no longer hold."""
+        self._until = {
+            definition: found
+            for definition, found in self._until.items()
+            if definition.source.kind != "table" or definition.source.database != name
+        }
 
 
 def _without_traceback(error: TidemillError) -> TidemillError:
