@@ -2,8 +2,9 @@
 tables.
 
 capture         03 | "" | name text
-                system_id, slot, publication, generation, snapshot_done, restored, taps array of texts,
-                given_publication, session text, epoch, history array of arrays, era, recopied text, recopied_ms
+                system_id, slot, publication, generation, snapshot_done, four unused fields (map, integer, map,
+                map), restored, taps array of texts, given_publication, session text, epoch, history array of arrays,
+                era, recopied text, recopied_ms
 captured table  07 | "" | capture text | table text
                 topic, state, reason, fix, parked_lsn, since_ms, oid, generation, snapshot map or nil,
                 columns array of maps, recopy, partitions array or nil, evolved array, attributes, storage,
@@ -13,6 +14,8 @@ captured table  07 | "" | capture text | table text
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -152,6 +155,11 @@ class CaptureRow(msgspec.Struct, frozen=True):
     publication: str
     generation: int
     snapshot_done: bool
+    unused_1: dict[str, Any] = {}
+    unused_2: int = 0
+    unused_3: dict[str, Any] = {}
+    unused_4: dict[str, Any] = {}
+    """Fields that are no longer used. A row is stored as an array, so their positions remain."""
     restored: bool = False
     """Set by a restore: the slot may be ahead of the restored state. The next session compares and clears it."""
     taps: tuple[str, ...] = ()
