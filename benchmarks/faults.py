@@ -32,10 +32,10 @@ from faults_worlds import TOPIC, Cluster, Local, Remote, descendants, small_disk
 # isort: split
 import confluent_kafka as ck
 import psycopg
-from served import named
 from standbys import cut_off, promote
 
 from harbour import machine
+from support.faults.served import named
 
 PROMISED_S = 5.0
 WITHIN_S = 60.0

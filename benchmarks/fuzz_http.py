@@ -29,8 +29,7 @@ import psycopg
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
-from cluster import Cluster, cluster, until
+from support.faults.cluster import Cluster, cluster, until
 
 STALL_LIMIT_MS = 50.0
 KNOWN = {200, 204, 304, 307, 400, 401, 404, 405, 409, 411, 413, 414, 415, 429, 431, 503}

@@ -6,66 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
+from support.cli.cluster import DAY, Cluster
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.cli.context import open_stores
-from tidemill.cli.main import app
 from tidemill.cli.shard import export
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction import compaction
 from tidemill.shards.read import hash_ranges
-from tidemill.shards.registry import open_shard
-
-SCHEMA = ShardSchema((Column("k", "int32"), Column("v", "string")), ("k",))
-DAY = 1_700_000_000_000
-
-
-class Cluster:
-    def __init__(self, directory: Path) -> None:
-        self.config = directory / "tidemill.toml"
-        self.config.write_text(f'[node]\ndata = "{directory}/data"\n')
-        (directory / "data").mkdir()
-
-    def command(self, *arguments: str, answer: str = "") -> str:
-        """What it printed. Raises what it refused with."""
-        done = CliRunner().invoke(app, ["shard", *arguments, "--config", str(self.config)], input=answer)
-        if isinstance(done.exception, TidemillError):
-            raise done.exception
-        assert done.exit_code == 0, (done.output, done.exception)
-        return done.stdout
-
-    def json(self, *arguments: str) -> Any:
-        return json.loads(self.command(*arguments, "--json").splitlines()[-1])
-
-    def append(self, *batches: list[tuple[int, str, int]], name: str = "orders") -> None:
-        """One append a batch, each a second: key, value, diff."""
-        with open_stores(self.config) as opened:
-
-            async def run() -> None:
-                shard = await open_shard(
-                    opened.consensus, opened.objects, opened.clock, opened.rand, name, SCHEMA, writer="w1"
-                )
-                _, lower = await shard.frontiers()
-                for rows in batches:
-                    upper = max(lower, DAY) + 1000
-                    k, v, diffs = zip(*rows, strict=True)
-                    table = pa.table(
-                        {"k": pa.array(k, pa.int32()), "v": list(v), TIME: [upper - 1] * len(rows), DIFF: list(diffs)}
-                    )
-                    await shard.compare_and_append(lower, upper, [await shard.write_part(table)], "")
-                    lower = upper
-                await shard.aclose()
-
-            opened.portal.call(run())
-
-    def pipeline(self, row: PipelineRow) -> None:
-        with open_stores(self.config) as opened:
-            opened.portal.call(opened.catalogue.put(row))
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_shard import DAY, Cluster
 from typer.testing import CliRunner
 
+from support.cli.cluster import DAY, Cluster
 from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.cli.context import open_stores
 from tidemill.cli.main import app

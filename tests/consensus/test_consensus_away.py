@@ -228,7 +228,7 @@ def test_f513_a_postgres_that_is_down_at_the_start_is_waited_for_and_wrong_crede
 ) -> None:
     from urllib.parse import urlsplit
 
-    from cutting_proxy import CuttingProxy
+    from support.consensus.cutting_proxy import CuttingProxy
 
     async def body() -> None:
         parts = urlsplit(postgres_dsn)

@@ -10,9 +10,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from cutting_proxy import CuttingProxy, How
 
 from contracts.consensus import run
+from support.consensus.cutting_proxy import CuttingProxy, How
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, resolve_append, resolve_cas

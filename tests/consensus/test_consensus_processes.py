@@ -22,7 +22,7 @@ from tidemill.base.errors import ClosedError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, LogRecord, resolve_append
 from tidemill.consensus.factory import open_consensus
 
-WORKER = Path(__file__).with_name("consensus_worker.py")
+WORKER = Path(__file__).parents[1] / "support" / "consensus" / "worker.py"
 TAKEOVER_S = 20.0
 """About two seconds on an idle machine; the tests share theirs."""
 

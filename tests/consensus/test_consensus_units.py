@@ -435,7 +435,7 @@ def test_f505_more_clients_than_the_share_are_turned_away_and_those_within_are_s
 def test_the_client_of_postgres_tells_its_trouble_while_the_server_is_away(postgres_dsn: str) -> None:
     from urllib.parse import urlsplit
 
-    from cutting_proxy import CuttingProxy
+    from support.consensus.cutting_proxy import CuttingProxy
 
     async def body() -> None:
         parts = urlsplit(postgres_dsn)
@@ -576,7 +576,7 @@ def test_a_process_that_is_frozen_while_it_sends_a_group_keeps_no_log_or_registe
     """Two statements of one transaction left the locks of the first to a process that was stopped before the second."""
     from urllib.parse import urlsplit
 
-    from cutting_proxy import CuttingProxy
+    from support.consensus.cutting_proxy import CuttingProxy
 
     async def body() -> None:
         parts = urlsplit(postgres_dsn)

@@ -20,10 +20,8 @@ from typing import Any
 import psycopg
 import pytest
 
+from support.faults.cluster import Cluster, cluster, until
 from tidemill.cli.demo.postgres import EmbeddedPostgres
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-from cluster import Cluster, cluster, until
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 

@@ -14,8 +14,8 @@ from typing import Any
 import confluent_kafka as ck
 import psycopg
 import pytest
-from cluster import Cluster, until
 
+from support.faults.cluster import Cluster, until
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.demo.ports import free_port

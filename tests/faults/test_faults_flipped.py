@@ -10,9 +10,9 @@ from typing import Any
 
 import confluent_kafka as ck
 import pytest
-from faulty_stores import FaultyS3
-from served import PROMISED_S, Served, World, running
 
+from support.faults.faulty_stores import FaultyS3
+from support.faults.served import PROMISED_S, Served, World, running
 from support.waiting import eventually
 
 WRITTEN = [f"value {n}" for n in range(50)]

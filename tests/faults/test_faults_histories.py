@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, until
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 
+from support.faults.cluster import Cluster, until
 from support.lagging_standby import Pair
 from support.waiting import eventually
 

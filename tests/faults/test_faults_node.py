@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, cluster, until
 
+from support.faults.cluster import Cluster, cluster, until
 from tidemill.cli.demo.ports import free_address
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 

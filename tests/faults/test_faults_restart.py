@@ -16,8 +16,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from cluster import Cluster, cluster, until
 
+from support.faults.cluster import Cluster, cluster, until
+from support.faults.restarts import capture_of, kept, restarted
 from support.waiting import DEADLINE_S
 
 CLIENTS = Path(__file__).parents[1] / "clients"
@@ -68,10 +69,6 @@ def following(made: Cluster, *shapes: dict[str, str], mode: str = "") -> Iterato
 
 def select(connection: psycopg.Connection[Any], where: str = "true") -> dict[int, tuple[int, str]]:
     return {row[0]: (row[1], row[2]) for row in connection.execute(f"SELECT id, grp, note FROM item WHERE {where}")}  # type: ignore[arg-type]
-
-
-def restarted(made: Cluster, pid: int) -> bool:
-    return made.children().get("node", pid) != pid and made.get("/v1/health") == (200, '{"status":"active"}')
 
 
 class Writer:
@@ -172,16 +169,3 @@ def test_a_table_that_changed_while_nobody_was_there_ends_its_shape_and_no_other
                 until(lambda: other.rows == {1: (1, "stays")}, lambda: other.last)
                 assert item.last["refetches"] == 1 and len(item.handles) == 2
                 assert other.last["refetches"] == 0 and len(other.handles) == 1
-
-
-def capture_of(dsn: str) -> str:
-    """A slot's name is one of the whole server, which tests share."""
-    return dsn.rpartition("/")[2]
-
-
-def kept(made: Cluster, capture: str) -> int:
-    """Shapes that a restart would find."""
-    import sqlite3
-
-    with sqlite3.connect(f"file:{made.data}/shapes/n1/{capture}.db?mode=ro", uri=True) as file:
-        return int(file.execute("SELECT count(*) FROM shapes").fetchone()[0])

@@ -12,9 +12,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from cluster import cluster, until
-from test_faults_restart import capture_of, kept, restarted
 
+from support.faults.cluster import cluster, until
+from support.faults.restarts import capture_of, kept, restarted
 from tidemill.cli.demo.ports import free_port
 
 CLIENT = Path(__file__).parents[1] / "clients/node_modules/@electric-sql/client/dist/index.browser.mjs"

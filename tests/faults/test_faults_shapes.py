@@ -10,7 +10,8 @@ from urllib.request import urlopen
 
 import psycopg
 import pytest
-from cluster import Cluster, cluster, until
+
+from support.faults.cluster import Cluster, cluster, until
 
 pytestmark = pytest.mark.postgres
 

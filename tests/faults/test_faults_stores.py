@@ -12,9 +12,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from faulty_stores import FaultyPostgres, FaultyS3
-from served import PROMISED_S, Served, World, running
 
+from support.faults.faulty_stores import FaultyPostgres, FaultyS3
+from support.faults.served import PROMISED_S, Served, World, running
 from support.replication_slots import drop_slots
 from tidemill.objects import durable_create
 from tidemill.objects.durable_create import RealSyscalls

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from cluster import cluster, until
 
+from support.faults.cluster import cluster, until
 from tidemill.base.config.config import exposed_servers, parse
 
 

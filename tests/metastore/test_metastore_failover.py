@@ -88,7 +88,7 @@ def hosted(url: str) -> Iterator[None]:
         yield
         return
     host = subprocess.Popen(
-        [sys.executable, str(CHILD.parents[1] / "consensus" / "consensus_worker.py"), "visit", url],
+        [sys.executable, str(Path(__file__).parents[1] / "support" / "consensus" / "worker.py"), "visit", url],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from moto_access import CREDENTIALS
 
+from support.objects.moto_access import CREDENTIALS
 from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from moto_access import CREDENTIALS
 
+from contracts.objects import ObjectsContract, OpenStore
+from support.objects.moto_access import CREDENTIALS
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.objects import MemoryObjects, ObjectStore, open_objects
 from tidemill.objects.local import LocalObjects
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from contracts.objects import ObjectsContract, OpenStore
 
 
 class TestMemory(ObjectsContract):

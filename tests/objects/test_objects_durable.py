@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from crash_model import Recorder, crash
 
+from support.objects.crash_model import Recorder, crash
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.objects.durable_create import RealSyscalls

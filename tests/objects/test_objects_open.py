@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moto_access import CREDENTIALS
 
+from support.objects.moto_access import CREDENTIALS
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.objects import MemoryObjects, open_objects

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,11 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-
 import oracle_large
 import psycopg
-from cluster import Cluster, cluster, until
 from oracle_changes import Changer
 from oracle_clauses import random_clause
 from oracle_failover import Failover
@@ -36,6 +32,7 @@ from oracle_shards import PIPELINE, pipeline_of
 from oracle_stock import StockClients, installed
 from oracle_tables import LEDGER, SCHEMAS, SETUP, Table, identifier, random_table
 
+from support.faults.cluster import Cluster, cluster, until
 from tidemill.capture.naming import table_name
 from tidemill.cli.context import open_stores
 from tidemill.cli.demo.postgres import EmbeddedPostgres

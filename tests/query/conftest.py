@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from query_world import BACKENDS, World
 
+from support.query.world import BACKENDS, World
 from tidemill.query import table_read
 from tidemill.shards import handle
 from tidemill.shards.compaction import compaction

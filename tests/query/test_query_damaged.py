@@ -9,9 +9,8 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from query_world import ORDERS, World, rows_of
-from test_query_table import filled
 
+from support.query.world import ORDERS, World, filled, rows_of
 from tidemill.base.errors import CorruptError
 from tidemill.query.table import Table
 from tidemill.shards.api import Part
@@ -159,6 +158,6 @@ def test_parts_without_checksums_stay_readable(world: World, monkeypatch: pytest
 
 
 def _one_order() -> pa.Table:
-    from query_world import updates
+    from support.query.world import updates
 
     return updates([(1, "new", 1)], 5)

@@ -11,9 +11,8 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pytest
-from query_world import ORDERS, World
-from test_query_table import filled, until_let_go
 
+from support.query.world import ORDERS, World, filled, until_let_go
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.query import duckdb_views
 from tidemill.shards.api import Column, HistoryLostError, ShardSchema

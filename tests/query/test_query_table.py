@@ -15,22 +15,13 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from query_world import ORDERS, World, make_consensus, rows_of
 
 import tidemill
-from support.waiting import DEADLINE_S
+from support.query.world import ORDERS, World, filled, make_consensus, rows_of, until_let_go
 from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
 from tidemill.shards.api import Column, HistoryLostError, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema_evolution import SchemaChanges
-
-
-def filled(world: World) -> None:
-    """300 orders, merged; then one changed, one gone, one new. Uppers 10, 20, 30."""
-    world.append(10, [(i, "open", 1) for i in range(150)])
-    world.append(20, [(i, "open", 1) for i in range(150, 300)])
-    world.merge(19)
-    world.append(30, [(7, "open", -1), (7, "paid", 1), (8, "open", -1), (300, None, 1)])
 
 
 def test_every_way_of_reading_gives_the_contents_at_that_time(everywhere: World) -> None:
@@ -69,20 +60,6 @@ def test_every_way_of_reading_gives_the_contents_at_that_time(everywhere: World)
     assert list(orders.changes(29)) == [] and everywhere.holds() == []
 
 
-async def until_let_go(world: World) -> list[str]:
-    """The holds, once those that were let go of without waiting are gone."""
-    import asyncio
-
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            shard = await world.stores.shard("orders")
-            found = [h.reader for h in shard.state.holds if h.expires_ms]
-            await shard.aclose()
-            if not found:
-                return found
-            await asyncio.sleep(0.01)
-
-
 def test_what_a_stream_reads_stays_though_it_is_merged_and_collected_after_each_choice(
     everywhere: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +92,7 @@ def test_what_a_stream_reads_stays_though_it_is_merged_and_collected_after_each_
 
 async def _everything_moves(world: World, written: list[int], since: int) -> None:
     """A writer appends, the keeper moves since as far as holds let it, merges, and deletes what nobody holds."""
-    from query_world import updates
-
+    from support.query.world import updates
     from tidemill.base.clock import Rand, SystemClock
     from tidemill.maintenance.shards.upkeep import collect_garbage
     from tidemill.shards.compaction.compaction import compact_once

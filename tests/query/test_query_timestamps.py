@@ -9,8 +9,8 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from query_world import World
 
+from support.query.world import World
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 

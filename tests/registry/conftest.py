@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from registry_world import Rest
+
+from support.registry.world import Rest
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import fastavro
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_world import record
 
+from support.registry.world import record
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import StepBudget

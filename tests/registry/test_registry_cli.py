@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from registry_world import record
 from typer.testing import CliRunner
 
+from support.registry.world import record
 from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app
 from tidemill.registry.errors import RegistryError

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from registry_world import Cluster, Faulty, Rest, record, run
 
+from support.registry.world import Cluster, Faulty, Rest, record, run
 from tidemill.base.clock import Rand
 from tidemill.base.errors import FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.registry.errors import RegistryError

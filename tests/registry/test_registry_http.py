@@ -7,8 +7,8 @@ import socket
 from http.client import HTTPResponse
 
 import pytest
-from registry_world import STRING, Rest, record
 
+from support.registry.world import STRING, Rest, record
 from support.waiting import DEADLINE_S, eventually
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.registry.http import messages

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from registry_world import Cluster, Faulty, record, run
-
+from support.registry.world import Cluster, Faulty, record, run
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.registry.errors import RegistryError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from registry_world import Cluster, record, run
 
+from support.registry.world import Cluster, record, run
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.maintenance.check.deep_check import deep_check
 from tidemill.maintenance.restore.restore import SCHEMA_IDS_SKIPPED, Restorer

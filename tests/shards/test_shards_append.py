@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from shard_world import SCHEMA, World, append, contents_of, run, updates
 
+from support.shards.world import SCHEMA, World, append, contents_of, run, updates
 from tidemill.base.errors import ClosedError, ConflictError, InvalidError, MissingError, UnavailableError
 from tidemill.shards.api import Batch, Column, Part, ShardSchema
 from tidemill.shards.state.apply import RejectedCommand, RejectionReason, apply

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from shard_world import World, run
 
+from support.shards.world import World, run
 from tidemill.base.errors import ConflictError, CorruptError
 from tidemill.shards.api import Binding, HistoryLostError
 from tidemill.shards.bindings import remap as remap_module

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_world import SCHEMA, Row, contents_of, summed, tuples, updates
 
+from support.shards.world import SCHEMA, Row, contents_of, summed, tuples, updates
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import HASH, Column, Part, ShardSchema
 from tidemill.shards.parts import consolidate

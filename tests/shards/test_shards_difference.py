@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_world import SCHEMA, Row, contents_of, summed, updates
-from test_shards_ranges import histories
 
+from support.shards.histories import histories
+from support.shards.world import SCHEMA, Row, contents_of, summed, updates
 from tidemill.shards.api import DIFF, HASH, TIME
 from tidemill.shards.parts.consolidate import merge_updates
 from tidemill.shards.parts.row_hash import hash_rows

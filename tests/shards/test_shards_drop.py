@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shard_world import SCHEMA, World, append, contents_of, run
 
+from support.shards.world import SCHEMA, World, append, contents_of, run
 from tidemill.base.errors import MissingError
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.shards.registry import list_created_shards, read_shards

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from shard_world import SCHEMA
 
+from support.shards.world import SCHEMA
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Batch, Column, Part, ShardSchema, part_key, written_ms
 from tidemill.shards.state.apply import apply, collectable_garbage

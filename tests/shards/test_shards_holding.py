@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from msgspec.structs import replace
-from shard_world import World, append, contents_of, run, summed
 
+from support.shards.world import World, append, contents_of, run, summed
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Batch, HistoryLostError, Part

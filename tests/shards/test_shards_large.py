@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_world import SCHEMA
 
+from support.shards.world import SCHEMA
 from tidemill.cli.shard import export
 from tidemill.shards.api import DIFF, TIME, Batch, Part, ShardSchema
 from tidemill.shards.parts import consolidate, parts

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from shard_world import SCHEMA, Row, World, append, contents_of, summed, tuples
 
+from support.shards.world import SCHEMA, Row, World, append, contents_of, summed, tuples
 from tidemill.base.errors import ConflictError, UnavailableError
 from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.shards.orphans import OrphanCollector

@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shard_world import SCHEMA, append, contents_of, run
-
+from support.shards.world import SCHEMA, append, contents_of, run
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
@@ -16,7 +15,7 @@ from tidemill.objects.factory import open_objects
 from tidemill.shards.registry import open_shard, read_shards
 from tidemill.shards.state.state import check_invariants
 
-CHILD = Path(__file__).with_name("shard_writer_child.py")
+CHILD = Path(__file__).parents[1] / "support" / "shards" / "writer_child.py"
 
 
 def urls(tmp_path: Path) -> tuple[str, str]:

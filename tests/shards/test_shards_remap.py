@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
-from shard_world import World, run
 
+from support.shards.world import World, run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError
 from tidemill.shards.api import Binding, BindingsPage, HistoryLostError

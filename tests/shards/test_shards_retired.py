@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from shard_world import World, append, run, updates
 
+from support.shards.world import World, append, run, updates
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema, schema_changes

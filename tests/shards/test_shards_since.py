@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from shard_world import SCHEMA, World, append, run
 
+from support.shards.world import SCHEMA, World, append, run
 from tidemill.base.errors import FencedError, InvalidError
 from tidemill.shards.api import Batch, HistoryLostError
 from tidemill.shards.state.apply import RejectedCommand, apply

@@ -12,14 +12,13 @@ from pathlib import Path
 import psycopg
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "oracle"))
 
-from cluster import Cluster, cluster
 from oracle_failover import Failover
 from oracle_follower import Follower
 
 import tidemill
+from support.faults.cluster import Cluster, cluster
 from support.waiting import eventually
 from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.postgres import EmbeddedPostgres

@@ -13,12 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from support.faults.cluster import Cluster, cluster, until
 from support.waiting import DEADLINE_S
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-
-from cluster import Cluster, cluster, until
-
 from tidemill.base.errors import InvalidError
 
 pytestmark = pytest.mark.spark

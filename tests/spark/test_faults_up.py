@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-
-from cluster import Cluster, cluster, until
-
+from support.faults.cluster import Cluster, cluster, until
 from support.waiting import slowness
 
 pytestmark = pytest.mark.spark

@@ -6,8 +6,8 @@ import asyncio
 import threading
 
 import pytest
-from topics_world import batch, run
 
+from support.topics.world import batch, run
 from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.topics.batch.validation import check_header
 from tidemill.topics.produce.validator_pool import THREADS, BatchValidator, ValidatedBatch

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from topics_world import World, batch, eventually, fetch, run
 
+from support.topics.world import World, batch, eventually, fetch, run
 from tidemill.base.errors import InvalidError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import BatchTooLargeError, InvalidTimestampError

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping
 
 import pytest
-from l1_world import L1World, in_world
-from topics_world import World, batch, eventually, fetch, run, values_of
 
+from support.topics.l1_world import L1World, in_world
+from support.topics.world import World, batch, eventually, fetch, run, values_of
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import NotLeaderError, OffsetOutOfRangeError, RecordsStillNeededError

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from topics_world import batch, eventually, values_of
 
+from support.topics.world import batch, eventually, values_of
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
@@ -23,7 +23,7 @@ from tidemill.topics.membership import Membership, NodeInfo
 from tidemill.topics.partition_reader import LogPartitionReader
 
 PARTITIONS = 3
-SCRIPT = Path(__file__).with_name("killed_producer.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "topics" / "killed_producer.py"
 
 
 async def create_topic(directory: Path) -> str:

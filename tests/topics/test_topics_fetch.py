@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 
 import pytest
-from topics_world import World, batch, eventually, fetch, run, values_of
 
+from support.topics.world import World, batch, eventually, fetch, run, values_of
 from support.waiting import DEADLINE_S
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.limits import OBJECT_CONCURRENCY

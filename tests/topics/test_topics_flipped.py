@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from l1_world import L1World, in_world, produced
-from topics_world import fetch, values_of
 
+from support.topics.l1_world import L1World, in_world, produced
+from support.topics.world import fetch, values_of
 from tidemill.topics.batch.header import is_intact
 from tidemill.topics.l1.read_ahead import ReadAhead
 from tidemill.topics.local_topics import LocalTopics

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from topics_world import World, batch, eventually, run, values_of
 
+from support.topics.world import World, batch, eventually, run, values_of
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import Fetched, FetchRead, Marker, NotLeaderError, ProduceTransaction
 from tidemill.topics.batch.control_batch import as_transactional

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from topics_world import World, batch, eventually, run
 
+from support.topics.world import World, batch, eventually, run
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import FetchRead, NotLeaderError
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage

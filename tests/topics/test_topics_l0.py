@@ -6,8 +6,8 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from topics_world import GatedObjects, eventually, run
 
+from support.topics.world import GatedObjects, eventually, run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.topics.batch_reads import select_batches

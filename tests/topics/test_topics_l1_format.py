@@ -4,8 +4,8 @@ import crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from topics_world import batch
 
+from support.topics.world import batch
 from tidemill.base.errors import CorruptError
 from tidemill.metastore.rows.l1 import NO_TIMESTAMP, l1_key
 from tidemill.topics.batch import parse_header, patch_base_offset, split_batches

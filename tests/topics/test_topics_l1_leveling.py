@@ -4,8 +4,8 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from topics_world import batch
 
+from support.topics.world import batch
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.topics.batch import patch_base_offset
 from tidemill.topics.l1.builder import ObjectBuilder

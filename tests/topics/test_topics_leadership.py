@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from topics_world import FaultyConsensus, World, batch, eventually, fetch, read_all, run, values_of
 
+from support.topics.world import FaultyConsensus, World, batch, eventually, fetch, read_all, run, values_of
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import structlog
-from topics_world import World, batch, eventually, read_all, run
 
+from support.topics.world import World, batch, eventually, read_all, run
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import LogHead
 from tidemill.topics.api import FetchRead, NotLeaderError

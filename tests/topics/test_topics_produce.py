@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 
 import pytest
-from topics_world import World, batch, eventually, fetch, read_all, run, values_of
 
+from support.topics.world import World, batch, eventually, fetch, in_world, read_all, values_of
 from tidemill.base.errors import MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
 from tidemill.topics.api import (
@@ -19,16 +18,6 @@ from tidemill.topics.api import (
 )
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.l0.format import decode_footer
-
-
-def in_world(scenario: Coroutine[object, object, None], world: World) -> None:
-    async def whole() -> None:
-        try:
-            await scenario
-        finally:
-            await world.aclose()
-
-    run(whole())
 
 
 def test_records_come_back_with_their_offsets() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from topics_world import run
 
+from support.topics.world import run
 from tidemill.base.errors import UnavailableError
 from tidemill.topics.produce import ProducerLine, ProducerQueue, ProducerQueueCore, Ticket, TicketState
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from l1_world import L1World, in_world, produced
-from test_topics_transactions import Coordinator, committed, data, open_node, planned, shown
-from topics_world import Append, batch, eventually, fetch, values_of
 
+from support.topics.l1_world import L1World, in_world, produced
+from support.topics.transactions import Coordinator, committed, data, open_node, planned, shown
+from support.topics.world import Append, batch, eventually, fetch, values_of
 from tidemill.base.errors import ConflictError, CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
 from tidemill.objects.store import Buffer

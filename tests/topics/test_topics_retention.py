@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from topics_world import World, batch, eventually, fetch, read_all, run, values_of
 
+from support.topics.world import World, batch, eventually, fetch, read_all, run, values_of
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import OffsetOutOfRangeError

@@ -7,11 +7,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from l1_world import L1World, produced
-from test_topics_produce import in_world
-from test_topics_transactions import WITHIN, Coordinator, committed, data, open_node, shown
-from topics_world import World, batch, eventually, fetch, read_all, values_of
 
+from support.topics.l1_world import L1World, produced
+from support.topics.transactions import WITHIN, Coordinator, committed, data, open_node, shown
+from support.topics.world import World, batch, eventually, fetch, in_world, read_all, values_of
 from tidemill.base.errors import CorruptError, FencedError, MissingError
 from tidemill.consensus.api import LogHead
 from tidemill.metastore.catalogue import TopicRow

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from topics_world import eventually, run
-
+from support.topics.world import eventually, run
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks

@@ -10,14 +10,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from topics_world import World, batch, eventually, fetch, run, values_of
 
+from support.topics.transactions import WITHIN, Coordinator, committed, data, open_node, planned, shown
+from support.topics.world import World, batch, eventually, fetch, run
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.metastore.rows.partitions import AbortedRow
-from tidemill.spark.decode.records import Slice, cut_blocks
 from tidemill.topics.api import (
-    Fetched,
-    FetchRead,
     InvalidProducerEpochError,
     InvalidRecordsError,
     InvalidTransactionError,
@@ -25,13 +23,11 @@ from tidemill.topics.api import (
     NotLeaderError,
     OffsetOutOfRangeError,
     OutOfOrderSequenceError,
-    ProduceTransaction,
 )
-from tidemill.topics.batch.control_batch import as_transactional, encode_marker
-from tidemill.topics.batch.header import CONTROL, parse_header
+from tidemill.topics.batch.control_batch import encode_marker
+from tidemill.topics.batch.header import parse_header
 from tidemill.topics.config.configs import TopicConfig
 from tidemill.topics.lifecycle.retention import retained_start
-from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.rollup import copy_state
 from tidemill.topics.partition.state_machine.apply import Rejected, apply
 from tidemill.topics.partition.state_machine.codec import decode_command, decode_state, encode_command, encode_state
@@ -44,75 +40,6 @@ from tidemill.topics.partition.state_machine.row_codec import (
 )
 from tidemill.topics.partition.state_machine.state import PartitionState
 from tidemill.topics.partition.state_machine.transactions import ABORT, COMMIT, OPEN_LIMIT, PLAIN, TRANSACTIONAL
-
-WITHIN = ProduceTransaction("tx")
-
-
-class Coordinator:
-    """Says which transactions are open; an answer may be held back."""
-
-    def __init__(self) -> None:
-        self.open: set[tuple[int, int]] = set()
-        self.asked = 0
-        self.gate: asyncio.Event | None = None
-        self.error: TidemillError | None = None
-
-    async def confirm(
-        self, within: ProduceTransaction, producer_id: int, epoch: int, topic_id: str, partition: int
-    ) -> None:
-        self.asked += 1
-        found = (producer_id, epoch) in self.open
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.error is not None:
-            raise self.error
-        if not found:
-            raise InvalidTransactionError(f"not open: producer_id={producer_id} epoch={epoch}.")
-
-
-def open_node(world: World, coordinator: Coordinator, *, fault: str = "") -> LocalTopics:
-    node = world.node(fault=fault)
-    node.set_coordinator(coordinator.confirm)
-    return node
-
-
-def data(*values: str, pid: int, epoch: int = 0, seq: int = 0) -> bytes:
-    return as_transactional(batch(*values, pid=pid, epoch=epoch, seq=seq))
-
-
-async def committed(node: LocalTopics, topic_id: str, offset: int = 0, wait_s: float = 0.0) -> Fetched:
-    read = FetchRead(topic_id, 0, offset, 1 << 20, committed=True)
-    (found,) = await node.fetch([read], max_wait_s=wait_s, min_bytes=1, max_bytes=1 << 24)
-    return found
-
-
-def shown(found: Fetched) -> list[str]:
-    """As a consumer of Kafka's shows it: aborted producers from their first offset to their next marker."""
-    waiting = list(found.aborted)
-    aborted: set[int] = set()
-    out: list[str] = []
-    for each in found.batches:
-        header = parse_header(each)
-        while waiting and waiting[0][1] <= header.next_offset - 1:
-            aborted.add(waiting.pop(0)[0])
-        if header.attributes & CONTROL:
-            aborted.discard(header.producer_id)
-        elif not (header.attributes & 0x10 and header.producer_id in aborted):
-            out += [value for _, value in values_of([each])]
-    return out
-
-
-async def planned(world: World, topic_id: str) -> list[str]:
-    """What readers of the log are shown, as the Spark source and its like read it."""
-    end = await world.reader.last_stable(topic_id, 0)
-    refs = await world.reader.plan(topic_id, 0, 0, end)
-    piece = Slice("t", topic_id, 0, 0, end, (end,), (1,))
-    return [
-        (value or b"").decode()
-        for block in cut_blocks(piece, await world.reader.read(refs), refs)
-        for value in block.values
-    ]
-
 
 # one partition ------------------------------------------------------------------------------------
 

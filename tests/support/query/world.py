@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 import tidemill
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.memory import MemoryConsensus
@@ -116,3 +117,25 @@ def make_consensus(url: str) -> None:
 
 
 BACKENDS = {"directory": in_directory, "memory": in_memory, "s3": on_s3}
+
+
+def filled(world: World) -> None:
+    """300 orders, merged; then one changed, one gone, one new. Uppers 10, 20, 30."""
+    world.append(10, [(i, "open", 1) for i in range(150)])
+    world.append(20, [(i, "open", 1) for i in range(150, 300)])
+    world.merge(19)
+    world.append(30, [(7, "open", -1), (7, "paid", 1), (8, "open", -1), (300, None, 1)])
+
+
+async def until_let_go(world: World) -> list[str]:
+    """The holds, once those that were let go of without waiting are gone."""
+    import asyncio
+
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            shard = await world.stores.shard("orders")
+            found = [h.reader for h in shard.state.holds if h.expires_ms]
+            await shard.aclose()
+            if not found:
+                return found
+            await asyncio.sleep(0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from support.waiting import run as run
@@ -156,3 +156,13 @@ async def read_all(world: World, topic_id: str, partition: int = 0) -> list[tupl
     reader = LogPartitionReader(world.consensus, world.objects)
     end = await reader.high_watermark(topic_id, partition)
     return values_of(await reader.read(await reader.plan(topic_id, partition, 0, end)))
+
+
+def in_world(scenario: Coroutine[object, object, None], world: World) -> None:
+    async def whole() -> None:
+        try:
+            await scenario
+        finally:
+            await world.aclose()
+
+    run(whole())

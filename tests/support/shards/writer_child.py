@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
-from shard_world import SCHEMA, append, updates
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the packages of tests
 
+from support.shards.world import SCHEMA, append, updates
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, UnavailableError
 from tidemill.consensus.factory import open_consensus

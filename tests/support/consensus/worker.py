@@ -1,4 +1,4 @@
-"""One process of the tests across processes: `consensus_worker.py ROLE URL ARGUMENTS…`; speaks JSON lines."""
+"""One process of the tests across processes: `worker.py ROLE URL ARGUMENTS…`; speaks JSON lines."""
 
 from __future__ import annotations
 
