@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import pytest
-from checkpoint_world import Rows, family_rows
 
+from support.metastore.checkpoint_world import Rows, family_rows
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.memory import MemoryConsensus

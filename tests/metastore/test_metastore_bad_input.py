@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 
 import crc32c
 import pytest
-from lsm_world import PREFIX, UUID, World, collect, expected, numbered, run
-from lsm_world import objects as objects  # the fixture
 
+from support.metastore.lsm_world import PREFIX, UUID, World, collect, expected, numbered, run
+from support.metastore.lsm_world import objects as objects  # the fixture
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.metastore.lsm.database import Database

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sst_world import Rows, numbered_rows, row_sets
 
+from support.metastore.sst_world import Rows, numbered_rows, row_sets
 from tidemill.base.errors import CorruptError
 from tidemill.metastore.lsm.block import Block, decode_block, encode_block, seal, shared_bytes, unseal
 

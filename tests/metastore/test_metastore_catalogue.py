@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from memory_rows import Shared, opener
 from msgspec.structs import replace
 
+from support.metastore.memory_rows import Shared, opener
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import (
     ConflictError,

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from checkpoint_world import World, damage, keys, persisted
 
+from support.metastore.checkpoint_world import World, damage, keys, persisted
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MissingError
 from tidemill.consensus.memory import MemoryConsensus

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
-from checkpoint_world import SCHEMA, Restored, Rows, World, family_rows, rows_of
 
+from support.metastore.checkpoint_world import SCHEMA, Restored, Rows, World, family_rows, rows_of
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError, FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import METASTORE_BATCH_ROWS

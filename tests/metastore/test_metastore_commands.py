@@ -2,44 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-from checkpoint_world import World, persisted
-
-from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.factory import open_consensus
-from tidemill.objects.factory import open_objects
-
-
-def command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("TIDEMILL_")}
-    line = [sys.executable, "-m", "tidemill", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, cwd=directory, env=environ, timeout=120)
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """A cluster's data directory after some work, nothing running."""
-    (tmp_path / "tidemill.toml").write_text(f'[node]\ndata = "{tmp_path}/data"\n')
-    (tmp_path / "data").mkdir()
-
-    async def main() -> None:
-        clock, rand = SystemClock(), Rand()
-        consensus = await open_consensus(f"sqlite://{tmp_path}/data/consensus.db", clock, rand)
-        objects = await open_objects(f"file://{tmp_path}/data/objects", clock, rand)
-        async with World(real=True, consensus=consensus, objects=objects) as world:
-            await persisted(world)
-        await consensus.aclose()
-        await objects.aclose()
-
-    asyncio.run(main())
-    return tmp_path
+from support.metastore.checkpoint_world import command
+from support.metastore.checkpoint_world import directory as directory
 
 
 def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> None:

@@ -10,8 +10,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from lsm_world import PREFIX, SMALL, Gate, World, collect, eventually, expected, failing, numbered, objects, run
 
+from support.metastore.lsm_world import (
+    PREFIX,
+    SMALL,
+    Gate,
+    World,
+    collect,
+    eventually,
+    expected,
+    failing,
+    numbered,
+    objects,
+    run,
+)
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError, FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.lsm.compaction.executor import SizeBasedExecutor

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_world import World, keys
-from test_metastore_commands import command, directory
-from test_metastore_l1 import moved, run
 
+from support.metastore.checkpoint_world import World, command, directory, keys
+from support.metastore.l1 import moved, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.deep_check import deep_check

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from memory_rows import MemoryRows, Shared
 
 from contracts.rows import OpenDomain, OpenProcess, RowsContract
+from support.metastore.memory_rows import MemoryRows, Shared
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState

@@ -13,9 +13,21 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from lsm_world import SMALL, UUID, Gate, Watched, World, collect, eventually, expected, failing, numbered, run
-from lsm_world import objects as objects  # the fixture
 
+from support.metastore.lsm_world import (
+    SMALL,
+    UUID,
+    Gate,
+    Watched,
+    World,
+    collect,
+    eventually,
+    expected,
+    failing,
+    numbered,
+    run,
+)
+from support.metastore.lsm_world import objects as objects  # the fixture
 from tidemill.base.errors import (
     ClosedError,
     ConflictError,

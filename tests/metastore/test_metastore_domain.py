@@ -9,10 +9,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
-from lsm_world import Gate, Watched
 from msgspec.structs import replace
 
+from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
+from support.metastore.domain_world import world as world
+from support.metastore.lsm_world import Gate, Watched
 from support.waiting import DEADLINE_S
 from tidemill.base.errors import ConflictError, FencedError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.domain import replicated_manifest
@@ -21,20 +22,6 @@ from tidemill.metastore.domain.settings import prefix_of
 from tidemill.metastore.domain.state import DomainState
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
-
-BACKENDS = [
-    ("memory", "sqlite"),
-    ("local", "sqlite"),
-    pytest.param(("memory", "postgres"), marks=pytest.mark.postgres),
-    pytest.param(("local", "postgres"), marks=pytest.mark.postgres),
-]
-
-
-@pytest.fixture(params=BACKENDS, ids=lambda backend: "-".join(backend))
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> DomainWorld:
-    objects, consensus = request.param
-    url = request.getfixturevalue("postgres_dsn") if consensus == "postgres" else f"sqlite://{tmp_path}/consensus.db"
-    return DomainWorld(url, tmp_path / "bucket" if objects == "local" else None)
 
 
 @pytest.fixture

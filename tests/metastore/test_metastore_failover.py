@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from domain_world import DomainWorld, rows_of, run
 
+from support.metastore.domain_world import DomainWorld, rows_of, run
 from support.waiting import DEADLINE_S
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_state, encode_state
 from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.metastore.domain.state import DomainState, assert_invariants
 
-CHILD = Path(__file__).with_name("domain_child.py")
+CHILD = Path(__file__).parents[1] / "support" / "metastore" / "domain_child.py"
 TTL_MS = 1_500
 MARGIN_S = 12.0
 """The sequencer's own takeover, opening, and a machine that runs other tests beside."""

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from sst_world import PREFIX, numbered_rows, on_memory_and_local, opener, write_sst
 
+from support.metastore.sst_world import PREFIX, numbered_rows, on_memory_and_local, opener, write_sst
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError
 from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta

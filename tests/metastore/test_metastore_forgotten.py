@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from checkpoint_world import Restored, World, family_rows, persisted, rows_of
 
+from support.metastore.checkpoint_world import Restored, World, family_rows, persisted, rows_of
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.rows import BINDINGS

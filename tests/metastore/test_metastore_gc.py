@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import pytest
-from lsm_files import PREFIX, in_loop
 from structlog.testing import capture_logs
 
 from sim.scenarios.metastore_plants import planted
+from support.metastore.lsm_files import PREFIX, in_loop
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import ClosedError, CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.lsm.file_store import FileName, SstFiles

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
-from checkpoint_world import World, damage, keys, manifest_of, persisted
 
+from support.metastore.checkpoint_world import World, damage, keys, manifest_of, persisted
 from support.waiting import until
 from tidemill.base.errors import ClusterReplacedError, InvalidError, MissingError
 from tidemill.consensus.memory import MemoryConsensus

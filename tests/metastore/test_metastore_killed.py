@@ -13,16 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
-from lsm_killed_child import OPTIONS, PREFIX, STEPS, UUID, batch, state_at
-from lsm_world import collect, run
 
+from support.metastore.lsm_killed_child import OPTIONS, PREFIX, STEPS, UUID, batch, state_at
+from support.metastore.lsm_world import collect, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.local import LocalObjects
 
-CHILD = Path(__file__).with_name("lsm_killed_child.py")
+CHILD = Path(__file__).parents[1] / "support" / "metastore" / "lsm_killed_child.py"
 LIMIT_S = 60.0
 
 

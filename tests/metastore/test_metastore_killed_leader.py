@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from domain_killed_child import BUCKET_STEPS, LAST, LOG_STEPS, SETTINGS, last_number
-from domain_world import DomainWorld, rows_of, run
-from lsm_killed_child import batch, state_at
 
+from support.metastore.domain_killed_child import BUCKET_STEPS, LAST, LOG_STEPS, SETTINGS, last_number
+from support.metastore.domain_world import DomainWorld, rows_of, run
+from support.metastore.lsm_killed_child import batch, state_at
 from support.waiting import DEADLINE_S
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.state import assert_invariants
 from tidemill.metastore.lsm.file_store import SstFiles
 
-CHILD = Path(__file__).with_name("domain_killed_child.py")
+CHILD = Path(__file__).parents[1] / "support" / "metastore" / "domain_killed_child.py"
 LIMIT_S = 60.0
 
 

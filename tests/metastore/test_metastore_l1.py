@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from checkpoint_world import Rows, World, family_rows, keys, persisted, rows_of
 from msgspec.structs import replace
 
+from support.metastore.checkpoint_world import Rows, World, family_rows, keys, rows_of
+from support.metastore.l1 import moved, run
 from tidemill.base.clock import Rand
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.deep_check import deep_check
@@ -27,28 +28,6 @@ from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.partition.state_machine.row_codec import rebuild_state
 from tidemill.topics.partition_reader import LogPartitionReader
-
-
-def run(body: Callable[[World], Awaitable[None]], **world: Any) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(90):
-            async with World(real=True, **world) as opened:
-                await body(opened)
-
-    asyncio.run(main())
-
-
-async def moved(world: World, steps: int = 4) -> None:
-    """Some steps of the world, all of them in L1, some more that are hot, all of it in the bucket."""
-    await persisted(world, steps)
-    rows = ExtentStore(world.metastore, world.clock, Rand())
-    reconciler = Reconciler(
-        rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), TopicSettings(), world.topics._led
-    )
-    done = await reconciler.run_round(world.topic.topic_id, range(2))
-    assert done.failed is None and done.size_bytes
-    await world.topics._commits.drain(30)
-    await persisted(world, steps)
 
 
 async def forget_l0(world: World) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
+from support.metastore.checkpoint_world import Restored, Rows, World, family_rows, rows_of
 from tidemill.base.errors import CorruptError, InvalidError, TidemillError, UnavailableError
 from tidemill.base.limits import METASTORE_VALUE_BYTES
 from tidemill.metastore.backup import checkpoint

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sst_world import PREFIX, on_memory_and_local, opener
 
+from support.metastore.sst_world import PREFIX, on_memory_and_local, opener
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, CorruptError, FencedError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.manifest import FORMAT, FileMeta, Manifest, decode_manifest, encode_manifest

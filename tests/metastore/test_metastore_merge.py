@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from lsm_files import Shelf, in_loop, meta
 
+from support.metastore.lsm_files import Shelf, in_loop, meta
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.compaction import compaction_job as job_module

@@ -13,8 +13,9 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
-from lsm_world import World, collect, expected
 
+from support.metastore.lsm_world import World, collect, expected
+from support.metastore.strategies import batches, bounds, keys, options
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.memtable import Memtable
@@ -25,31 +26,6 @@ from tidemill.metastore.lsm.version import prefix_end
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
 
-keys = st.one_of(
-    st.sampled_from([b"a", b"a\x00", b"a\xff", b"a\xff\xff", b"b", b"\xff", b"\xff\xff"]),
-    st.integers(0, 60).map(lambda number: b"k/%02d" % number),
-    st.integers(0, 30).map(lambda number: b"long/common/prefix/%02d" % number),
-)
-values = st.one_of(st.just(b""), st.binary(min_size=1, max_size=40))
-batches = st.lists(st.tuples(keys, values), min_size=1, max_size=12)
-bounds = st.one_of(keys, st.just(b""))
-options = st.builds(
-    Options,
-    write_buffer_bytes=st.sampled_from([1_000, 5_000, 1 << 20]),
-    block_bytes=st.sampled_from([40, 200, 8_192]),
-    file_bytes=st.sampled_from([200, 2_000]),
-    cache_bytes=st.sampled_from([0, 3_000, 1 << 20]),
-    bloom_bits_per_key=st.sampled_from([0, 12]),
-    l0_compact=st.just(2),
-    l0_slow=st.just(4),
-    l0_stop=st.just(6),
-    level_base_bytes=st.sampled_from([300, 3_000]),
-    level_factor=st.just(3),
-    levels=st.sampled_from([2, 3, 7]),
-    slice_rows=st.sampled_from([1, 5, 1_000]),
-    gc_delay_ms=st.just(0),
-    manifests_kept=st.just(1),
-)
 Rows = dict[bytes, bytes]
 
 

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
-from lsm_world import expected
-from test_metastore_model import batches, bounds, keys, options
 
 from sim.clock import SimClock
 from sim.loop import LIFE, Life, SimLoop
+from support.metastore.lsm_world import expected
+from support.metastore.strategies import batches, bounds, keys, options
 from tidemill.base.clock import Rand
 from tidemill.base.errors import (
     ClosedError,

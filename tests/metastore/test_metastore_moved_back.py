@@ -5,8 +5,8 @@ from __future__ import annotations
 from copy import deepcopy
 
 import pytest
-from domain_world import DomainWorld, rows_of, run
 
+from support.metastore.domain_world import DomainWorld, rows_of, run
 from tidemill.base.errors import StoreRolledBackError
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH
 from tidemill.metastore.domain.settings import prefix_of

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lsm_files import Shelf, meta
 
+from support.metastore.lsm_files import Shelf, meta
 from tidemill.metastore.lsm.compaction.picker import Job, pick_full_compaction, pick_job, scores, target_bytes
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options

@@ -23,7 +23,7 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_OFFSETS, TOPIC_IDS
 from tidemill.objects.factory import open_objects
 
-CHILD = Path(__file__).with_name("catalogue_child.py")
+CHILD = Path(__file__).parents[1] / "support" / "metastore" / "catalogue_child.py"
 DEADLINE_S = 60
 
 

@@ -6,8 +6,8 @@ import asyncio
 
 import msgspec
 import pytest
-from domain_world import DomainWorld, run
 
+from support.metastore.domain_world import DomainWorld, run
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.metastore.api import DomainRows
 from tidemill.metastore.cluster import Cluster

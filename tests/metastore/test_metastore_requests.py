@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from msgspec.structs import replace
 
+from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from support.waiting import DEADLINE_S
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead, LogSlice

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import crc32c
 import msgspec
 import pytest
-from checkpoint_world import World, damage, keys, manifest_of, persisted
 
+from support.metastore.checkpoint_world import World, damage, keys, manifest_of, persisted
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClusterReplacedError, CorruptError, InvalidError, MissingError, UnknownOutcomeError
 from tidemill.consensus import leader_election

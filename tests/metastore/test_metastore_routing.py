@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_rows import Shared, opener
 
+from support.metastore.memory_rows import Shared, opener
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import ClosedError, CorruptError, InvalidError, UnknownOutcomeError
 from tidemill.consensus.api import Versioned

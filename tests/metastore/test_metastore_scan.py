@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lsm_world import SMALL, Gate, World, collect, eventually, expected, failing, numbered, run
-from lsm_world import objects as objects  # the fixture
 
+from support.metastore.lsm_world import SMALL, Gate, World, collect, eventually, expected, failing, numbered, run
+from support.metastore.lsm_world import objects as objects  # the fixture
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.lsm.database import Database

@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lsm_world
 import pytest
-import test_metastore_domain
-import test_metastore_updates_log
-from domain_killed_child import LOG_STEPS
-from lsm_killed_child import STEPS
+
+from support.metastore import lsm_world
+from support.metastore.domain_killed_child import LOG_STEPS
+from support.metastore.domain_world import url, world
+from support.metastore.lsm_killed_child import STEPS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "metastore-scenarios.md"
@@ -87,8 +87,8 @@ def test_scenarios_run_on_every_backend(table: str, fixture: str, how_many: Call
     ("fixture", "wanted"),
     [
         (lsm_world.objects, {"memory", "local"}),
-        (test_metastore_updates_log.url, {"sqlite", "postgres"}),
-        (test_metastore_domain.world, {"memory", "local", "sqlite", "postgres"}),
+        (url, {"sqlite", "postgres"}),
+        (world, {"memory", "local", "sqlite", "postgres"}),
     ],
 )
 def test_the_fixtures_of_the_scenarios_name_every_backend(fixture: Any, wanted: set[str]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from lsm_world import SMALL, World, collect, expected
 
 from sim.clock import SimClock
 from sim.loop import SimLoop
+from support.metastore.lsm_world import SMALL, World, collect, expected
 from tidemill.base.clock import Rand
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks

@@ -14,9 +14,9 @@ import warnings
 
 import msgspec
 import pytest
-from lsm_world import SMALL, UUID, Gate, World, collect, eventually, expected, numbered, run
-from lsm_world import objects as objects  # the fixture
 
+from support.metastore.lsm_world import SMALL, UUID, Gate, World, collect, eventually, expected, numbered, run
+from support.metastore.lsm_world import objects as objects  # the fixture
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import ClosedError, InvalidError
 from tidemill.metastore.lsm.manifest import Manifest

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sst_world import Rows, numbered_rows, read_sst, row_sets, write_sst
 
+from support.metastore.sst_world import Rows, numbered_rows, read_sst, row_sets, write_sst
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.metastore.lsm import bloom
 from tidemill.metastore.lsm.block import decode_block

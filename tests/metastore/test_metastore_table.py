@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from sst_world import PREFIX, Rows, Watched, numbered_rows, on_memory_and_local, opener, write_sst
 
+from support.metastore.sst_world import PREFIX, Rows, Watched, numbered_rows, on_memory_and_local, opener, write_sst
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.block_cache import BlockCache

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.metastore.domain_world import url as url
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, TidemillError
@@ -31,14 +31,6 @@ LOG = "metastore/main"
 
 def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
     return log.propose_deferred(lambda _: command)
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgres":
-        dsn: str = request.getfixturevalue("postgres_dsn")
-        return dsn
-    return f"sqlite://{tmp_path}/consensus.db"
 
 
 def write(*rows: tuple[bytes, bytes], uuid: str = UUID) -> WriteBatch:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lsm_files import meta
 
+from support.metastore.lsm_files import meta
 from tidemill.base.errors import ConflictError, InvalidError
 from tidemill.metastore.lsm.version import EMPTY_VERSION, Edit, Version
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from lsm_files import Shelf, in_loop
 
+from support.metastore.lsm_files import Shelf, in_loop
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from checkpoint_world import Restored, World, rows_of
 
+from support.metastore.checkpoint_world import Restored, World, rows_of
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnknownOutcomeError
 from tidemill.consensus.memory import MemoryConsensus

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from msgspec.structs import replace
 
 from sim.scenarios.metastore_plants import planted
+from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from tidemill.base.errors import (
     ConflictError,
     CorruptError,

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from memory_rows import Shared, opener
+import pytest
 
+from support.metastore.memory_rows import Shared, opener
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import StatusTracker
+from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.checkpoint.stages import build_checkpointer
 from tidemill.metastore.backup.checkpoint import Checkpointer
@@ -20,6 +26,7 @@ from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
+from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME, Binding, Column, ShardSchema
 from tidemill.shards.bindings.remap import LogRemap, decode_binding, decode_record
@@ -229,3 +236,28 @@ class Restored:
                 for partition, offset in enumerate(offsets):
                     state = self.partitions.get((topic_id, partition))
                     assert (state.high_watermark if state else 0) >= offset, "a binding is ahead of its topic"
+
+
+def command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("TIDEMILL_")}
+    line = [sys.executable, "-m", "tidemill", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, cwd=directory, env=environ, timeout=120)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A cluster's data directory after some work, nothing running."""
+    (tmp_path / "tidemill.toml").write_text(f'[node]\ndata = "{tmp_path}/data"\n')
+    (tmp_path / "data").mkdir()
+
+    async def main() -> None:
+        clock, rand = SystemClock(), Rand()
+        consensus = await open_consensus(f"sqlite://{tmp_path}/data/consensus.db", clock, rand)
+        objects = await open_objects(f"file://{tmp_path}/data/objects", clock, rand)
+        async with World(real=True, consensus=consensus, objects=objects) as world:
+            await persisted(world)
+        await consensus.aclose()
+        await objects.aclose()
+
+    asyncio.run(main())
+    return tmp_path

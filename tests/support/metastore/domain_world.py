@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.waiting import DEADLINE_S, SCENARIO_S
 from support.waiting import until as until
 from tidemill.base.clock import Clock, Rand, SystemClock
@@ -114,3 +116,26 @@ def run(body: Body, world: DomainWorld, timeout_s: float = SCENARIO_S) -> None:
                     await world.aclose()
 
     asyncio.run(bounded())
+
+
+BACKENDS = [
+    ("memory", "sqlite"),
+    ("local", "sqlite"),
+    pytest.param(("memory", "postgres"), marks=pytest.mark.postgres),
+    pytest.param(("local", "postgres"), marks=pytest.mark.postgres),
+]
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda backend: "-".join(backend))
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> DomainWorld:
+    objects, consensus = request.param
+    url = request.getfixturevalue("postgres_dsn") if consensus == "postgres" else f"sqlite://{tmp_path}/consensus.db"
+    return DomainWorld(url, tmp_path / "bucket" if objects == "local" else None)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "postgres":
+        dsn: str = request.getfixturevalue("postgres_dsn")
+        return dsn
+    return f"sqlite://{tmp_path}/consensus.db"

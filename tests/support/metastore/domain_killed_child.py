@@ -16,10 +16,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from lsm_killed_child import OPTIONS, STEPS, Deadly, Fate, batch, watch_edits
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the packages of tests
 
+from support.metastore.lsm_killed_child import OPTIONS, STEPS, Deadly, Fate, batch, watch_edits
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.consensus.factory import open_consensus
