@@ -23,10 +23,9 @@ import structlog
 
 from harbour import machine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shapes"))
-from test_shapes_consumer import TABLE, row
-from test_shapes_routing import Crowd
-
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.shapes.consumer import TABLE, row
+from support.shapes.crowd import Crowd
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.capture.changes import Change, Fragment

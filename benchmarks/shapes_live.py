@@ -15,8 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from test_shapes_consumer import TABLE, row
-
+from support.shapes.consumer import TABLE, row
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.memory_budget import resident_bytes

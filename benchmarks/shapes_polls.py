@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 from starlette.applications import Starlette
-from test_shapes_consumer import TABLE
 
 from shapes_live import INFO, MIB, NAME, Stream, fragment
+from support.shapes.consumer import TABLE
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.memory_budget import resident_bytes
 from tidemill.base.status.status import StatusTracker

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shape_world import ShapeWorld, eventually, run
-from test_shapes_consumer import COLUMNS, ENDLESS, OTHER, TABLE, row
 
+from support.shapes.consumer import COLUMNS, ENDLESS, OTHER, TABLE, row
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.base.clock import ManualClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment, Relation

@@ -6,9 +6,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from shape_world import ShapeSettings, eventually, run
-from test_shapes_rooms import RealWorld
 
+from support.shapes.real_world import RealWorld
+from support.shapes.world import ShapeSettings, eventually, run
 from tidemill.shapes.tables import initial_snapshot
 
 pytestmark = pytest.mark.postgres

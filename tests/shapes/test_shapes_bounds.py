@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_shard import FakeShard
-from shape_world import ShapeWorld, eventually, run
 
+from support.shapes.fake_shard import FakeShard
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.definition.definition import SHAPE_BYTES

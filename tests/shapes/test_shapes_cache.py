@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shape_world import Answer, ShapeWorld, _fetch, eventually, run
 
+from support.shapes.world import Answer, ShapeWorld, _fetch, eventually, run
 from tidemill.cli.demo.ports import free_port
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.log.log import LogLimits

@@ -8,9 +8,9 @@ from collections.abc import Collection
 
 import psycopg
 import pytest
-from shape_world import eventually, run
-from test_shapes_rooms import DDL, RealWorld, equal_in_the_end
 
+from support.shapes.real_world import DDL, RealWorld, equal_in_the_end
+from support.shapes.world import eventually, run
 from tidemill.capture.changes import Fragment
 from tidemill.shapes import ShapeSettings, ShapeTap
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import apsw
 import pytest
 from msgspec.structs import replace
-from shape_world import eventually, run
-from test_shapes_consumer import TABLE
-from test_shapes_restored import INFO, written
 
+from support.shapes.consumer import TABLE
+from support.shapes.storage import INFO, written
+from support.shapes.world import eventually, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError
 from tidemill.base.status.status import StatusTracker

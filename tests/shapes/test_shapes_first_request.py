@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from real_world import RealWorld
-from shape_world import Client, ShapeWorld, eventually, run
 
+from support.shapes.real_world import RealWorld
+from support.shapes.world import Client, ShapeWorld, eventually, run
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shapes import ShapeSettings
 

@@ -7,9 +7,9 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shape_world import ShapeWorld, run
 from starlette.applications import Starlette
 
+from support.shapes.world import ShapeWorld, run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.node.http.server import HttpServer
 from tidemill.shapes import LogLimits, ShapeService, ShapeSettings, shape_routes

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 
 import pyarrow as pa
 import pytest
-from fake_shard import FakeShard
-from shape_world import ShapeWorld, eventually, run
 
+from support.shapes.fake_shard import FakeShard
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.loop_share import LoopShare, Step, Turn

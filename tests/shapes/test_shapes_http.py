@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import pytest
-from shape_world import ShapeWorld, eventually, run
 
+from support.shapes.world import ShapeWorld, eventually, run
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand
 from tidemill.shapes import LogLimits, ShapeSettings

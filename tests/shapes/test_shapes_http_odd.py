@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from shape_world import ShapeWorld, run
 
+from support.shapes.world import ShapeWorld, run
 from tidemill.shapes import ShapeSettings
 
 pytestmark = pytest.mark.postgres

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from shape_world import ShapeWorld, eventually, run
 
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.shapes.tables import captured_database
 
 pytestmark = pytest.mark.postgres

@@ -7,8 +7,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from shape_world import ShapeWorld, eventually, run
 
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.changes import Relation
 from tidemill.shapes import ShapeSettings

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from shape_world import run
 
+from support.shapes.world import run
 from tidemill.base.errors import UnavailableError
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
 from tidemill.shapes.log.stale_files import remove_stale_files

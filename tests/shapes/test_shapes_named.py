@@ -7,11 +7,11 @@ import re
 from urllib.parse import quote, urlencode
 
 import pytest
-from fake_shard import FakeShard
 from hypothesis import given
 from hypothesis import strategies as st
-from shape_world import ShapeWorld, run
 
+from support.shapes.fake_shard import FakeShard
+from support.shapes.world import ShapeWorld, run
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.arrays import read_array

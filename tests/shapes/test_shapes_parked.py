@@ -7,10 +7,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from real_world import RealWorld
-from shape_world import Answer, Client, eventually, run
-from test_shapes_node_client import NodeClient
 
+from support.shapes.node_client import NodeClient
+from support.shapes.real_world import RealWorld
+from support.shapes.world import Answer, Client, eventually, run
 from tidemill.capture.tables import recopy_requests
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.shapes import ShapeSettings

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from real_world import RealWorld
-from shape_world import Client, eventually, run
 
+from support.shapes.real_world import RealWorld
+from support.shapes.world import Client, eventually, run
 from tidemill.capture.tables import recopy_requests
 from tidemill.shapes import ShapeSettings
 

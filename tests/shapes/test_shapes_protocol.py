@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from real_world import RealWorld
-from shape_world import ShapeWorld, eventually, run
 
+from support.shapes.real_world import RealWorld
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.shapes import ShapeSettings
 
 pytestmark = pytest.mark.postgres

@@ -8,46 +8,22 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from shape_world import eventually, run
-from test_shapes_consumer import TABLE, row
 
+from support.shapes.consumer import TABLE, row
+from support.shapes.storage import INFO, OTHERWISE, UNCOMPILABLE, UNREADABLE, WITHOUT_LSN, written
+from support.shapes.world import eventually, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Change, Fragment
-from tidemill.shapes.definition.definition import ShapeDefinition, Source
-from tidemill.shapes.definition.planner import ShapeRequest
-from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
 from tidemill.shapes.log.log_offset import BASE_END
-from tidemill.shapes.log.saved_shape import SavedTableShape
-from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredShape
+from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
 from tidemill.shapes.reporting import CHECKED_PER_REPORT, LARGEST_COUNT, LargestShapes
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
 
-INFO = TableColumns(
-    TABLE,
-    (
-        ColumnInfo("id", "int4", "b", 0, -1, True, True, True),
-        ColumnInfo("name", "text", "b", 0, -1, False, False, True),
-        ColumnInfo("open", "bool", "b", 0, -1, False, True, True),
-    ),
-)
 COUNT = 250
-UNREADABLE, UNCOMPILABLE, OTHERWISE = 7, 120, 249
-WITHOUT_LSN = {40: "", 41: "1:1:"}
-"""Snapshots as earlier releases stored them, without an LSN."""
-
-
-def written(key: int) -> ShapeWrite:
-    where = "nope = 1" if key == UNCOMPILABLE else f"id = {key}"
-    schema = b"{}" if key == OTHERWISE else INFO.schema_json(())
-    definition = ShapeDefinition(Source("table", "main", "public", "t"), where)
-    kept = SavedTableShape(ShapeRequest("t", where), definition, schema, TABLE, 1).encode()
-    record = b"\xc1" if key == UNREADABLE else kept
-    snapshot = WITHOUT_LSN.get(key, "1:1:@1")
-    return ShapeWrite(key, [(0, b"{}")], [], 0, StoredShape(key, f"h{key}", record, snapshot, 1, (0, 0), 2, 0))
 
 
 def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from guarded import Guarded, bearer, may
-from shape_world import Answer, ShapeWorld, eventually, run
 from structlog.testing import capture_logs
-from test_shapes_node_client import NodeClient
-from test_shapes_signed import KEYS, query_of
 
+from support.shapes.guarded import Guarded, bearer, may
+from support.shapes.node_client import NodeClient
+from support.shapes.signing import KEYS, query_of
+from support.shapes.world import Answer, ShapeWorld, eventually, run
 from tidemill.base.clock import SystemClock
 from tidemill.security.acls import Operation
 from tidemill.shapes import ShapeSettings

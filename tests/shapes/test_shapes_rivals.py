@@ -7,8 +7,9 @@ import random
 from typing import Any
 
 import pytest
-from real_world import RealWorld
-from shape_world import Client, eventually
+
+from support.shapes.real_world import RealWorld
+from support.shapes.world import Client, eventually
 
 pytestmark = pytest.mark.postgres
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from shape_world import ShapeWorld, run
+
+from support.shapes.world import ShapeWorld, run
 
 pytestmark = pytest.mark.postgres
 

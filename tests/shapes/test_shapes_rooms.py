@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import pyarrow as pa
 import pytest
-from real_world import RealWorld
-from shape_world import Client, ShapeWorld, eventually, run
 
+from support.shapes.real_world import DDL, RealWorld, equal_in_the_end
+from support.shapes.world import Client, eventually, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MissingError
 from tidemill.shapes import ShapeSettings
@@ -18,26 +17,6 @@ from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.registry import open_shard
 
 pytestmark = pytest.mark.postgres
-
-DDL = """
-CREATE TABLE stock (w int, i int, qty int NOT NULL, note text, PRIMARY KEY (w, i));
-INSERT INTO stock SELECT w, i, 100, CASE WHEN i % 7 = 0 THEN repeat(md5(i::text), 300) END
-FROM generate_series(1, 3) w, generate_series(1, 50) i;
-"""
-
-
-async def shown(world: ShapeWorld, where: str) -> dict[str, dict[str, Any]]:
-    cursor = await world.db.execute(f"SELECT w::text, i::text, qty::text, note FROM stock WHERE {where}")  # type: ignore[arg-type]
-    return {
-        f'"public"."stock"/"{w}"/"{i}"': {"w": w, "i": i, "qty": qty, "note": note}
-        for w, i, qty, note in await cursor.fetchall()
-    }
-
-
-async def equal_in_the_end(world: ShapeWorld, client: Client, where: str) -> None:
-    """Follow until a marker row has arrived, then compare with SELECT."""
-    expected = await shown(world, where)
-    await client.follow_until(lambda: client.rows == expected)
 
 
 def test_clients_end_equal_to_select_while_the_replication_connection_breaks(postgres_dsn: str) -> None:

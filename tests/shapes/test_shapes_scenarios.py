@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shape_world import Client, ShapeWorld, run
-from test_shapes_consumer import COLUMNS, ENDLESS, OTHER, Bench, row
 
+from support.shapes.consumer import COLUMNS, ENDLESS, OTHER, Bench, row
+from support.shapes.world import Client, ShapeWorld, run
 from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector

@@ -11,11 +11,11 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from fake_shard import FakeShard
 from hypothesis import given
 from hypothesis import strategies as st
-from shape_world import ShapeWorld, eventually, run
 
+from support.shapes.fake_shard import FakeShard
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MissingError
 from tidemill.consensus.memory import MemoryConsensus

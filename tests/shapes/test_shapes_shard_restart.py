@@ -14,8 +14,8 @@ from urllib.error import URLError
 from urllib.parse import urlencode
 
 import pyarrow as pa
-from shape_world import Answer, Client, ShapeWorld, eventually, run
 
+from support.shapes.world import Answer, Client, ShapeWorld, eventually, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.demo.ports import free_address
 from tidemill.consensus.factory import open_consensus
@@ -24,7 +24,7 @@ from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.registry import open_shard, unregister
 
-CHILD = Path(__file__).parent / "shard_shapes_child.py"
+CHILD = Path(__file__).parents[1] / "support" / "shapes" / "shard_child.py"
 KEYED = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))
 BAG = ShardSchema((Column("id", "int32"), Column("v", "string")), ())
 NOW_MS = 1_764_000_000_000

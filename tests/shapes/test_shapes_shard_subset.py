@@ -7,10 +7,10 @@ import random
 from typing import Any
 
 import pytest
-from fake_shard import FakeShard, Update
-from shape_world import ShapeWorld, eventually, run
-from test_shapes_subset_client import SubsetClient
 
+from support.shapes.fake_shard import FakeShard, Update
+from support.shapes.subset_client import SubsetClient
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
 from tidemill.shards.api import Column, ShardSchema

@@ -13,23 +13,23 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shape_world import ShapeWorld, run
 from starlette.datastructures import QueryParams
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
+from support.shapes.signing import KEYS, query_of
+from support.shapes.world import ShapeWorld, run
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app as cli
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.definition.permissions import AccessDeniedError
 from tidemill.shapes.definition.planner import ShapeRequest
-from tidemill.shapes.definition.signed_urls import SigningKeys, canonical_request, signed_url_params
+from tidemill.shapes.definition.signed_urls import SigningKeys, canonical_request
 from tidemill.shapes.http.authorization import ShapeAuthorizer
 from tidemill.shapes.http.params import BadRequestError
 from tidemill.shapes.http.responses import limit_cache_control
 
-KEYS = {"old": "the former key, of thirty-two bytes or more", "new": "the key in use, of thirty-two bytes or more"}
 DDL = """
 CREATE TABLE item (id int PRIMARY KEY, tenant text NOT NULL, kind text, secret text);
 INSERT INTO item SELECT n, CASE WHEN n % 2 = 0 THEN 'a' ELSE 'b' END, 'k' || n % 3, 's' || n
@@ -37,10 +37,6 @@ FROM generate_series(1, 12) n;
 """
 NOW_S = 1_700_000_000
 REQUEST = ShapeRequest("item", "tenant = $1", ("a",), ("id", "tenant"), "full")
-
-
-def query_of(request: ShapeRequest, expires_s: int, key: str = "new") -> list[tuple[str, str]]:
-    return signed_url_params(canonical_request(request), expires_s, key, KEYS[key])
 
 
 def grants(clock: ManualClock | SystemClock, keys: tuple[str, ...] = ("old", "new"), **more: int) -> ShapeAuthorizer:

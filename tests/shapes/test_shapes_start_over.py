@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from shape_world import ShapeSettings, eventually, run
-from test_shapes_rooms import RealWorld
+
+from support.shapes.real_world import RealWorld
+from support.shapes.world import ShapeSettings, eventually, run
 
 pytestmark = pytest.mark.postgres
 

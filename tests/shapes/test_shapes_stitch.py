@@ -6,8 +6,8 @@ import asyncio
 
 import psycopg
 import pytest
-from shape_world import ShapeWorld, eventually, run
 
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.base.errors import InvalidError
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.tables.snapshot_filter import SnapshotFilter

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shape_world import Answer, Client, ShapeWorld, run
-from test_shapes_consumer import COLUMNS, ENDLESS, TABLE, Bench, row
-from test_shapes_store import recorded, store_of, whole
 
+from support.shapes.consumer import COLUMNS, ENDLESS, TABLE, Bench, row
+from support.shapes.storage import recorded, store_of, whole
+from support.shapes.world import Answer, Client, ShapeWorld, run
 from tidemill.base.clock import ManualClock
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings

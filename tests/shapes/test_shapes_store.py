@@ -6,7 +6,6 @@ import asyncio
 import random
 import sqlite3
 import tempfile
-from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -14,68 +13,19 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from shape_world import run
 
+from support.shapes.storage import recorded, store_of, whole
+from support.shapes.world import run
 from support.waiting import until
-from tidemill.base.clock import ManualClock, Rand
+from tidemill.base.clock import ManualClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.log import store as store_module
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import LogItem, mark_last
-from tidemill.shapes.log.log import LogLimits, split_chunk
-from tidemill.shapes.log.log_offset import BEFORE_ALL, FIRST_OP, LogOffset
-from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
-from tidemill.shapes.log.store import ABANDON_AFTER_S, ShapeStore
-from tidemill.shapes.memory_budget import Budget
-
-LIMITS = LogLimits(chunk_bytes=40)
-
-
-class Inline(Executor):
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
-
-
-class FaultyFile(ShapeFile):
-    """`faults`: of the next flushes; "lost" did not happen, "untold" did, and both are told as failed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.faults: list[str] = []
-
-    def flush(self, flush: Flush) -> None:
-        fault = self.faults.pop(0) if self.faults else ""
-        if fault != "lost":
-            super().flush(flush)
-        if fault:
-            raise UnavailableError(f"the disk: {fault}")
-
-
-def store_of(
-    path: Path, clock: ManualClock, seed: int = 1, limits: LogLimits = LIMITS
-) -> tuple[ShapeStore, FaultyFile]:
-    file = FaultyFile(path)
-    budgets = Budget(1 << 20), Budget(1 << 20)
-    store = ShapeStore(file, Inline(), Inline(), clock, Rand(seed), StatusTracker(), "shapes:db/disk", limits, *budgets)
-    return store, file
-
-
-async def whole(log: DiskLog, offset: LogOffset = BEFORE_ALL) -> list[bytes]:
-    found: list[bytes] = []
-    while True:
-        chunk = await log.fetch(offset)
-        found += split_chunk(chunk.items)
-        if chunk.complete:
-            return found
-        assert chunk.end > offset
-        offset = chunk.end
+from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
+from tidemill.shapes.log.sqlite_file import ShapeFile
+from tidemill.shapes.log.store import ABANDON_AFTER_S
 
 
 class Model:
@@ -325,14 +275,6 @@ def test_another_process_may_not_open_the_file_and_one_that_cannot_be_read_is_th
     again = ShapeFile(path)
     assert again.open() == ""
     again.release()
-
-
-def recorded(store: ShapeStore, *rows: bytes) -> DiskLog:
-    log = store.create_log()
-    log.add_base(rows)
-    log.seal_base()
-    store.save_record(log, f"h{log.key}", b"record", "1:2:")
-    return log
 
 
 def test_st3_a_transaction_that_was_not_shown_is_not_there_after_a_crash(tmp_path: Path) -> None:

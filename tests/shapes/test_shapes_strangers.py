@@ -15,11 +15,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from shape_world import ShapeWorld, eventually, run
 from starlette.applications import Starlette
-from test_shapes_consumer import TABLE
-from test_shapes_restored import INFO
 
+from support.shapes.consumer import TABLE
+from support.shapes.storage import INFO
+from support.shapes.world import ShapeWorld, eventually, run
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError

@@ -8,8 +8,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from shape_world import Answer, ShapeWorld, eventually, run
 
+from support.shapes.world import Answer, ShapeWorld, eventually, run
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
 

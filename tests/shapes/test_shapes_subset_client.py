@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import shutil
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
-from shape_world import ShapeWorld, eventually, run
 
+from support.shapes.subset_client import SubsetClient
+from support.shapes.world import ShapeWorld, eventually, run
 from tidemill.base.runtime.tasks import Tasks
-
-CLIENTS = Path(__file__).parents[1] / "clients"
 
 pytestmark = [pytest.mark.node, pytest.mark.postgres]
 
@@ -22,70 +18,6 @@ DDL = """
 CREATE TABLE todo (id int PRIMARY KEY, project int NOT NULL, title text, done boolean NOT NULL DEFAULT false);
 INSERT INTO todo SELECT n, n % 5, 't' || n, false FROM generate_series(1, 100) n;
 """
-
-
-class SubsetClient:
-    """`ask` gives the answer to one request; `rows` are what the application would hold."""
-
-    def __init__(self, url: str, params: dict[str, str], **options: Any) -> None:
-        if shutil.which("node") is None or not (CLIENTS / "node_modules/@electric-sql/client").is_dir():
-            pytest.skip("needs node and the packages of tests/clients: tests/clients/install")
-        self._arguments = [str(CLIENTS / "subset_shape.mjs"), url, json.dumps(params), json.dumps(options)]
-        self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._tasks = Tasks(print)
-        self.batches: list[dict[str, Any]] = []
-        self.errors: list[dict[str, Any]] = []
-
-    async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            "node", *self._arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 26
-        )
-        self._tasks.spawn(self._read(), name="node-output")
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
-        await self._tasks.aclose()
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for text in self._process.stdout:
-            line = json.loads(text)
-            if line["event"] == "snapshot":
-                self._answers.pop(line["tag"]).set_result({**line, "up_to_dates": self.up_to_dates})
-            else:
-                (self.batches if line["event"] == "batch" else self.errors).append(line)
-
-    async def ask(self, kind: str = "request", **opts: Any) -> dict[str, Any]:
-        tag = f"{kind}-{len(self._answers)}-{random.random()}"
-        self._answers[tag] = asyncio.get_running_loop().create_future()
-        answer = self._answers[tag]
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"kind": kind, "tag": tag, "opts": opts}).encode() + b"\n")
-        return await answer
-
-    @property
-    def up_to_dates(self) -> int:
-        """How often the stream has said that it is up to date."""
-        return sum("up-to-date" in batch["controls"] for batch in self.batches)
-
-    async def gone_on(self, answer: dict[str, Any]) -> None:
-        """The stream, which stands while a snapshot is fetched, went on after this one.
-
-        The client takes five requests at one offset within half a second for a loop, and begins anew: all it was told
-        comes once more. Whoever asks for the next snapshot before the stream went on from the last makes just that.
-        """
-        await eventually(lambda: self.up_to_dates > answer["up_to_dates"])
-
-    @property
-    def last(self) -> dict[str, Any]:
-        return self.batches[-1] if self.batches else {"rows": {}, "refetches": 0, "duplicates": [], "upToDate": False}
-
-    @property
-    def rows(self) -> dict[int, tuple[Any, ...]]:
-        return {row["id"]: (row["project"], row["title"], row["done"]) for row in self.last["rows"].values()}
 
 
 async def table_rows(world: ShapeWorld, where: str = "true") -> dict[int, tuple[Any, ...]]:

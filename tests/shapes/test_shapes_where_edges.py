@@ -13,8 +13,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from shape_world import ShapeWorld, run
 
+from support.shapes.world import ShapeWorld, run
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_where

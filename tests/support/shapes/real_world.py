@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import psycopg
-from shape_world import ShapeWorld, eventually
 from starlette.applications import Starlette
 
+from support.shapes.world import Client, ShapeWorld, eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
@@ -84,3 +84,24 @@ class RealWorld(ShapeWorld):
             "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s AND active",
             (self.slot,),
         )
+
+
+DDL = """
+CREATE TABLE stock (w int, i int, qty int NOT NULL, note text, PRIMARY KEY (w, i));
+INSERT INTO stock SELECT w, i, 100, CASE WHEN i % 7 = 0 THEN repeat(md5(i::text), 300) END
+FROM generate_series(1, 3) w, generate_series(1, 50) i;
+"""
+
+
+async def shown(world: ShapeWorld, where: str) -> dict[str, dict[str, Any]]:
+    cursor = await world.db.execute(f"SELECT w::text, i::text, qty::text, note FROM stock WHERE {where}")  # type: ignore[arg-type]
+    return {
+        f'"public"."stock"/"{w}"/"{i}"': {"w": w, "i": i, "qty": qty, "note": note}
+        for w, i, qty, note in await cursor.fetchall()
+    }
+
+
+async def equal_in_the_end(world: ShapeWorld, client: Client, where: str) -> None:
+    """Follow until a marker row has arrived, then compare with SELECT."""
+    expected = await shown(world, where)
+    await client.follow_until(lambda: client.rows == expected)
