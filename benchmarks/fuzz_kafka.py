@@ -33,9 +33,9 @@ from tidemill.kafka.handlers import APIS
 from tidemill.topics.batch import Record, encode_batch, split_batches
 from tidemill.topics.batch.compression import CODECS, compress, decompress
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kafka"))
-from processes import Process
-from raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.kafka.processes import Process
+from support.kafka.raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
 
 STALL_LIMIT_S = 0.05
 MEMORY_LIMIT_MB = 1_000

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from foreign import SETTINGS, Driver
-from harness import FakeBroker, RealBroker
 
+from support.kafka.foreign import SETTINGS, Driver
+from support.kafka.harness import FakeBroker, RealBroker
 from tidemill.kafka.schema import primitives
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import confluent_kafka as ck
@@ -20,14 +19,13 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,
 )
-from harness import FakeBroker, RealBroker, eventually
 from kafka.errors import GroupAuthorizationFailedError
 from kio.index import load_request_schema
-from raw import RawClient, batch, encode, example, fetch_body, fields, nested, produce_body
-from test_kafka_handlers import code
-from test_kafka_sasl import PASSWORD, add, confluent, gate, plainly
 
 from kafka import KafkaConsumer, TopicPartition
+from support.kafka.harness import FakeBroker, RealBroker, eventually
+from support.kafka.raw import RawClient, batch, code, encode, example, fetch_body, fields, nested, produce_body
+from support.kafka.security import PASSWORD, add, allow, as_user, confluent, gate
 from tidemill.kafka import error_codes
 from tidemill.kafka.api import required_operations
 from tidemill.kafka.handlers import APIS
@@ -46,30 +44,6 @@ def shared() -> Iterator[FakeBroker]:
     broker.create_topic("secret", 1)
     yield broker
     broker.close()
-
-
-def as_user(broker: FakeBroker, user: str) -> RawClient:
-    client = RawClient(broker.port)
-    name, message = b"PLAIN", plainly(user)
-    client.ask(17, 1, struct.pack(">h", len(name)) + name)
-    assert code(client.ask(36, 1, struct.pack(">i", len(message)) + message)) == 0
-    return client
-
-
-def allow(
-    broker: FakeBroker | RealBroker,
-    user: str,
-    operation: Operation,
-    resource: Resource,
-    name: str,
-    pattern: Pattern = Pattern.LITERAL,
-    permission: Permission = Permission.ALLOW,
-    host: str = "*",
-) -> Callable[[], None]:
-    assert broker.rulebook is not None
-    found = AclRule(int(resource), int(pattern), name, f"User:{user}", host, int(operation), int(permission))
-    broker.portal.call(broker.rulebook.add([found]))
-    return lambda: broker.portal.call(broker.rulebook.delete([found]))  # type: ignore[union-attr]
 
 
 def test_every_api_names_what_it_asks_for() -> None:

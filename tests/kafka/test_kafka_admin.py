@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
-from harness import FakeBroker, RealBroker, eventually
 from kio.index import load_request_schema
-from raw import ZERO, RawClient, encode, nested
 
 from kafka import KafkaAdminClient
+from support.kafka.harness import FakeBroker, RealBroker, eventually
+from support.kafka.raw import ZERO, RawClient, encode, nested
 from tidemill.kafka import error_codes
 from tidemill.kafka.handlers import k75_describe_topic_partitions as paging
 

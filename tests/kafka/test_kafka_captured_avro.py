@@ -10,10 +10,10 @@ import pytest
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
-from harness import RealBroker
 from starlette.applications import Starlette
-from test_kafka_captured import TABLE, TOPIC, Captured, by_confluent
 
+from support.kafka.captured import TABLE, TOPIC, Captured, by_confluent
+from support.kafka.harness import RealBroker
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import LocalSchemaRegistrar, Registry

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RealBroker
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.kafka.harness import RealBroker
 from tidemill.base.errors import InvalidError
 from tidemill.cli.topic.line_format import JsonLineParser, TextLineParser, format_json_line, format_text_line
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow, TopicRow

@@ -11,11 +11,11 @@ from typing import Any
 import confluent_kafka as ck
 import pytest
 from confluent_kafka.admin import AdminClient
-from harness import Cluster, eventually
 from kio.index import load_request_schema
-from raw import RawClient, batch, encode, fields, nested, produce_body
-from session_reader import Fetcher
 
+from support.kafka.harness import Cluster, eventually
+from support.kafka.raw import RawClient, batch, encode, fields, nested, produce_body
+from support.kafka.session_reader import Fetcher
 from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import TopicRow
 

@@ -7,49 +7,21 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
-from harness import FakeBroker, RealBroker
-from kio.index import load_request_schema
-from raw import RawClient, encode, nested
 
+from support.kafka.harness import FakeBroker, RealBroker
+from support.kafka.raw import BROKER, TOPIC, alter, described
 from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.config.alter import AlterOp
 
 SET, DELETE, APPEND, SUBTRACT = AlterOp.SET, AlterOp.DELETE, AlterOp.APPEND, AlterOp.SUBTRACT
-TOPIC, BROKER = 2, 4
 THROTTLED = "leader.replication.throttled.replicas"
-
-
-def alter(
-    broker: FakeBroker, changes: list[tuple[str, int, str | None]], *, key: int = 44, version: int = 1,
-    kind: int = TOPIC, name: str = "t", validate_only: bool = False, times: int = 1,
-) -> int:  # fmt: skip
-    schema = load_request_schema(key, version)
-    resource = nested(schema, "resources")
-    config = nested(resource, "configs")
-    more = [{"config_operation": op} if key == 44 else {} for _, op, _ in changes]
-    configs = tuple(config(name=n, value=v, **m) for (n, _, v), m in zip(changes, more, strict=True))
-    resources = (resource(resource_type=kind, resource_name=name, configs=configs),) * times
-    with RawClient(broker.port) as client:
-        answer = client.ask(key, version, encode(schema(resources=resources, validate_only=validate_only)))
-    codes = {int(r.error_code) for r in answer.responses}
-    assert len(codes) == 1
-    assert all(bool(r.error_message) == bool(r.error_code) for r in answer.responses)
-    return codes.pop()
 
 
 def config_of(broker: FakeBroker | RealBroker, name: str = "t") -> dict[str, str]:
     row = broker.portal.call(broker.catalogue.get(TopicRow, name))
     assert row is not None
     return dict(row.config)
-
-
-def described(broker: FakeBroker, kind: int, name: str, keys: tuple[str, ...] | None = None) -> Any:
-    schema = load_request_schema(32, 4)
-    resource = nested(schema, "resources")(resource_type=kind, resource_name=name, configuration_keys=keys)
-    body = encode(schema(resources=(resource,), include_synonyms=True, include_documentation=True))
-    with RawClient(broker.port) as client:
-        return client.ask(32, 4, body).results[0]
 
 
 def test_configs_are_set_deleted_and_their_lists_grow_and_shrink(fake_broker: FakeBroker) -> None:

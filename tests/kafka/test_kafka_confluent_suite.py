@@ -49,9 +49,9 @@ from confluent_kafka.admin import (
     UserScramCredentialDeletion,
     UserScramCredentialUpsertion,
 )
-from harness import RealBroker
-from test_kafka_sasl import add, confluent, gate
 
+from support.kafka.harness import RealBroker
+from support.kafka.security import add, confluent, gate
 from tidemill.kafka import KafkaSettings
 
 SETTINGS = KafkaSettings(

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Cluster, eventually
-from test_kafka_groups import PARTITIONS, SETTINGS, produce
-from test_kafka_transactions import shown
+
+from support.kafka.groups.members import PARTITIONS, SETTINGS, produce
+from support.kafka.harness import Cluster, eventually
+from support.kafka.transactions import shown
 
 DEADLINE_S = 120
-MEMBER = Path(__file__).parent / "transforming_member.py"
+MEMBER = Path(__file__).parents[1] / "support" / "kafka" / "groups" / "transforming_member.py"
 
 
 class Worker:

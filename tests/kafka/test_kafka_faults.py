@@ -12,9 +12,9 @@ from typing import Any
 
 import confluent_kafka as ck
 import pytest
-from harness import FakeBroker, RealBroker
-from processes import Process
 
+from support.kafka.harness import FakeBroker, RealBroker
+from support.kafka.processes import Process
 from support.waiting import DEADLINE_S
 from tidemill.base.errors import ClosedError, UnavailableError, UnknownOutcomeError
 from tidemill.objects.store import Buffer

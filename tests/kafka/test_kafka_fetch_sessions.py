@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from harness import RealBroker, eventually
-from raw import RawClient, batch, produce_body
-from session_reader import Answer, Fetcher, Place
 
+from support.kafka.harness import RealBroker, eventually
+from support.kafka.raw import RawClient, batch, produce_body
+from support.kafka.session_reader import Answer, Fetcher, Place
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.fetch_sessions import sessions as sessions_module
 from tidemill.kafka.handlers import APIS
@@ -300,7 +300,7 @@ def test_a_session_that_makes_way_during_its_fetch_is_told_so(monkeypatch: pytes
 
 
 def receive(reader: Fetcher) -> Answer:
-    from raw import decode
+    from support.kafka.raw import decode
 
     _, data = reader.client.receive()
     return reader.read(decode(1, reader.version, data))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import foreign
 import pytest
-from foreign import PARTITIONS, SETTINGS, Driver, Members, Refused, numbered, of, share
-from harness import Cluster, RealBroker, eventually
 
+from support.kafka import foreign
+from support.kafka.foreign import PARTITIONS, SETTINGS, Driver, Members, Refused, numbered, of, share
+from support.kafka.harness import Cluster, RealBroker, eventually
 from tidemill.kafka import error_codes
 
 FENCED = (error_codes.INVALID_PRODUCER_EPOCH, error_codes.PRODUCER_FENCED)

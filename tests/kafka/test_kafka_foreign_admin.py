@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import foreign
 import pytest
-from authority import Authority
-from foreign import PARTITIONS, SETTINGS, Driver, Members, Refused, numbered, of
-from harness import RealBroker, eventually
-from test_kafka_sasl import PASSWORD, add, gate, token
 
+from support.kafka import foreign
+from support.kafka.foreign import PARTITIONS, SETTINGS, Driver, Members, Refused, numbered, of
+from support.kafka.harness import RealBroker, eventually
+from support.kafka.security import PASSWORD, Authority, add, gate, token
 from tidemill.kafka import error_codes
 from tidemill.security.sasl import MECHANISMS
 

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
-from harness import FakeBroker, RealBroker, eventually
 from hypothesis import given
 from hypothesis import strategies as st
 from kio.index import load_request_schema
-from raw import RawClient, encode, fields, nested
-from test_kafka_acls import allow, as_user
-from test_kafka_configs import alter, described
-from test_kafka_groups_consumer import beat
-from test_kafka_sasl import add, gate
 
+from support.kafka.groups.consumer import beat
+from support.kafka.harness import FakeBroker, RealBroker, eventually
+from support.kafka.raw import RawClient, alter, described, encode, fields, nested
+from support.kafka.security import add, allow, as_user, gate
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits

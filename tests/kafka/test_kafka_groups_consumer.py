@@ -10,10 +10,11 @@ import confluent_kafka as ck
 import pytest
 from confluent_kafka import ConsumerGroupState, ConsumerGroupType
 from confluent_kafka.admin import AdminClient
-from harness import RealBroker, eventually
 from kio.index import load_request_schema
-from raw import RawClient, encode, fields, nested
 
+from support.kafka.groups.consumer import ask, beat
+from support.kafka.harness import RealBroker, eventually
+from support.kafka.raw import RawClient, fields, nested
 from tidemill.kafka import KafkaSettings, error_codes
 
 SETTINGS = KafkaSettings(
@@ -21,8 +22,6 @@ SETTINGS = KafkaSettings(
     group_consumer_session_timeout_ms=60_000,
     group_consumer_heartbeat_interval_ms=200,
 )
-SECOND = datetime.timedelta(seconds=1)
-SAME = datetime.timedelta(milliseconds=-1)
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +36,6 @@ def broker() -> Iterator[RealBroker]:
 def client(broker: RealBroker) -> Iterator[RawClient]:
     with RawClient(broker.port) as made:
         yield made
-
-
-def ask(client: RawClient, key: int, version: int, **values: Any) -> Any:
-    return client.ask(key, version, encode(fields(load_request_schema(key, version), **values)))
-
-
-def beat(client: RawClient, group: str, member: str, epoch: int, version: int = 1, **values: Any) -> Any:
-    asked: dict[str, Any] = {"rebalance_timeout": SAME, "topic_partitions": None, **values}
-    if epoch == 0:
-        joins = {"rebalance_timeout": SECOND, "topic_partitions": ()}
-        asked = {**asked, **joins, **values}
-        if not values.keys() & {"subscribed_topic_names", "subscribed_topic_regex"}:
-            asked["subscribed_topic_names"] = ("t",)
-    return ask(client, 68, version, group_id=group, member_id=member, member_epoch=epoch, **asked)
 
 
 def has(answer: Any) -> dict[str, list[int]]:

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
+from support.kafka.groups.world import See
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import ClassicGroup, GroupLimits, HeartbeatAnswer, Phase
 from tidemill.kafka.groups.consumer import requests as consumer
@@ -25,21 +26,6 @@ from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
 
 LIMITS = GroupLimits(members=5, consumer_session_ms=1_000)
 TOPICS = {"a": Topic("ta", 5), "b": Topic("tb", 3)}
-
-
-class See:
-    def __init__(self, topics: dict[str, Topic]) -> None:
-        self.version, self.topics = 1, dict(topics)
-
-    def change(self, name: str, topic: Topic | None) -> None:
-        self.version += 1
-        self.topics = {n: t for n, t in {**self.topics, name: topic}.items() if t is not None}
-
-    def topic(self, name: str) -> Topic | None:
-        return self.topics.get(name)
-
-    def matching(self, pattern: str) -> frozenset[str]:
-        return frozenset(name for name in self.topics if name in pattern)
 
 
 class World:

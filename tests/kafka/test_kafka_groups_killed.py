@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import confluent_kafka as ck
 from confluent_kafka.admin import AdminClient, NewTopic
-from harness import eventually
-from processes import Process
-from test_kafka_groups import PARTITIONS, Member, produce, shared
 
+from support.kafka.groups.members import PARTITIONS, Member, committed, produce, shared
+from support.kafka.harness import eventually
+from support.kafka.processes import Process
+from support.waiting import DEADLINE_S
 from tidemill.cli.demo.ports import free_port
 from tidemill.topics.membership import rendezvous_leader
 
@@ -20,20 +20,10 @@ SETTINGS = (
     "kafka.group_consumer_heartbeat_interval_ms=300",
     "kafka.group_consumer_session_timeout_ms=5000",
 )
-DEADLINE_S = 90
 
 
 def coordinated_by(node: str, prefix: str) -> str:
     return next(f"{prefix}{n}" for n in range(100) if rendezvous_leader(list(NODES), f"{prefix}{n}", 0) == node)
-
-
-def committed(addresses: str, group: str, topic: str) -> list[int]:
-    client = ck.Consumer({"bootstrap.servers": addresses, "group.id": group})
-    try:
-        found = client.committed([ck.TopicPartition(topic, p) for p in range(PARTITIONS)], timeout=DEADLINE_S)
-        return [place.offset for place in found]
-    finally:
-        client.close()
 
 
 def test_groups_of_both_protocols_outlive_a_sigkill_of_their_coordinator(tmp_path: Path) -> None:

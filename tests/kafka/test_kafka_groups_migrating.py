@@ -8,7 +8,10 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from group_world import (
+from hypothesis import given, settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+
+from support.kafka.groups.world import (
     ALL,
     COOPERATIVE,
     EAGER,
@@ -25,9 +28,6 @@ from group_world import (
     shared,
     subscription,
 )
-from hypothesis import given, settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
-
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import protocol_dispatch
 from tidemill.kafka.groups.classic.state import (

@@ -3,88 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from tidemill.base.clock import Rand, SystemClock
+from support.kafka.groups.moved import World, ask, run, stable
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import METASTORE_BATCH_BYTES
-from tidemill.base.status.status import StatusTracker
-from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import group_runner as led_module
-from tidemill.kafka.groups.classic.state import GroupLimits, JoinRequest, Phase, SyncAnswer, SyncRequest
+from tidemill.kafka.groups.classic.state import Phase, SyncAnswer, SyncRequest
 from tidemill.kafka.groups.consumer.state import HeartbeatRequest, Topic
-from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
-from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import GroupOffsetRow
-from tidemill.objects.memory import MemoryObjects
-
-LIMITS = GroupLimits(initial_delay_ms=0)
-
-
-class World:
-    """One metastore, and as many nodes that coordinate everything as a test wants."""
-
-    def __init__(self) -> None:
-        self.clock, self.rand = SystemClock(), Rand(7)
-        self.consensus = MemoryConsensus(self.clock)
-        self.metastore: Metastore = create_metastore(self.consensus, MemoryObjects(self.clock), self.clock, self.rand)
-        self.tracker = StatusTracker()
-        self.nodes: list[GroupCoordinator] = []
-
-    def node(self, is_own: Callable[[str], bool] = lambda _: True, **limits: int) -> GroupCoordinator:
-        limits = {"groups_max": 100, "groups_bytes_max": 1 << 20, **limits}
-        made = GroupCoordinator(
-            self.metastore, is_own, self.clock, self.rand, node=f"n{len(self.nodes)}", limits=lambda _: LIMITS,
-            tracker=self.tracker, **limits,
-        )  # fmt: skip
-        self.nodes.append(made)
-        return made
-
-    async def offsets(self) -> list[int]:
-        return [row.offset for row in await self.metastore.rows(GROUP_OFFSETS, "g")]
-
-
-def run(body: Callable[[World], Awaitable[None]]) -> None:
-    async def main() -> None:
-        world = World()
-        try:
-            async with asyncio.timeout(60):
-                await body(world)
-        finally:
-            for node in world.nodes:
-                await node.aclose()
-            await world.metastore.aclose()
-
-    asyncio.run(main())
-
-
-def ask(member_id: str = "", new_id: str = "m1", **more: Any) -> JoinRequest:
-    values: dict[str, Any] = {
-        "instance_id": None,
-        "client_id": "c",
-        "client_host": "/h",
-        "session_ms": 10_000,
-        "rebalance_ms": 10_000,
-        "protocol_type": "consumer",
-        "protocols": (("range", b"meta"),),
-    }
-    return JoinRequest(member_id, new_id, **{**values, **more})
-
-
-async def stable(led: GroupRunner, member_id: str = "", new_id: str = "m1") -> str:
-    """One member with an assignment."""
-    answer = await led.join(ask(member_id, new_id))
-    assert answer.error == 0
-    ask_sync = SyncRequest(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"all"),))
-    assert (await led.sync(ask_sync)).assignment == b"all"
-    return answer.member_id
 
 
 class OneTopic:

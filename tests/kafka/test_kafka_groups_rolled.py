@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from confluent_kafka import ConsumerGroupState, ConsumerGroupType
 from confluent_kafka.admin import AdminClient, ConsumerGroupDescription
-from harness import Cluster, RealBroker, eventually
-from test_kafka_groups import CLIENTS, PARTITIONS, PATIENT, SETTINGS, Member, produce, shared
-from test_kafka_groups_killed import committed
+
+from support.kafka.groups.members import CLIENTS, PARTITIONS, PATIENT, SETTINGS, Member, committed, produce, shared
+from support.kafka.harness import Cluster, RealBroker, eventually
 
 DEADLINE_S = 90
 AT_ONCE = 40

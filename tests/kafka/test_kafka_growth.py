@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
-from harness import Cluster, FakeBroker, RealBroker, eventually
 from kio.index import load_request_schema
-from raw import ZERO, RawClient, batch, encode, nested, produce_body
 
+from support.kafka.harness import Cluster, FakeBroker, RealBroker, eventually
+from support.kafka.raw import ZERO, RawClient, batch, encode, nested, produce_body
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.metastore.catalogue import TopicRow
 

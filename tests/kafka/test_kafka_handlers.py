@@ -9,10 +9,23 @@ from typing import Any
 
 import msgspec
 import pytest
-from harness import FakeBroker
 from kio.index import load_request_schema
-from raw import ZERO, RawClient, batch, decode, encode, example, fetch_body, fields, nested, produce_body, request_frame
 
+from support.kafka.harness import FakeBroker
+from support.kafka.raw import (
+    ZERO,
+    RawClient,
+    batch,
+    code,
+    decode,
+    encode,
+    example,
+    fetch_body,
+    fields,
+    nested,
+    produce_body,
+    request_frame,
+)
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
@@ -48,17 +61,6 @@ def strict(key: int, version: int, body: dict[str, Any]) -> bytearray:
 
 UNION_EXTRAS = {10: ("key",), 9: ("group_id", "topic_id")}
 """Fields that one builder makes for both shapes of a response."""
-
-
-def code(answer: Any) -> int:
-    """The first non-zero error code found anywhere in a response."""
-    if hasattr(answer, "__dataclass_fields__"):
-        found = [int(getattr(answer, name, 0)) for name in ("error_code", "partition_error_code")]
-        found += [code(getattr(answer, name)) for name in answer.__dataclass_fields__]
-        return next((c for c in found if c), 0)
-    if isinstance(answer, tuple):
-        return next((c for c in map(code, answer) if c), 0)
-    return 0
 
 
 SASL = (17, 36)

@@ -6,8 +6,8 @@ import shutil
 import subprocess
 
 import pytest
-from harness import RealBroker
 
+from support.kafka.harness import RealBroker
 from support.waiting import DEADLINE_S
 
 pytestmark = [

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Producer
-from harness import Cluster, FakeBroker, eventually
 from kio.index import load_request_schema
-from raw import RawClient, encode, nested
 
+from support.kafka.harness import Cluster, FakeBroker, eventually
+from support.kafka.raw import RawClient, encode, nested
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import exposed_servers, parse
 from tidemill.base.errors import InvalidError

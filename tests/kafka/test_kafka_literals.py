@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
-from harness import RealBroker
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader
-from raw import RawClient, decode, encode, example, fields, nested
-from session_reader import Fetcher
 
+from support.kafka.harness import RealBroker
+from support.kafka.raw import RawClient, decode, encode, example, fields, nested
+from support.kafka.session_reader import Fetcher
 from tidemill.kafka import error_codes, handlers
 from tidemill.kafka.schema.codec_compiler import decode_request, encode_response
 from tidemill.metastore.catalogue import TopicRow

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import confluent_kafka as ck
 import pytest
-from processes import Process
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
+from support.kafka.processes import Process
 
 COUNT = 40_000
 PARTITIONS = 2

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import RealBroker
 from kafka.admin import NewTopic
 from kafka.errors import TopicAlreadyExistsError
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
+from support.kafka.harness import RealBroker
 
 
 def read(broker: RealBroker, partitions: list[TopicPartition], count: int, **config: Any) -> list[Any]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import confluent_kafka as ck
 import pytest
-from harness import FakeBroker, RealBroker
 from kio.index import load_request_schema
-from raw import RawClient, batch, encode, example, fetch_body, fields, nested, produce_body
 
+from support.kafka.harness import FakeBroker, RealBroker
+from support.kafka.raw import RawClient, batch, encode, example, fetch_body, fields, nested, produce_body
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.handlers import APIS
 from tidemill.kafka.schema import fetch, produce

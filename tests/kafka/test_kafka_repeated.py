@@ -7,12 +7,12 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from harness import RealBroker, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raw import RawClient, batch, decode, produce_body
-from session_reader import Fetcher, Place, body_of
 
+from support.kafka.harness import RealBroker, eventually
+from support.kafka.raw import RawClient, batch, decode, produce_body
+from support.kafka.session_reader import Fetcher, Place, body_of
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.fetch_sessions import implicit as repeated_module
 from tidemill.kafka.fetch_sessions.request_diff import RequestDiff

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 import structlog
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.abc import AbstractTokenProvider as AioTokenProvider
-from authority import Authority
 from confluent_kafka.admin import (
     AdminClient,
     ScramCredentialInfo,
@@ -23,53 +22,23 @@ from confluent_kafka.admin import (
     UserScramCredentialDeletion,
     UserScramCredentialUpsertion,
 )
-from harness import FakeBroker, RealBroker, eventually, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from joserfc import jwt
-from joserfc.jwk import OctKey
 from kafka.errors import KafkaError, SaslAuthenticationFailedError
 from kafka.net.sasl.oauth import AbstractTokenProvider
-from raw import request_frame
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
-from tidemill.base.clock import Rand, SystemClock
+from support.kafka.harness import FakeBroker, RealBroker, eventually, run
+from support.kafka.raw import request_frame
+from support.kafka.security import PASSWORD, Authority, add, confluent, gate, plainly, token
+from tidemill.base.clock import Rand
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.net.listener_security import UNAUTHENTICATED_REQUEST_BYTES, ListenerSecurity
-from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
+from tidemill.kafka.net.listener_security import UNAUTHENTICATED_REQUEST_BYTES
 from tidemill.security.sasl import MECHANISMS, Authenticator, AuthFailureThrottle
-from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer, derive_credential
+from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer
 from tidemill.security.users import Users
 
-SECRET = "a secret of thirty-two bytes or more"
-PASSWORD = "s3cret, with = and ,"
 CLASSIC = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
-
-
-def token(user: str, lives_s: float = 3600.0) -> str:
-    claims = {"sub": user, "exp": int(time.time() + lives_s)}
-    return str(jwt.encode({"alg": "HS256"}, claims, OctKey.import_key(SECRET)))
-
-
-def gate(
-    authority: Authority | None = None, mechanisms: tuple[str, ...] = MECHANISMS, **more: Any
-) -> Callable[..., ListenerSecurity]:
-    tokens = TokenVerifier(TokenSettings(secret=SECRET), SystemClock())
-
-    def made(users: Users) -> ListenerSecurity:
-        return ListenerSecurity(
-            authority.gate().tls if authority is not None else None,
-            authenticator=Authenticator(users, Rand(), tokens),
-            mechanisms=mechanisms,
-            **more,
-        )
-
-    return made
-
-
-def add(broker: RealBroker | FakeBroker, user: str, password: str = PASSWORD) -> None:
-    for mechanism in NAMES:
-        broker.portal.call(broker.users.put(derive_credential(user, mechanism, password, b"salt" * 6)))
 
 
 @pytest.fixture(params=[False, True], ids=["clear", "tls"])
@@ -88,21 +57,6 @@ def plain() -> Iterator[FakeBroker]:
     add(broker, "alice")
     yield broker
     broker.close()
-
-
-def confluent(
-    broker: RealBroker, authority: Authority | None, mechanism: str, password: str = PASSWORD
-) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "bootstrap.servers": broker.address,
-        "security.protocol": "sasl_ssl" if authority else "sasl_plaintext",
-        "sasl.mechanism": mechanism,
-    }
-    if authority:
-        config["ssl.ca.location"] = str(authority.certificate)
-    if mechanism == "OAUTHBEARER":
-        return {**config, "oauth_cb": lambda _: (token("alice"), time.time() + 3600)}
-    return {**config, "sasl.username": "alice", "sasl.password": password}
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -164,7 +118,7 @@ def test_aiokafka_comes_in_by_every_mechanism(secure: tuple[RealBroker, Authorit
     async def scenario() -> None:
         config = python_config(broker, authority, mechanism, AioProvider())
         if authority:
-            from test_kafka_tls import trusting
+            from support.kafka.security import trusting
 
             config["ssl_context"] = trusting(authority)
         client = AIOKafkaProducer(**config)
@@ -310,10 +264,6 @@ class Dialogue:
 
     def close(self) -> None:
         self.sock.close()
-
-
-def plainly(user: str = "alice", password: str = PASSWORD, authzid: str = "") -> bytes:
-    return f"{authzid}\x00{user}\x00{password}".encode()
 
 
 def bearer(text: str) -> bytes:

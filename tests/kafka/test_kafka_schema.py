@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kio.index import load_request_schema, load_response_schema
 from kio.schema.errors import ErrorCode
 from kio.serial import entity_reader
-from schema_strategies import encoded, entities, plain
 
+from support.kafka.schema_strategies import encoded, entities, plain
 from tidemill.kafka import error_codes
 from tidemill.kafka.handlers import APIS, compile_all
 from tidemill.kafka.schema import codec_compiler, fetch, produce

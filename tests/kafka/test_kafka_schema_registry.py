@@ -19,9 +19,9 @@ from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer, Proto
 from confluent_kafka.serialization import MessageField, SerializationContext
 from google.protobuf import descriptor_pb2, message_factory, struct_pb2
 from google.protobuf.descriptor_pool import DescriptorPool
-from harness import RealBroker
 from starlette.applications import Starlette
 
+from support.kafka.harness import RealBroker
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import Registry

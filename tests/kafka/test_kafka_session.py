@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import structlog
-from fake_topics import FakeTopicLog
-from harness import FakeBroker, RealBroker, eventually, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
 
+from support.kafka.fake_topics import FakeTopicLog
+from support.kafka.harness import FakeBroker, RealBroker, eventually, run
+from support.kafka.raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.coop import CoopBudget

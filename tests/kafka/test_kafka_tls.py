@@ -13,11 +13,11 @@ from typing import Any
 import confluent_kafka as ck
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
-from authority import Authority
-from harness import FakeBroker, RealBroker, eventually, run
-from raw import request_frame
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
+from support.kafka.harness import FakeBroker, RealBroker, eventually, run
+from support.kafka.raw import request_frame
+from support.kafka.security import Authority, trusting
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.listener_security import ListenerSecurity
@@ -50,13 +50,6 @@ def principals(broker: RealBroker | FakeBroker) -> set[str]:
 def dial(broker: RealBroker | FakeBroker, context: ssl.SSLContext, **more: Any) -> ssl.SSLSocket:
     raw = socket.create_connection(("127.0.0.1", broker.port), timeout=20)
     return context.wrap_socket(raw, server_hostname="localhost", **more)
-
-
-def trusting(authority: Authority, certificate: tuple[str, str] | None = None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=authority.certificate)
-    if certificate is not None:
-        context.load_cert_chain(*certificate)
-    return context
 
 
 def ask_versions(tls: socket.socket, correlation_id: int = 7) -> bytes:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import confluent_kafka as ck
 import pytest
-from foreign import SETTINGS, Driver
-from harness import RealBroker, eventually
+
+from support.kafka.foreign import SETTINGS, Driver
+from support.kafka.harness import RealBroker, eventually
 
 pytestmark = pytest.mark.java
 

@@ -9,52 +9,13 @@ from typing import Any
 import confluent_kafka as ck
 import pytest
 from confluent_kafka.admin import AdminClient
-from harness import Cluster, RealBroker, eventually
 
+from support.kafka.harness import Cluster, RealBroker, eventually
+from support.kafka.transactions import DEADLINE_S, QUIET, producer, shown
 from tidemill.base.errors import UnavailableError
 from tidemill.kafka import error_codes
 from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 from tidemill.kafka.transactions.state import State, Transaction
-
-DEADLINE_S = 60
-QUIET = {"log_level": 0}
-
-
-def producer(address: str, transactional_id: str, **more: Any) -> ck.Producer:
-    client = ck.Producer({"bootstrap.servers": address, "transactional.id": transactional_id, **QUIET, **more})
-    client.init_transactions(DEADLINE_S)
-    return client
-
-
-def shown(address: str, topic: str, partitions: int, *, committed: bool = True) -> list[bytes]:
-    """All that a consumer is given up to the end of each partition, sorted."""
-    level = "read_committed" if committed else "read_uncommitted"
-    client = ck.Consumer(
-        {
-            "bootstrap.servers": address,
-            "group.id": "reader",
-            "isolation.level": level,
-            "enable.auto.commit": False,
-            "enable.partition.eof": True,
-            **QUIET,
-        }
-    )
-    client.assign([ck.TopicPartition(topic, index, 0) for index in range(partitions)])
-    values: list[bytes] = []
-    ended: set[int] = set()
-
-    def more() -> bool:
-        for message in client.consume(1000, 0.2):
-            if message.error() is None:
-                values.append(message.value())
-                ended.discard(message.partition())
-            elif message.error().code() == ck.KafkaError._PARTITION_EOF:
-                ended.add(message.partition())
-        return len(ended) == partitions
-
-    eventually(more)
-    client.close()
-    return sorted(values)
 
 
 def transactions_of(broker: RealBroker) -> dict[str, Transaction]:

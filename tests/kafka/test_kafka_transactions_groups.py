@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from harness import RealBroker, eventually
 from kio.index import load_request_schema
-from raw import RawClient, encode, fields, nested
-from test_kafka_groups_moved import World, run, stable
 
+from support.kafka.groups.moved import World, run, stable
+from support.kafka.harness import RealBroker, eventually
+from support.kafka.raw import RawClient, encode, fields, nested
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.kafka import KafkaSettings, error_codes

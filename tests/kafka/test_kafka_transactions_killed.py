@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from processes import Process
-from test_kafka_transactions import DEADLINE_S, producer, shown
 
+from support.kafka.processes import Process
+from support.kafka.transactions import DEADLINE_S, producer, shown
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.kafka.transactions.state import State

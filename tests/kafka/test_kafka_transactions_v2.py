@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import RealBroker
 from kio.index import load_request_schema
-from raw import RawClient, batch, encode, fields, nested
-from test_kafka_transactions import shown
 
+from support.kafka.harness import RealBroker
+from support.kafka.raw import RawClient, batch, encode, fields, nested
+from support.kafka.transactions import shown
 from tidemill.kafka import error_codes
 from tidemill.kafka.transactions.state import EPOCH_LAST, State, key_of
 from tidemill.kafka.transactions.store import change

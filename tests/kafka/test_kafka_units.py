@@ -10,10 +10,10 @@ from typing import Any
 
 import crc32c
 import pytest
-from harness import eventually, run
-from processes import Process
-from raw import RawClient, batch, decode, fetch_body, produce_body, request_frame
 
+from support.kafka.harness import eventually, run
+from support.kafka.processes import Process
+from support.kafka.raw import RawClient, batch, decode, fetch_body, produce_body, request_frame
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.kafka import error_codes

@@ -7,10 +7,10 @@ import struct
 import time
 
 import pytest
-from harness import RealBroker, eventually
-from raw import RawClient, batch, fetch_body, produce_body
-from session_reader import Fetcher
 
+from support.kafka.harness import RealBroker, eventually
+from support.kafka.raw import RawClient, batch, fetch_body, produce_body
+from support.kafka.session_reader import Fetcher
 from tidemill.kafka import KafkaSettings, error_codes
 
 FOR_EVER_MS = 0x7FFFFFFF
@@ -121,7 +121,7 @@ def test_a_client_that_reads_nothing_is_cut_off_with_all_that_waits_for_it() -> 
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             deaf.connect(("127.0.0.1", broker.port))
-            from raw import request_frame
+            from support.kafka.raw import request_frame
 
             for number in range(200):
                 deaf.sendall(request_frame(1, 4, number, fetch_body("t", 0, 0, max_wait_ms=FOR_EVER_MS)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine
@@ -21,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope
 
+from support.kafka.security import Authority
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
@@ -36,9 +36,6 @@ from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
 from tidemill.security.sasl import Authenticator
 from tidemill.security.scram import NAMES, derive_credential
 from tidemill.security.users import Users
-
-sys.path.append(str(Path(__file__).parents[1] / "kafka"))
-from authority import Authority
 
 SECRET = "a secret of thirty-two bytes or more"
 OP, R = Operation, Resource

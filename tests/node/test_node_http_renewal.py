@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import ssl
-import sys
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from support.kafka.security import Authority
 from tidemill.base.errors import InvalidError
 from tidemill.node.http import server as http_module
 from tidemill.node.http.connection_limits import close_descriptor_copies
 from tidemill.node.http.server import HttpServer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kafka"))
-from authority import Authority
 
 
 class World:

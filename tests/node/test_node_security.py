@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from typer.testing import CliRunner
 
+from support.kafka.security import Authority
 from tidemill.base.config.config import Config, exposed_servers, is_authorization_on, parse
 from tidemill.base.errors import InvalidError
 from tidemill.cli.context import open_stores
@@ -27,9 +27,6 @@ from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, AclRule, Operation, Resource
 from tidemill.security.scram import NAMES, derive_credential
 from tidemill.security.users import Users
-
-sys.path.append(str(Path(__file__).parents[1] / "kafka"))
-from authority import Authority
 
 PASSWORD = "a password"
 KEY = "a key of urls, of thirty-two bytes or more"

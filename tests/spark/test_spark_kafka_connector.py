@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from connector import JARS
 
 from support.waiting import DEADLINE_S
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kafka"))
-
 pytestmark = pytest.mark.spark
 
 BASE_MS = 1_700_000_000_000
@@ -26,7 +23,7 @@ BASE_MS = 1_700_000_000_000
 def broker() -> Iterator[Any]:
     if not JARS:
         pytest.skip("Spark's Kafka connector is not installed: tests/clients/install brings it where Maven is")
-    from harness import RealBroker
+    from support.kafka.harness import RealBroker
 
     broker = RealBroker()
     yield broker

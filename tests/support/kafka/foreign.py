@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import eventually
 
+from support.kafka.harness import eventually
 from tidemill.kafka import KafkaSettings
 
-CLIENTS = Path(__file__).parents[1] / "clients"
+CLIENTS = Path(__file__).parents[2] / "clients"
 PATIENCE_S = 60.0
 SETTINGS = KafkaSettings(group_initial_rebalance_delay_ms=0, group_consumer_heartbeat_interval_ms=500)
 PARTITIONS = 4

@@ -1,6 +1,6 @@
 """One consumer of a group in a process of its own, to be killed or to leave: prints what it is assigned and reads.
 
-usage: group_member.py CLIENT STRATEGY ADDRESSES GROUP TOPIC [INSTANCE]
+usage: member_process.py CLIENT STRATEGY ADDRESSES GROUP TOPIC [INSTANCE]
 
 STRATEGY `consumer` is the consumer protocol (KIP-848), in which a topic that begins with ^ is a pattern.
 `SESSION_MS` in the environment: the session of a member of the classic protocol.

@@ -13,9 +13,12 @@ import asyncio
 import contextlib
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-from group_member import HEARTBEAT_MS, SESSION_MS, Leave, say
+sys.path.insert(0, str(Path(__file__).parents[3]))  # the packages of tests
+
+from support.kafka.groups.member_process import HEARTBEAT_MS, SESSION_MS, Leave, say
 
 TRANSACTION_MS = 4_000
 READING = {

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import ssl
+import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from joserfc import jwt
+from joserfc.jwk import OctKey
 
+from support.kafka.harness import FakeBroker, RealBroker
+from support.kafka.raw import RawClient, code
+from tidemill.base.clock import Rand, SystemClock
 from tidemill.kafka.net.listener_security import ListenerSecurity
+from tidemill.security.acls import AclRule, Operation, Pattern, Permission, Resource
+from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
 from tidemill.security.principals import principal_rules
+from tidemill.security.sasl import MECHANISMS, Authenticator
+from tidemill.security.scram import NAMES, derive_credential
 from tidemill.security.tls import ServerCertificates, TlsSettings
+from tidemill.security.users import Users
 
 DAY = datetime.timedelta(days=1)
 
@@ -83,3 +98,84 @@ class Authority:
         return ListenerSecurity(
             ServerCertificates(self.tls(client_auth, min_version)), principal_rules(rules or ("DEFAULT",))
         )
+
+
+def trusting(authority: Authority, certificate: tuple[str, str] | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    if certificate is not None:
+        context.load_cert_chain(*certificate)
+    return context
+
+
+SECRET = "a secret of thirty-two bytes or more"
+
+PASSWORD = "s3cret, with = and ,"
+
+
+def token(user: str, lives_s: float = 3600.0) -> str:
+    claims = {"sub": user, "exp": int(time.time() + lives_s)}
+    return str(jwt.encode({"alg": "HS256"}, claims, OctKey.import_key(SECRET)))
+
+
+def gate(
+    authority: Authority | None = None, mechanisms: tuple[str, ...] = MECHANISMS, **more: Any
+) -> Callable[..., ListenerSecurity]:
+    tokens = TokenVerifier(TokenSettings(secret=SECRET), SystemClock())
+
+    def made(users: Users) -> ListenerSecurity:
+        return ListenerSecurity(
+            authority.gate().tls if authority is not None else None,
+            authenticator=Authenticator(users, Rand(), tokens),
+            mechanisms=mechanisms,
+            **more,
+        )
+
+    return made
+
+
+def add(broker: RealBroker | FakeBroker, user: str, password: str = PASSWORD) -> None:
+    for mechanism in NAMES:
+        broker.portal.call(broker.users.put(derive_credential(user, mechanism, password, b"salt" * 6)))
+
+
+def confluent(
+    broker: RealBroker, authority: Authority | None, mechanism: str, password: str = PASSWORD
+) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "bootstrap.servers": broker.address,
+        "security.protocol": "sasl_ssl" if authority else "sasl_plaintext",
+        "sasl.mechanism": mechanism,
+    }
+    if authority:
+        config["ssl.ca.location"] = str(authority.certificate)
+    if mechanism == "OAUTHBEARER":
+        return {**config, "oauth_cb": lambda _: (token("alice"), time.time() + 3600)}
+    return {**config, "sasl.username": "alice", "sasl.password": password}
+
+
+def plainly(user: str = "alice", password: str = PASSWORD, authzid: str = "") -> bytes:
+    return f"{authzid}\x00{user}\x00{password}".encode()
+
+
+def as_user(broker: FakeBroker, user: str) -> RawClient:
+    client = RawClient(broker.port)
+    name, message = b"PLAIN", plainly(user)
+    client.ask(17, 1, struct.pack(">h", len(name)) + name)
+    assert code(client.ask(36, 1, struct.pack(">i", len(message)) + message)) == 0
+    return client
+
+
+def allow(
+    broker: FakeBroker | RealBroker,
+    user: str,
+    operation: Operation,
+    resource: Resource,
+    name: str,
+    pattern: Pattern = Pattern.LITERAL,
+    permission: Permission = Permission.ALLOW,
+    host: str = "*",
+) -> Callable[[], None]:
+    assert broker.rulebook is not None
+    found = AclRule(int(resource), int(pattern), name, f"User:{user}", host, int(operation), int(permission))
+    broker.portal.call(broker.rulebook.add([found]))
+    return lambda: broker.portal.call(broker.rulebook.delete([found]))  # type: ignore[union-attr]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fake_topics import FakeTopicLog
-
+from support.kafka.fake_topics import FakeTopicLog
 from support.waiting import eventually as eventually
 from support.waiting import run as run
 from tidemill.base.clock import Rand, SystemClock

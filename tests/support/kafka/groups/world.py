@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from test_kafka_groups_consumer_core import See
-
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import protocol_dispatch
 from tidemill.kafka.groups.classic import requests as classic
@@ -317,3 +315,18 @@ def shared(members: list[Member]) -> Counter[int]:
 
 
 ALL = Counter(range(PARTITIONS))
+
+
+class See:
+    def __init__(self, topics: dict[str, Topic]) -> None:
+        self.version, self.topics = 1, dict(topics)
+
+    def change(self, name: str, topic: Topic | None) -> None:
+        self.version += 1
+        self.topics = {n: t for n, t in {**self.topics, name: topic}.items() if t is not None}
+
+    def topic(self, name: str) -> Topic | None:
+        return self.topics.get(name)
+
+    def matching(self, pattern: str) -> frozenset[str]:
+        return frozenset(name for name in self.topics if name in pattern)

@@ -10,8 +10,10 @@ import uuid
 from typing import Any
 
 from kio import index
+from kio.index import load_request_schema
 from kio.serial import entity_reader, entity_writer
 
+from support.kafka.harness import FakeBroker
 from tidemill.topics.batch import Record, encode_batch
 
 ZERO = datetime.timedelta(0)
@@ -305,3 +307,43 @@ def decode(key: int, version: int, data: bytes) -> Any:
     entity, size = entity_reader(schema)(memoryview(data).toreadonly(), 0)
     assert size == len(data)
     return entity
+
+
+def code(answer: Any) -> int:
+    """The first non-zero error code found anywhere in a response."""
+    if hasattr(answer, "__dataclass_fields__"):
+        found = [int(getattr(answer, name, 0)) for name in ("error_code", "partition_error_code")]
+        found += [code(getattr(answer, name)) for name in answer.__dataclass_fields__]
+        return next((c for c in found if c), 0)
+    if isinstance(answer, tuple):
+        return next((c for c in map(code, answer) if c), 0)
+    return 0
+
+
+TOPIC, BROKER = 2, 4
+
+
+def alter(
+    broker: FakeBroker, changes: list[tuple[str, int, str | None]], *, key: int = 44, version: int = 1,
+    kind: int = TOPIC, name: str = "t", validate_only: bool = False, times: int = 1,
+) -> int:  # fmt: skip
+    schema = load_request_schema(key, version)
+    resource = nested(schema, "resources")
+    config = nested(resource, "configs")
+    more = [{"config_operation": op} if key == 44 else {} for _, op, _ in changes]
+    configs = tuple(config(name=n, value=v, **m) for (n, _, v), m in zip(changes, more, strict=True))
+    resources = (resource(resource_type=kind, resource_name=name, configs=configs),) * times
+    with RawClient(broker.port) as client:
+        answer = client.ask(key, version, encode(schema(resources=resources, validate_only=validate_only)))
+    codes = {int(r.error_code) for r in answer.responses}
+    assert len(codes) == 1
+    assert all(bool(r.error_message) == bool(r.error_code) for r in answer.responses)
+    return codes.pop()
+
+
+def described(broker: FakeBroker, kind: int, name: str, keys: tuple[str, ...] | None = None) -> Any:
+    schema = load_request_schema(32, 4)
+    resource = nested(schema, "resources")(resource_type=kind, resource_name=name, configuration_keys=keys)
+    body = encode(schema(resources=(resource,), include_synonyms=True, include_documentation=True))
+    with RawClient(broker.port) as client:
+        return client.ask(32, 4, body).results[0]

@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from kio.index import load_request_schema
-from raw import RawClient, encode, fields, nested
 
+from support.kafka.raw import RawClient, encode, fields, nested
 from tidemill.metastore.catalogue import TopicRow
 
 Place = tuple[str, int]
