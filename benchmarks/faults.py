@@ -32,9 +32,9 @@ from faults_worlds import TOPIC, Cluster, Local, Remote, descendants, small_disk
 # isort: split
 import confluent_kafka as ck
 import psycopg
-from standbys import cut_off, promote
 
 from harbour import machine
+from support.capture.standbys import cut_off, promote
 from support.faults.served import named
 
 PROMISED_S = 5.0

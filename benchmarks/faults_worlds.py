@@ -16,12 +16,12 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "capture"), str(TESTS)]
+sys.path[:0] = [str(TESTS)]
 
 import confluent_kafka as ck  # noqa: E402
 import psycopg  # noqa: E402
-from standbys import primary, standby  # noqa: E402
 
+from support.capture.standbys import primary, standby  # noqa: E402
 from support.faults.cluster import Cluster, until  # noqa: E402
 from support.faults.faulty_stores import FaultyPostgres, FaultyS3  # noqa: E402
 from support.faults.served import World  # noqa: E402

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from capture_world import World, until
-from evolving import equal
 from msgspec.structs import replace
-from test_capture_tables import GOOD, PARTITIONED, in_world, stuck
 
+from support.capture.evolving import equal
+from support.capture.world import AGAIN, GOOD, PARTITIONED, World, generation, in_world, stuck, until
 from tidemill.base.status.status import derive_status
 from tidemill.capture.catalog.columns import ColumnAttributes, TableAttributes
 from tidemill.capture.tables.auto_recopy import can_copy_resolve
@@ -29,12 +28,6 @@ CHANGES = {
     "came_and_went": "ALTER TABLE t ADD x int DEFAULT 1; INSERT INTO t (id, x) VALUES (9, 5); ALTER TABLE t DROP x;"
                      " ALTER TABLE t ADD x int DEFAULT 2",
 }  # fmt: skip
-AGAIN: dict[str, Any] = {"copy_again": True, "copy_again_pause_s": 0.1}
-
-
-async def generation(world: World, name: str) -> int:
-    row = await world.table(f"public.{name}")
-    return row.generation if row is not None and row.is_streaming else -1
 
 
 @pytest.mark.parametrize("with_rows", [True, False])

@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 import pytest
-from test_capture_chunks import stores
 
+from support.capture.copies import stores
 from tidemill.base.errors import CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.capture.snapshot import side_topic_append

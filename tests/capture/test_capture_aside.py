@@ -13,10 +13,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_chunks import PROGRAM, as_folded
-from test_capture_resume import in_world
 
+from support.capture.copies import PROGRAM, as_folded
+from support.capture.world import World, in_world, until
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.naming import side_topic_name

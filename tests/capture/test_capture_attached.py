@@ -7,13 +7,11 @@ from typing import Any, cast
 
 import psycopg
 import pytest
-from capture_world import World, until
-from evolving import equal
 from msgspec.structs import replace
-from test_capture_again import AGAIN, generation
-from test_capture_rights import missing, reader_of
-from test_capture_tables import PARTITIONED, in_world
 
+from support.capture.evolving import equal
+from support.capture.rights import missing, reader_of
+from support.capture.world import AGAIN, PARTITIONED, World, generation, in_world, until
 from tidemill.capture.catalog import table_discovery
 from tidemill.capture.catalog.table_discovery import find_rows_before_attachment, list_partitions
 from tidemill.capture.postgres.connection import PgConnection, SqlRow

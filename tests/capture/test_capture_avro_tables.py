@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capture_world import World, header, until
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 from starlette.applications import Starlette
-from test_capture_types import BUILT_IN, columns, filled, quoted, selected
 
+from support.capture.column_types import BUILT_IN, columns, filled, quoted, selected
+from support.capture.world import World, header, until
 from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.pgtypes.debezium import json_writer, value_form
 from tidemill.capture.encode.avro_schemas import field_names

@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from fragments import at
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.capture.fragments import at
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, MissingError
 from tidemill.capture.catalog.table_choice import choose_tables

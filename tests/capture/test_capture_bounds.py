@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from capture_world import World, until
 
+from support.capture.gate import Gate
+from support.capture.world import World, in_world, until
 from tidemill.capture.decode.transaction_builder import FRAGMENT_BYTES
-from tidemill.topics.api import ProduceResult
 
 pytestmark = pytest.mark.postgres
 
@@ -21,43 +19,9 @@ MEMORY_MIB = 120
 """A hundred and twenty thousand rows that were all kept would take twice that, three hundred thousand five times."""
 
 
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
-
-
 def resident_mib() -> float:
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / (1 << 20)
-
-
-class Gate:
-    """Topics that take what they are given only while the gate is open; what waits keeps its order."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self._held: list[tuple[tuple[Any, ...], asyncio.Future[ProduceResult]]] = []
-        self.closed = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def produce_nowait(self, *call: Any) -> asyncio.Future[ProduceResult]:
-        if not self.closed:
-            return self._inner.produce_nowait(*call)  # type: ignore[no-any-return]
-        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
-        self._held.append((call, future))
-        return future
-
-    def open(self) -> None:
-        self.closed = False
-        for call, future in self._held:
-            inner = self._inner.produce_nowait(*call)
-            inner.add_done_callback(lambda ended, future=future: future.set_result(ended.result()))
-        self._held = []
 
 
 @pytest.mark.parametrize(

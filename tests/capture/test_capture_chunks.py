@@ -13,9 +13,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_resume import in_world
 
+from support.capture.copies import PROGRAM, SMALL, as_folded, copy_of, stores
+from support.capture.world import World, in_world, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.capture.changes import Column, Relation
@@ -31,9 +31,6 @@ from tidemill.objects.factory import open_objects
 from tidemill.topics.api import FetchRead
 from tidemill.topics.batch import decode_batch
 
-PROGRAM = Path(__file__).with_name("capture_process.py")
-SMALL: dict[str, Any] = {"copy_chunk_blocks": 4, "table_poll_s": 0.1, "tables": ("a",)}
-
 
 async def written_in_epoch(world: World, epoch: int) -> int:
     """How many records of the topic a copy's producer wrote in this epoch."""
@@ -47,15 +44,6 @@ async def written_in_epoch(world: World, epoch: int) -> int:
             ours = batch.header.producer_id == copy_producer_id(world.config())
             count += len(batch.records) if ours and batch.header.producer_epoch == epoch else 0
     return count
-
-
-async def copy_of(world: World) -> TableCopy | None:
-    row = await world.table("public.a")
-    return row.copy if row is not None else None
-
-
-async def as_folded(world: World) -> dict[str, dict[str, Any]]:
-    return {f'{{"id":{i}}}': {"id": i, "v": v, "w": w} for i, v, w in await world.select("SELECT id, v, w FROM a")}
 
 
 # pure -----------------------------------------------------------------------------------------------
@@ -152,18 +140,6 @@ def test_nothing_of_a_session_believed_dead_lands_once_another_goes_on_with_its_
             await alive.aclose()
 
     asyncio.run(scenario())
-
-
-@contextlib.asynccontextmanager
-async def stores() -> Any:
-    """A world's stores, without a database."""
-    world = World("postgresql://nowhere/x", name="x")
-    world.topics = world.new_topics()
-    try:
-        yield world
-    finally:
-        await world.topics.aclose()
-        await world.metastore.aclose()
 
 
 # against PostgreSQL ---------------------------------------------------------------------------------

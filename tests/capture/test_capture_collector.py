@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from fragments import at, change, fragment
 
+from support.capture.fragments import at, change, fragment
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.capture.changes import Fragment

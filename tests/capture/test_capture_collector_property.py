@@ -13,11 +13,11 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from fragments import at, fragment, relation
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from support.capture.fragments import at, fragment, relation
 from tidemill.base.clock import SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment

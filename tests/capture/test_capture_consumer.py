@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fragments import at, fragment
-
+from support.capture.fragments import at, fragment
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.delivery.flush_tracker import FlushTracker

@@ -7,11 +7,11 @@ import random
 import struct
 
 import pytest
-from fragments import OTHER, T, at
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from support.capture.fragments import OTHER, T, at
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment, Marker

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_capture_columns import RELATIONS, Log, value
 
+from support.capture.wire import RELATIONS, Log, value
 from tidemill.base.clock import Rand
 from tidemill.capture.changes import Relation
 from tidemill.capture.decode import copy_text

@@ -7,11 +7,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
 from msgspec.structs import replace
-from test_capture_chunks import SMALL, as_folded, copy_of, stores
-from test_capture_tables import GOOD, good_flows, in_world, plain
 
+from support.capture.copies import SMALL, as_folded, copy_of, stores
+from support.capture.world import GOOD, World, good_flows, in_world, plain, until
 from tidemill.base.errors import ConflictError, CorruptError, FencedError, TidemillError, UnavailableError
 from tidemill.capture.catalog.table_choice import Refusal
 from tidemill.capture.postgres.connection import PgConnection

@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from capture_world import World, until
-from test_capture_resume import TABLES, Writer, assert_no_position_twice, table_as_folded
 
+from support.capture.on_every_server import TWO_TABLES, Writer
+from support.capture.world import World, assert_no_position_twice, table_as_folded, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres
 
-PROGRAM = Path(__file__).with_name("capture_process.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 
 
 def test_kill_9_loses_and_doubles_nothing(postgres_dsn: str, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_kill_9_loses_and_doubles_nothing(postgres_dsn: str, tmp_path: Path) -> 
         consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, rand)
         objects = await open_objects(f"file://{tmp_path}/objects", clock, rand)
         async with World(postgres_dsn, consensus=consensus, objects=objects) as world:
-            await world.sql(*TABLES, "INSERT INTO a SELECT g, g FROM generate_series(1000, 3000) g")
+            await world.sql(*TWO_TABLES, "INSERT INTO a SELECT g, g FROM generate_series(1000, 3000) g")
             writer = Writer(postgres_dsn, 2)
             writing = asyncio.ensure_future(writer.run())
             try:

@@ -13,11 +13,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
-from evolving import ends_equal, equal
-from test_capture_servers import INSTALLED, SETTINGS
-from test_capture_tables import GOOD
 
+from support.capture.evolving import ends_equal, equal
+from support.capture.servers import INSTALLED, SETTINGS
+from support.capture.world import GOOD, World, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.tables.recopy_requests import accept_effects
 from tidemill.cli.demo.postgres import EmbeddedPostgres
@@ -26,7 +25,7 @@ from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres
 
-PROGRAM = Path(__file__).with_name("capture_process.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 SEEDS = (26, 14)
 """On the newest server: stored, attached, retyped, attached, detached, volatile. On an older one: constant, attached,
 volatile, detached, renamed, volatile. Capture is killed three times, and twice."""

@@ -6,9 +6,8 @@ import asyncio
 
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_tables import in_world
 
+from support.capture.world import World, in_world, until
 from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.setup.publication import Identities, create_publication, publish_tables

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from capture_world import World, until
-from test_capture_tables import GOOD, good_flows, in_world
 
+from support.capture.world import GOOD, World, good_flows, in_world, until
 from tidemill.capture.catalog.type_dependencies import is_compatible_type, serialize_type
 
 MADE = (

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import psycopg
 import pytest
-from capture_world import World, until
 from msgspec.structs import replace
-from test_capture_tables import in_world
 
-from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnknownOutcomeError
+from support.capture.on_every_server import (
+    IDENTITY_TABLES,
+    identities,
+    test_all_that_a_capture_changed_is_as_it_was,
+)
+from support.capture.world import World, in_world, until
+from tidemill.base.errors import InvalidError, UnknownOutcomeError
 from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
@@ -16,85 +20,18 @@ from tidemill.capture.session import teardown
 from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.publication import Identities, create_publication, publish_tables
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key, try_advisory_lock
-from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TopicRow
+from tidemill.metastore.catalogue import PipelineRow, TopicRow
+
+__all__ = [
+    "test_all_that_a_capture_changed_is_as_it_was",
+]
 
 pytestmark = pytest.mark.postgres
-
-TABLES = (
-    "CREATE TABLE plain (id int PRIMARY KEY, v text)",
-    "CREATE TABLE quiet (id int PRIMARY KEY, v text)",
-    "ALTER TABLE quiet REPLICA IDENTITY NOTHING",
-    'CREATE TABLE "By index" (id int PRIMARY KEY, code text NOT NULL)',
-    'CREATE UNIQUE INDEX "the code" ON "By index" (code)',
-    'ALTER TABLE "By index" REPLICA IDENTITY USING INDEX "the code"',
-    "CREATE TABLE whole (id int PRIMARY KEY, v text)",
-    "ALTER TABLE whole REPLICA IDENTITY FULL",
-    "CREATE TABLE split (id int PRIMARY KEY, v text) PARTITION BY RANGE (id)",
-    "CREATE TABLE split_low PARTITION OF split FOR VALUES FROM (0) TO (100)",
-)
-IDENTITIES = {"plain": "d", "quiet": "n", "By index": "i", "whole": "f", "split": "d", "split_low": "d"}
-
-
-async def identities(world: World) -> dict[str, str]:
-    rows = await world.select(
-        "SELECT relname, relreplident FROM pg_class"
-        " WHERE relkind IN ('r', 'p') AND relnamespace = 'public'::regnamespace"
-    )
-    return {name: found.decode() if isinstance(found, bytes) else found for name, found in rows}
-
-
-async def left_in_database(world: World) -> list[tuple[object, ...]]:
-    return await world.select(
-        f"SELECT pubname::text FROM pg_publication UNION ALL SELECT slot_name::text FROM pg_replication_slots"
-        f" WHERE slot_name = 'tidemill_{world.name}'"
-    )
-
-
-def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(*TABLES)
-        before = await identities(world)
-        assert before == IDENTITIES
-        async with world.capture():
-            assert set((await identities(world)).values()) == {"f"}
-            # A partition that comes later is given one, too, and gives it back.
-            await world.sql("CREATE TABLE split_high PARTITION OF split FOR VALUES FROM (100) TO (200)")
-
-            async def whole() -> bool:
-                return (await identities(world))["split_high"] == "f"
-
-            await until(whole, "the new partition has a whole identity")
-            with pytest.raises(ConflictError, match="is running"):
-                await drop_capture(world.config(), world.catalogue)
-        noted = {row.table: len(row.identities) for row in await world.catalogue.tables(world.name)}
-        assert noted == {
-            "public.plain": 1,
-            "public.quiet": 1,
-            "public.By index": 1,
-            "public.whole": 0,
-            "public.split": 3,
-        }
-        done = await drop_capture(world.config(), world.catalogue)
-        assert not done.left and done.publication and done.slot and len(done.topics) == 5
-        assert await identities(world) == {**before, "split_high": "d"}
-        assert await left_in_database(world) == []
-        assert await world.catalogue.tables(world.name) == []
-        assert await world.catalogue.get(CaptureRow, world.name) is None
-        assert await world.catalogue.list(TopicRow) == []
-        await world.sql("UPDATE quiet SET v = 'x'", "DELETE FROM split")
-        with pytest.raises(MissingError):
-            await drop_capture(world.config(), world.catalogue)
-        # Begun anew under its name it captures as at first.
-        await world.sql("INSERT INTO plain VALUES (1, 'a')")
-        async with world.capture():
-            assert (await identities(world))["plain"] == "f"
-
-    in_world(postgres_dsn, scenario)
 
 
 def test_an_identity_that_somebody_set_meanwhile_is_left(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:1])
+        await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
         await world.sql("ALTER TABLE plain REPLICA IDENTITY NOTHING")
@@ -108,7 +45,7 @@ def test_sessions_that_postgresql_ends_only_now_are_waited_for(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:1])
+        await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
         config, other = world.config(), await psycopg.AsyncConnection.connect(world.dsn)
@@ -136,7 +73,7 @@ def test_sessions_that_postgresql_ends_only_now_are_waited_for(
 
 def test_what_a_lock_keeps_is_named_and_done_by_the_next_try(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:1])
+        await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
         async with await psycopg.AsyncConnection.connect(world.dsn) as other:
@@ -154,7 +91,7 @@ def test_what_a_lock_keeps_is_named_and_done_by_the_next_try(postgres_dsn: str) 
 
 def test_a_capture_that_a_pipeline_reads_is_dropped_only_when_told_twice(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:1])
+        await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
         await world.catalogue.put(PipelineRow("p", {"plain": f"capture:{world.name}:public.plain"}))
@@ -168,7 +105,7 @@ def test_a_capture_that_a_pipeline_reads_is_dropped_only_when_told_twice(postgre
 
 def test_a_table_that_leaves_the_capture_gets_its_identity_back(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:3])
+        await world.sql(*IDENTITY_TABLES[:3])
         async with world.capture():
             pass
         async with world.capture(tables=("public.*", "!quiet"), table_poll_s=0.2):
@@ -184,7 +121,7 @@ def test_a_table_that_leaves_the_capture_gets_its_identity_back(postgres_dsn: st
 
 def test_a_renamed_table_gets_its_identity_back_under_its_new_name(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:1])
+        await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture(table_poll_s=0.2):
             await world.sql("ALTER TABLE plain RENAME TO fancy")
             await world.flowing("fancy")
@@ -201,9 +138,9 @@ def test_a_renamed_table_gets_its_identity_back_under_its_new_name(postgres_dsn:
 
 def test_a_table_made_anew_under_its_name_keeps_the_identity_that_somebody_gave_it(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[1:3])
+        await world.sql(*IDENTITY_TABLES[1:3])
         async with world.capture(table_poll_s=0.2):
-            await world.transaction("DROP TABLE quiet", TABLES[1], "ALTER TABLE quiet REPLICA IDENTITY FULL")
+            await world.transaction("DROP TABLE quiet", IDENTITY_TABLES[1], "ALTER TABLE quiet REPLICA IDENTITY FULL")
             await world.sql("INSERT INTO quiet VALUES (1, 'anew')")
 
             async def anew() -> bool:
@@ -219,7 +156,7 @@ def test_a_table_made_anew_under_its_name_keeps_the_identity_that_somebody_gave_
 
 def test_another_cluster_than_the_captured_one_is_left_alone(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:1])
+        await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
         await world.catalogue.put(replace(await world.row(), system_id="another"))
@@ -234,7 +171,7 @@ def test_another_cluster_than_the_captured_one_is_left_alone(postgres_dsn: str) 
 
 def test_a_note_whose_outcome_is_not_known_is_no_refusal_of_the_table(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:1])
+        await world.sql(*IDENTITY_TABLES[:1])
         wire = await PgConnection.connect(world.dsn, purpose="test")
 
         async def note(table: str, found: Identities) -> None:

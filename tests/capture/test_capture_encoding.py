@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from capture_world import World, until
 from msgspec.structs import replace
-from test_capture_tables import GOOD, good_flows, in_world
 
+from support.capture.world import GOOD, World, good_flows, in_world, until
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode import undecodable
 from tidemill.capture.decode.transaction_builder import TransactionBuilder

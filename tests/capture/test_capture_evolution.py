@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from capture_world import World, until
-from evolving import equal, folded, selected, version
 from msgspec.structs import replace
-from test_capture_tables import GOOD, good_flows, in_world
 
+from support.capture.evolving import equal, folded, selected, version
+from support.capture.world import GOOD, World, good_flows, in_world, until
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.shards.bindings.remap import LogRemap

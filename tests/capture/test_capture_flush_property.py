@@ -14,10 +14,10 @@ import random
 from collections import deque
 
 import pytest
-from fragments import at, fragment
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
+from support.capture.fragments import at, fragment
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.delivery.flush_tracker import FlushTracker

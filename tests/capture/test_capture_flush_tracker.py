@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fragments import at, change, fragment
 
+from support.capture.fragments import at, change, fragment
 from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.delivery.flush_tracker import FlushTracker

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
-from capture_world import World, until
 
+from support.capture.world import World, in_world, until
 from support.waiting import slowness
 from tidemill.base.status.status import StageState, derive_status
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.consumers import FlushNotices
 
 pytestmark = pytest.mark.postgres
-
-
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
 
 
 class HoldingSink:

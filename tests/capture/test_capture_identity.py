@@ -3,93 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
-from capture_world import World, header, until
 from msgspec.structs import replace
-from test_capture_tables import in_world
 
+from support.capture.identity import exact, identity
+from support.capture.on_every_server import (
+    AS_IS,
+    WIDE,
+    test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched,
+    unchanged,
+)
+from support.capture.world import World, in_world, until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.privileges import check_capture
-from tidemill.topics.batch import Record
+
+__all__ = [
+    "test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched",
+]
 
 pytestmark = pytest.mark.postgres
-
-AS_IS: dict[str, Any] = {"identity": "as-is", "table_poll_s": 0.1}
-WIDE = (
-    "CREATE TABLE wide (id int PRIMARY KEY, v int, body text, note text)",
-    "ALTER TABLE wide ALTER body SET STORAGE EXTERNAL, ALTER note SET STORAGE EXTERNAL",
-    "INSERT INTO wide SELECT g, g, repeat('b' || g, 2000), repeat('n' || g, 2000) FROM generate_series(1, 20) g",
-)
-
-
-def unchanged(record: Record) -> list[str]:
-    return json.loads(dict(record.headers).get("tm.unchanged") or b"[]")
-
-
-async def identity(world: World, table: str) -> str:
-    ((found,),) = await world.select(f"SELECT relreplident::text FROM pg_class WHERE oid = '{table}'::regclass")
-    return str(found)
-
-
-async def exact(world: World, table: str) -> None:
-    """The topic, read as its record format says, is what SELECT says."""
-    await world.caught_up()
-    rows = await world.select(f"SELECT row_to_json(t)::text FROM {table} t")
-    wanted = {row["id"]: row for row in (json.loads(text) for (text,) in rows)}
-    assert {row["id"]: row for row in (await world.folded(table)).values()} == wanted
-
-
-def test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched(
-    postgres_dsn: str,
-) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(*WIDE)
-        async with world.capture(**AS_IS):
-            assert await identity(world, "wide") == "d"
-            row = await world.table("public.wide")
-            assert row is not None and row.identity == "DEFAULT" and not row.identities
-            start = len(await world.records("wide"))
-            await world.sql(
-                "UPDATE wide SET v = 100 WHERE id = 1",
-                "UPDATE wide SET note = NULL WHERE id = 1",
-                "UPDATE wide SET id = 1000 WHERE id = 2",
-                "DELETE FROM wide WHERE id = 3",
-                "INSERT INTO wide VALUES (21, 1, repeat('x', 5000), 'short')",
-            )
-            await exact(world, "wide")
-            records = (await world.records("wide"))[start:]
-            assert [header(r, "tm.op") for r in records] == ["update", "update", "delete", "update", "delete", "insert"]
-            assert [unchanged(r) for r in records] == [["body", "note"], ["body"], [], ["body", "note"], [], []]
-            assert json.loads(records[1].value or b"") == {"id": 1, "v": 100, "note": None}
-            assert header(records[3], "tm.was") == '{"id":2}'
-            # By hand, within one transaction even: FULL, and back.
-            await world.transaction(
-                "UPDATE wide SET v = 5 WHERE id = 5",
-                "ALTER TABLE wide REPLICA IDENTITY FULL",
-                "UPDATE wide SET v = 6 WHERE id = 6",
-                "UPDATE wide SET id = 1007 WHERE id = 7",
-                "ALTER TABLE wide REPLICA IDENTITY DEFAULT",
-                "UPDATE wide SET v = 8 WHERE id = 8",
-            )
-            await exact(world, "wide")
-            switched = [unchanged(r) for r in (await world.records("wide"))[start + 6 :]]
-            assert switched == [["body", "note"], [], [], [], ["body", "note"]]
-            await world.sql("ALTER TABLE wide REPLICA IDENTITY FULL")
-
-            async def told() -> bool:
-                found = await world.table("public.wide")
-                return found is not None and found.identity == "FULL"
-
-            await until(told, "the list shows the identity in use")
-        done = await drop_capture(world.config(), world.catalogue)
-        assert done.publication and done.slot and done.identities == {}
-        assert await identity(world, "wide") == "f", "what was not taken is not given back"
-
-    in_world(postgres_dsn, scenario)
 
 
 def test_an_index_serves_where_it_has_the_whole_key_and_a_toasted_key_is_said(postgres_dsn: str) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capture_world import World, until
 
+from support.capture.world import World, until
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import SystemClock
 from tidemill.consensus.api import LogHead

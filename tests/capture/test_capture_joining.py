@@ -8,15 +8,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_schema import T
-from test_capture_tables import GOOD, good_flows, in_world, plain
 
+from support.capture.world import GOOD, T, World, good_flows, in_world, plain, told, until
 from support.waiting import DEADLINE_S
 from tidemill.base.errors import UnknownOutcomeError
-from tidemill.base.status.status import DerivedStatus, StageState, derive_status
+from tidemill.base.status.status import StageState
 from tidemill.capture.session import bootstrap
-from tidemill.capture.session.capture import Capture
 from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow
@@ -153,14 +150,6 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
             }, "every commit below where it is parked is in its topic"
 
     in_world(postgres_dsn, scenario)
-
-
-def told(world: World, capture: Capture, name: str) -> DerivedStatus | None:
-    """What the mark of a table, or of the capture itself, says now."""
-    capture._publish_status()
-    now_ms = world.clock.now_ms()
-    mark = next((m for m in world.tracker.report("p", now_ms).marks if m.name == name), None)
-    return derive_status(mark, "p", now_ms, now_ms) if mark is not None else None
 
 
 def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_captures_mark(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from capture_world import World
-from test_capture_types import in_world, selected
-from test_capture_types_shard import Stored, decoded, schema_of
 
+from support.capture.column_types import selected
+from support.capture.stored_shard import Stored, decoded, schema_of
+from support.capture.world import World, in_world
 from tidemill.shapes.shards.pg_text import text_columns
 
 pytestmark = pytest.mark.postgres

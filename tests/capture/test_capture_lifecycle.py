@@ -8,12 +8,10 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_drop import left_in_database
-from test_capture_identity import identity
-from test_capture_rights import TABLES, missing, reader_of
-from test_capture_tables import in_world, plain
 
+from support.capture.identity import identity, left_in_database
+from support.capture.rights import NAMED_TABLES, missing, reader_of
+from support.capture.world import World, in_world, plain, until
 from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.capture.session.teardown import drop_capture
@@ -28,7 +26,7 @@ def test_f495_drop_as_a_role_with_few_rights_takes_the_slot_and_hands_the_rest_t
     postgres_dsn: str,
 ) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:2], "CREATE TABLE c (id int PRIMARY KEY, v text)")
+        await world.sql(*NAMED_TABLES[:2], "CREATE TABLE c (id int PRIMARY KEY, v text)")
         await world.sql("ALTER TABLE c REPLICA IDENTITY NOTHING")
         async with reader_of(world):
             for statement in await missing(world):
@@ -49,7 +47,7 @@ def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_told_bac
     postgres_dsn: str, tmp_path: Path
 ) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:2], "CREATE TABLE c (id int PRIMARY KEY, v text)")
+        await world.sql(*NAMED_TABLES[:2], "CREATE TABLE c (id int PRIMARY KEY, v text)")
         await world.sql("ALTER TABLE c REPLICA IDENTITY NOTHING")
         kept: dict[str, object] = {}
 
@@ -100,7 +98,7 @@ def test_f495_doctor_writes_what_it_asks_for_into_the_catalogue(postgres_dsn: st
 
 def test_f496_a_table_that_comes_later_is_told_with_all_its_statements_at_once(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:2])
+        await world.sql(*NAMED_TABLES[:2])
         async with reader_of(world):
             for statement in await missing(world):
                 await world.sql(statement)

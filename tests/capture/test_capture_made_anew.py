@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from capture_world import World, until
 
+from support.capture.world import World, until
 from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.session import bootstrap, session, table_adder
 from tidemill.capture.session.bootstrap import PreparedSession

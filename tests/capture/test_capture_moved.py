@@ -10,12 +10,11 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
-from proxy import Proxy
-from standbys import copied_files, cut_off, primary, promote, signalled, standby
-from test_capture_chunks import SMALL, as_folded, copy_of
-from test_capture_tables import in_world
 
+from support.capture.copies import SMALL, as_folded, copy_of
+from support.capture.proxy import Proxy
+from support.capture.standbys import copied_files, cut_off, primary, promote, signalled, standby
+from support.capture.world import World, in_world, until
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.timeline import find_fork, parse_history

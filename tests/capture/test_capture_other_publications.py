@@ -6,11 +6,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_identity import exact, identity
-from test_capture_others import postgres_server
-from test_capture_tables import GOOD, good_flows, in_world
 
+from support.capture.identity import exact, identity
+from support.capture.servers import postgres_server
+from support.capture.world import GOOD, World, good_flows, in_world, until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.privileges import check_capture

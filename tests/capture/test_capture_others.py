@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import psycopg
 import pytest
@@ -13,30 +11,11 @@ import pytest
 from tidemill.capture.catalog.foreign_publications import find_identity_failures, find_objections
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres
 
-INSTALLED = Path(__file__).parents[1] / "clients" / "node_modules"
-SETTINGS = {"fsync": "off", "shared_buffers": "16MB"}
 PUBLICATIONS = 40
 """Chosen by a seed, one or two at a time."""
-
-
-@pytest.fixture(scope="module", params=["18", "15"])
-def postgres_server(
-    request: pytest.FixtureRequest, postgres_server: EmbeddedPostgres, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EmbeddedPostgres]:
-    """The newest, and the oldest with column lists."""
-    if request.param == "18":
-        yield postgres_server
-        return
-    binaries = INSTALLED / f"postgres-{request.param}" / "native" / "bin"
-    if not (binaries / "postgres").exists():
-        pytest.skip(f"PostgreSQL {request.param} is not here: tests/clients/install")
-    data_dir = tmp_path_factory.mktemp(f"postgres{request.param}") / "data"
-    with EmbeddedPostgres(data_dir, settings=SETTINGS, binaries=binaries) as server:
-        yield server
 
 
 TABLES = (

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from capture_world import World, until
 from msgspec.structs import replace
 
+from support.capture.world import World, until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.capture_row import FencedCaptureRow

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fragments import OTHER, T, at, change, fragment
 
+from support.capture.fragments import OTHER, T, at, change, fragment
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition

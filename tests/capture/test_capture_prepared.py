@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_others import INSTALLED, SETTINGS
-from test_capture_tables import in_world, plain
 
+from support.capture.servers import INSTALLED, SETTINGS
+from support.capture.world import World, in_world, plain, until
 from tidemill.base.errors import UnavailableError
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.cli.verify import postgres as verify

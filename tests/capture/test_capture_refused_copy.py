@@ -8,11 +8,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_joining import told
-from test_capture_schema import T
-from test_capture_tables import GOOD, good_flows, in_world
 
+from support.capture.world import GOOD, T, World, good_flows, in_world, told, until
 from support.waiting import DEADLINE_S
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Backoff

@@ -8,9 +8,9 @@ from copy import copy, deepcopy
 from typing import Any
 
 import pytest
-from capture_world import World, until
 from msgspec.structs import replace
 
+from support.capture.world import World, until
 from tidemill.base.lsn import Lsn
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue

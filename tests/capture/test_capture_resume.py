@@ -4,89 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import psycopg
 import pytest
-from capture_world import World, positions, until
-from test_capture_bounds import Gate
 
+from support.capture.gate import Gate
+from support.capture.on_every_server import (
+    TWO_TABLES,
+    Writer,
+    test_captures_cut_off_at_random_moments_resume_exactly_once,
+    test_h14_a_transaction_open_across_the_set_up_is_not_lost,
+)
+from support.capture.world import World, assert_no_position_twice, in_world, positions, table_as_folded, until
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.partition.recovery import partition_log
 
+__all__ = [
+    "test_captures_cut_off_at_random_moments_resume_exactly_once",
+    "test_h14_a_transaction_open_across_the_set_up_is_not_lost",
+]
+
 pytestmark = pytest.mark.postgres
-
-
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
-
-
-async def table_as_folded(world: World, table: str) -> dict[str, dict[str, Any]]:
-    """`SELECT` in the form that `World.folded` gives, for tables (id int, v int)."""
-    return {f'{{"id":{i}}}': {"id": i, "v": v} for i, v in await world.select(f"SELECT id, v FROM {table}")}
-
-
-def assert_no_position_twice(records: list[Any]) -> None:
-    found = positions(records)
-    assert found == sorted(found)
-    assert len(found) == len(set(found))
-
-
-class Writer:
-    """Random small transactions over two tables, on a connection of its own, until stopped."""
-
-    def __init__(self, dsn: str, seed: int) -> None:
-        self._dsn = dsn
-        self._random = random.Random(seed)
-        self._stop = False
-        self.transactions = 0
-
-    async def run(self) -> None:
-        connection = await psycopg.AsyncConnection.connect(self._dsn, autocommit=True)
-        async with connection:
-            while not self._stop:
-                try:
-                    async with connection.transaction():
-                        for _ in range(self._random.randint(1, 6)):
-                            await connection.execute(self._statement())
-                except psycopg.errors.DeadlockDetected:
-                    continue
-                self.transactions += 1
-                if self._random.random() < 0.2:
-                    await asyncio.sleep(self._random.random() * 0.01)
-
-    def stop(self) -> None:
-        self._stop = True
-
-    def _statement(self) -> str:
-        table = self._random.choice(("a", "b"))
-        key, value = self._random.randint(1, 40), self._random.randint(1, 10**6)
-        roll = self._random.random()
-        if roll < 0.15:
-            return f"DELETE FROM {table} WHERE id = {key}"
-        if roll < 0.25:
-            # A key change, when the new key is free.
-            new = self._random.randint(1000, 10**8)
-            return (
-                f"UPDATE {table} SET id = {new} WHERE id = {key} AND NOT EXISTS (SELECT FROM {table} WHERE id = {new})"
-            )
-        if roll < 0.26:
-            return f"TRUNCATE {table}"
-        return f"INSERT INTO {table} VALUES ({key}, {value}) ON CONFLICT (id) DO UPDATE SET v = excluded.v"
-
-
-TABLES = ("CREATE TABLE a (id int PRIMARY KEY, v int)", "CREATE TABLE b (id int PRIMARY KEY, v int)")
 
 
 def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES, *[f"INSERT INTO {t} SELECT g, g FROM generate_series(100, 20000) g" for t in "ab"])
+        await world.sql(*TWO_TABLES, *[f"INSERT INTO {t} SELECT g, g FROM generate_series(100, 20000) g" for t in "ab"])
         writers = [Writer(world.dsn, seed) for seed in range(3)]
         running = [asyncio.ensure_future(writer.run()) for writer in writers]
         await until(lambda: sum(w.transactions for w in writers) > 20, "writers write")
@@ -107,31 +51,6 @@ def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postgres_ds
     in_world(postgres_dsn, scenario)
 
 
-def test_captures_cut_off_at_random_moments_resume_exactly_once(postgres_dsn: str) -> None:
-    """Each round abandons a capture as a crash would (no clean close of its work) and opens another one."""
-
-    async def scenario(world: World) -> None:
-        rng = random.Random(7)
-        await world.sql(*TABLES)
-        writers = [Writer(world.dsn, seed) for seed in range(2)]
-        running = [asyncio.ensure_future(writer.run()) for writer in writers]
-        for _ in range(8):
-            async with world.capture(wait=False, fragment_changes=2):
-                await asyncio.sleep(rng.random() * 0.5)
-        for writer in writers:
-            writer.stop()
-        await asyncio.gather(*running)
-        async with world.capture(fragment_changes=3):
-            await world.caught_up()
-            for table in "ab":
-                assert await world.folded(table) == await table_as_folded(world, table)
-                assert_no_position_twice(await world.records(table))
-        bindings = await world.remap().after(0)
-        assert [b.lsn for b in bindings] == sorted(b.lsn for b in bindings)
-
-    in_world(postgres_dsn, scenario)
-
-
 def test_appends_of_an_abandoned_session_that_land_late_are_counted_or_refused(postgres_dsn: str) -> None:
     """Every append to a topic's log takes up to 0.3 s, so each abandoned session leaves work under way, and its
     successor opens, counts and writes while that work lands."""
@@ -145,7 +64,7 @@ def test_appends_of_an_abandoned_session_that_land_late_are_counted_or_refused(p
                 await asyncio.sleep(rng.random() * 0.3)
             return await append(log, *args, **kwargs)
 
-        await world.sql(*TABLES)
+        await world.sql(*TWO_TABLES)
         async with world.capture():
             await world.caught_up()
         world.consensus.append = slow
@@ -171,7 +90,7 @@ def test_appends_of_an_abandoned_session_that_land_late_are_counted_or_refused(p
 
 def test_restart_without_news_writes_nothing_again(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES, "INSERT INTO a VALUES (1, 1)")
+        await world.sql(*TWO_TABLES, "INSERT INTO a VALUES (1, 1)")
         async with world.capture():
             await world.sql("INSERT INTO a VALUES (2, 2)")
             await world.caught_up()
@@ -188,7 +107,7 @@ def test_c11_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn:
     """The remap is down: records are durable, nothing is bound, nothing may be confirmed. The next session counts."""
 
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES)
+        await world.sql(*TWO_TABLES)
         async with world.capture():
             await world.caught_up()
         capture = world.new_capture()
@@ -231,7 +150,7 @@ def test_c11_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn:
 
 def test_st10_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES, "INSERT INTO a SELECT g, g FROM generate_series(1, 30000) g")
+        await world.sql(*TWO_TABLES, "INSERT INTO a SELECT g, g FROM generate_series(1, 30000) g")
         gate = Gate(world.topics)
         gate.closed = True  # what is copied does not become durable, so the copy does not end
         capture = world.new_capture(topics=gate)
@@ -255,7 +174,7 @@ def test_st10_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgres_dsn
 
 def test_a_table_added_later_is_copied_and_joins_the_bindings(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES, "INSERT INTO b VALUES (1, 1), (2, 2)")
+        await world.sql(*TWO_TABLES, "INSERT INTO b VALUES (1, 1), (2, 2)")
         async with world.capture(tables=("a",)):
             await world.sql("INSERT INTO a VALUES (1, 1)")
             await world.caught_up()
@@ -301,7 +220,7 @@ def test_unknown_and_failed_appends_are_sent_again_and_land_once(postgres_dsn: s
                 raise UnknownOutcomeError("the request was lost.")
             raise UnavailableError("the store is away.")
 
-        await world.sql(*TABLES)
+        await world.sql(*TWO_TABLES)
         world.consensus.append = flaky
         writer = Writer(world.dsn, 1)
         running = asyncio.ensure_future(writer.run())
@@ -320,7 +239,7 @@ def test_unknown_and_failed_appends_are_sent_again_and_land_once(postgres_dsn: s
 
 def test_topics_that_lose_their_leader_over_and_over_get_every_record_once(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES)
+        await world.sql(*TWO_TABLES)
         writer = Writer(world.dsn, 5)
         running = asyncio.ensure_future(writer.run())
 
@@ -346,7 +265,7 @@ def test_topics_that_lose_their_leader_over_and_over_get_every_record_once(postg
 
 def test_a_lost_server_connection_ends_the_session_and_the_next_one_goes_on(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES)
+        await world.sql(*TWO_TABLES)
         async with world.capture():
             await world.sql("INSERT INTO a VALUES (1, 1)")
             await world.sql(
@@ -362,7 +281,7 @@ def test_a_lost_server_connection_ends_the_session_and_the_next_one_goes_on(post
 
 def test_rc10_two_captures_of_one_name_take_turns(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES)
+        await world.sql(*TWO_TABLES)
         async with world.capture() as first:
             second = world.new_capture(topics=world.topics)
             waiting = asyncio.ensure_future(second.run())
@@ -381,35 +300,13 @@ def test_rc10_two_captures_of_one_name_take_turns(postgres_dsn: str) -> None:
     in_world(postgres_dsn, scenario)
 
 
-def test_h14_a_transaction_open_across_the_set_up_is_not_lost(postgres_dsn: str) -> None:
-    """electric #4773: it wrote before the table was published and commits after everything is set up."""
-
-    async def scenario(world: World) -> None:
-        await world.sql(*TABLES)
-        open_writer = await psycopg.AsyncConnection.connect(world.dsn)
-        async with open_writer:
-            await open_writer.execute("INSERT INTO a VALUES (1, 1)")
-            async with world.capture(wait=False) as capture:
-                await asyncio.sleep(0.5)
-                assert not capture.streaming
-                await world.sql("INSERT INTO b VALUES (7, 7)")
-                await open_writer.commit()
-                await until(lambda: capture.streaming, "the set-up ends after the writer")
-                await world.caught_up()
-                for table in "ab":
-                    assert await world.folded(table) == await table_as_folded(world, table)
-                    assert_no_position_twice(await world.records(table))
-
-    in_world(postgres_dsn, scenario)
-
-
 def test_a_table_made_anew_and_a_new_table_are_taken_in_while_running(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES, "INSERT INTO a VALUES (1, 1)")
+        await world.sql(*TWO_TABLES, "INSERT INTO a VALUES (1, 1)")
         async with world.capture(table_poll_s=0.05):
             await world.caught_up()
             old = await world.topic_id("a")
-            await world.sql("DROP TABLE a", TABLES[0], "INSERT INTO a VALUES (2, 2)")
+            await world.sql("DROP TABLE a", TWO_TABLES[0], "INSERT INTO a VALUES (2, 2)")
             await world.sql("CREATE TABLE c (id int PRIMARY KEY, v int)", "INSERT INTO c VALUES (3, 3)")
             await world.sql("INSERT INTO b VALUES (1, 1)")
 

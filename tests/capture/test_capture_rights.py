@@ -2,78 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
-
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_tables import in_world, plain
 
-from tidemill.base.errors import InvalidError
-from tidemill.capture.setup.privileges import check_capture
+from support.capture.on_every_server import (
+    test_what_doctor_prints_is_all_that_an_administrator_has_to_run,
+)
+from support.capture.rights import NAMED_TABLES, missing, reader_of
+from support.capture.world import World, in_world, plain, until
+
+__all__ = [
+    "test_what_doctor_prints_is_all_that_an_administrator_has_to_run",
+]
 
 pytestmark = pytest.mark.postgres
-
-TABLES = (
-    "CREATE TABLE a (id int PRIMARY KEY, v text)",
-    "INSERT INTO a VALUES (1, 'x')",
-    'CREATE SCHEMA "Other one"',
-    'CREATE TABLE "Other one".b (id int PRIMARY KEY, v text)',
-    "CREATE TABLE split (id int PRIMARY KEY, v text) PARTITION BY RANGE (id)",
-    "CREATE TABLE split_low PARTITION OF split FOR VALUES FROM (0) TO (100)",
-)
-NAMED = ("public.*", "Other one.*")
-
-
-@asynccontextmanager
-async def reader_of(world: World) -> AsyncIterator[str]:
-    """The DSN of a role with LOGIN and REPLICATION; the world captures as this role, and its SQL stays the owner's."""
-    role, owner = f"reader_{world.name}", world.dsn
-    await world.sql(f"CREATE ROLE {role} LOGIN REPLICATION")
-    world.dsn = owner.replace("postgres@", f"{role}@")
-    try:
-        yield world.dsn
-    finally:
-        world.dsn = owner
-        await until(world.slot_dropped, "the slot is dropped")
-        await world.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
-
-
-async def missing(world: World, **settings: Any) -> list[str]:
-    """The statements that doctor prints."""
-    try:
-        await check_capture(world.config(tables=NAMED, **settings))
-    except InvalidError as error:
-        return error.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
-    return []
-
-
-def test_what_doctor_prints_is_all_that_an_administrator_has_to_run(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(*TABLES)
-        assert await missing(world) == []  # the owner needs nobody
-        async with reader_of(world):
-            statements = await missing(world)
-            assert statements[0].startswith('GRANT USAGE ON SCHEMA "Other one"')
-            # Run one by one: none is printed that is not needed, or before what it needs.
-            for left in range(len(statements), 0, -1):
-                assert len(await missing(world)) == left
-                await world.sql(statements[-left])
-            assert await missing(world) == []
-            # As a role without rights to anything else, beginning with the copy.
-            async with world.capture(tables=NAMED):
-                await world.caught_up()
-                await world.sql(
-                    "UPDATE a SET v = 'y'", "INSERT INTO a VALUES (2, 'z')", "INSERT INTO split VALUES (7, 's')"
-                )
-                await world.caught_up()
-                assert await world.folded("a") == await plain(world, "a")
-                assert await world.folded("split") == await plain(world, "split")
-                assert {row.state for row in (await world.tables()).values()} == {"captured"}
-
-    in_world(postgres_dsn, scenario)
 
 
 def test_doctor_prints_the_identity_that_a_table_lacks_where_identities_are_taken_as_they_are(
@@ -81,7 +23,7 @@ def test_doctor_prints_the_identity_that_a_table_lacks_where_identities_are_take
 ) -> None:
     async def scenario(world: World) -> None:
         await world.sql(
-            *TABLES, "ALTER TABLE a REPLICA IDENTITY NOTHING", "ALTER TABLE split_low REPLICA IDENTITY NOTHING"
+            *NAMED_TABLES, "ALTER TABLE a REPLICA IDENTITY NOTHING", "ALTER TABLE split_low REPLICA IDENTITY NOTHING"
         )
         async with reader_of(world):
             statements = await missing(world, identity="as-is")
@@ -98,7 +40,7 @@ def test_doctor_prints_the_identity_that_a_table_lacks_where_identities_are_take
 
 def test_a_table_that_comes_later_is_refused_with_the_statements_and_taken_in_when_they_ran(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        await world.sql(*TABLES[:2])
+        await world.sql(*NAMED_TABLES[:2])
         async with reader_of(world):
             for statement in await missing(world):
                 await world.sql(statement)

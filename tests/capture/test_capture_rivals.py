@@ -13,12 +13,15 @@ from collections.abc import Sequence
 import fastavro
 import psycopg
 import pytest
-from capture_world import World, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_capture_columns import INT4, TEXT, Log, Notices, bursts, feed, framed, message
-from test_capture_tables import in_world
 
+from support.capture.on_every_server import (
+    as_selected,
+    test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table,
+)
+from support.capture.wire import INT4, TEXT, Log, Notices, bursts, feed, framed, message
+from support.capture.world import World, in_world, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.capture.catalog import relations
@@ -44,6 +47,10 @@ from tidemill.shapes.loop_share import Turn
 from tidemill.shapes.tables.backlog import Backlog, InboxEntry, PendingFragment, Transaction
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.topics.batch import Record, decode_batch
+
+__all__ = [
+    "test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table",
+]
 
 D = Relation(
     1, "public", "d", (Column("v", TEXT, -1, "", -1), Column("id", INT4, -1, "integer", 0)), deferrable=True
@@ -364,52 +371,6 @@ def test_what_cannot_be_asked_for_refuses_its_table_alone() -> None:
 
 
 # against PostgreSQL ---------------------------------------------------------------------------------
-
-TABLES = (
-    "CREATE TABLE {} (id int PRIMARY KEY DEFERRABLE, v text)",
-    "CREATE TABLE {} (a int, b text, v text, PRIMARY KEY (b, a) DEFERRABLE INITIALLY DEFERRED)",
-    "CREATE TABLE {} (id int PRIMARY KEY DEFERRABLE)",
-)
-
-
-async def as_selected(world: World, *tables: str) -> None:
-    await world.caught_up()
-    for table in tables:
-        rows = [json.loads(row) for (row,) in await world.select(f"SELECT row_to_json(t)::text FROM {table} t")]
-        held = list((await world.folded(table)).values())
-        assert sorted(map(str, held)) == sorted(map(str, rows)), table
-
-
-@pytest.mark.postgres
-@pytest.mark.parametrize("identity", ["full", "as-is"])
-def test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table(
-    postgres_dsn: str, identity: str
-) -> None:
-    async def scenario(world: World) -> None:
-        for n, table in enumerate(TABLES):
-            await world.sql(table.format(f"d{n}"), f"ALTER TABLE d{n} REPLICA IDENTITY FULL")
-        await world.sql(
-            "INSERT INTO d0 SELECT g, 'v' || g FROM generate_series(1, 5) g",
-            "INSERT INTO d1 SELECT g, 'k', 'same' FROM generate_series(1, 900) g",
-            "INSERT INTO d2 SELECT g FROM generate_series(1, 5) g",
-        )
-        async with world.capture(identity=identity, partitions=3, fragment_changes=50):
-            await world.sql("UPDATE d0 SET id = id + 1", "UPDATE d1 SET a = a + 1", "UPDATE d2 SET id = id + 1")
-            await as_selected(world, "d0", "d1", "d2")
-            await world.sql("UPDATE d0 SET id = 9 - id", "UPDATE d1 SET a = 1000 - a", "UPDATE d2 SET id = 9 - id")
-            await world.transaction(  # a row passes over others, one is replaced by hand, two are swapped
-                "SET CONSTRAINTS ALL DEFERRED", "UPDATE d0 SET id = 4 WHERE id = 3",
-                "UPDATE d0 SET id = 8 WHERE v = 'v5'",
-                "INSERT INTO d0 VALUES (5, 'new')", "DELETE FROM d0 WHERE id = 5 AND v <> 'new'",
-                "INSERT INTO d2 VALUES (77)", "DELETE FROM d2 WHERE id = 77", "UPDATE d2 SET id = 99 WHERE id = 3",
-                "UPDATE d2 SET id = 100 WHERE id = 99",
-            )  # fmt: skip
-            await as_selected(world, "d0", "d1", "d2")
-            for table in ("d0", "d1", "d2"):
-                row = await world.table(f"public.{table}")
-                assert row is not None and row.state == "captured"
-
-    in_world(postgres_dsn, scenario)
 
 
 @pytest.mark.postgres

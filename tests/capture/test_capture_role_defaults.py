@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from capture_world import World
-from test_capture_tables import GOOD, good_flows, in_world, plain
 
+from support.capture.world import GOOD, World, good_flows, in_world, plain
 from tidemill.capture.catalog.schema_versions import shard_schema_of
 from tidemill.cli.verify.postgres import open_source_point
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from capture_world import World, until
-from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 
+from support.capture.world import GOOD, World, good_flows, in_world, plain, stuck, until
 from tidemill.base.limits import METASTORE_VALUE_BYTES
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow
 from tidemill.metastore.rows import CAPTURE_TABLES, CAPTURES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fragments import T, at, change, fragment
 
+from support.capture.fragments import T, at, change, fragment
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.lsn import ChangePosition

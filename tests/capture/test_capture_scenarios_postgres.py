@@ -3,13 +3,12 @@ to the next one."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from capture_world import World, positions, until
 
+from support.capture.world import World, in_world, positions, until
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.catalog import relations
 from tidemill.capture.changes import Fragment
@@ -20,14 +19,6 @@ from tidemill.metastore.catalogue import PipelineRow
 pytestmark = pytest.mark.postgres
 
 TABLE = "CREATE TABLE a (id int PRIMARY KEY, v int)"
-
-
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
 
 
 class DyingSink:

@@ -12,10 +12,19 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World
-from test_capture_resume import TABLES, Writer, assert_no_position_twice, table_as_folded
-from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 
+from support.capture.on_every_server import TWO_TABLES, Writer
+from support.capture.world import (
+    GOOD,
+    T,
+    World,
+    assert_no_position_twice,
+    good_flows,
+    in_world,
+    plain,
+    stuck,
+    table_as_folded,
+)
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.changes import Fragment
@@ -28,7 +37,6 @@ from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres
 
-T = ("CREATE TABLE t (id int PRIMARY KEY, v int, w text)", "INSERT INTO t VALUES (1, 1, 'a'), (2, 2, 'b')")
 
 CHANGES = {
     "ADD COLUMN with a volatile default": (
@@ -243,7 +251,7 @@ def test_f414_tables_are_copied_beside_a_stream_under_load_and_lose_and_double_n
 
     async def scenario(world: World) -> None:
         rng = random.Random(3)
-        await world.sql(*TABLES, *[f"INSERT INTO {t} SELECT g, g FROM generate_series(1000, 9000) g" for t in "ab"])
+        await world.sql(*TWO_TABLES, *[f"INSERT INTO {t} SELECT g, g FROM generate_series(1000, 9000) g" for t in "ab"])
         writers = [Writer(world.dsn, seed) for seed in range(2)]
         running = [asyncio.ensure_future(writer.run()) for writer in writers]
         async with world.capture(tables=("a",)):
@@ -314,7 +322,7 @@ def test_f415_a_row_that_cannot_be_written_parks_its_table_whatever_is_raised(
     in_world(postgres_dsn, scenario)
 
 
-PROGRAM = Path(__file__).with_name("capture_process.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 
 
 @pytest.mark.extended

@@ -4,53 +4,45 @@ on servers of 14 to 17 as their registry carries them (`tests/clients/install`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from capture_world import World, until
-from test_capture_drop import test_all_that_a_capture_changed_is_as_it_was as test_drop
-from test_capture_identity import (
-    test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched as test_as_is,
-)
-from test_capture_resume import (
-    test_captures_cut_off_at_random_moments_resume_exactly_once as test_resume,
-)
-from test_capture_resume import (
-    test_h14_a_transaction_open_across_the_set_up_is_not_lost as test_open_writer,
-)
-from test_capture_rights import test_what_doctor_prints_is_all_that_an_administrator_has_to_run as test_rights
-from test_capture_rivals import (
-    test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table as test_rivals,
-)
-from test_capture_stream import (
+
+from support.capture.on_every_server import (
     test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal as test_key_change,
 )
-from test_capture_stream import (
+from support.capture.on_every_server import (
     test_a_large_transaction_of_several_tables_is_one_boundary as test_large_transaction,
 )
-from test_capture_stream import test_an_unchanged_toasted_value_is_filled_in_from_the_old_row as test_toast
-from test_capture_stream import test_partitions_of_a_table_are_captured_as_their_root as test_partitions
-from test_capture_stream import (
-    test_truncate_is_one_record_without_key_and_empties_the_table as test_truncate,
+from support.capture.on_every_server import test_all_that_a_capture_changed_is_as_it_was as test_drop
+from support.capture.on_every_server import test_an_unchanged_toasted_value_is_filled_in_from_the_old_row as test_toast
+from support.capture.on_every_server import (
+    test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched as test_as_is,
 )
-from test_capture_tables import (
-    GOOD,
-    good_flows,
-    in_world,
-)
-from test_capture_tables import (
+from support.capture.on_every_server import test_captures_cut_off_at_random_moments_resume_exactly_once as test_resume
+from support.capture.on_every_server import (
     test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later as test_refused,
 )
-from test_capture_tables import test_f406_a_table_whose_identity_is_taken_away_gets_it_back as test_identity
-
+from support.capture.on_every_server import test_f406_a_table_whose_identity_is_taken_away_gets_it_back as test_identity
+from support.capture.on_every_server import (
+    test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table as test_rivals,
+)
+from support.capture.on_every_server import (
+    test_h14_a_transaction_open_across_the_set_up_is_not_lost as test_open_writer,
+)
+from support.capture.on_every_server import test_partitions_of_a_table_are_captured_as_their_root as test_partitions
+from support.capture.on_every_server import (
+    test_truncate_is_one_record_without_key_and_empties_the_table as test_truncate,
+)
+from support.capture.on_every_server import (
+    test_what_doctor_prints_is_all_that_an_administrator_has_to_run as test_rights,
+)
+from support.capture.servers import INSTALLED, SETTINGS
+from support.capture.world import GOOD, World, good_flows, in_world, until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.setup.privileges import check_capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres
-
-INSTALLED = Path(__file__).parents[1] / "clients" / "node_modules"
-SETTINGS = {"fsync": "off", "shared_buffers": "16MB"}
 
 __all__ = [
     "test_as_is", "test_drop", "test_identity", "test_key_change", "test_large_transaction", "test_open_writer",

@@ -7,15 +7,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
-from proxy import Proxy
-from test_capture_supervision import mark_of
 
+from support.capture.proxy import Proxy
+from support.capture.world import World, in_world, mark_of, until
 from support.waiting import slowness
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import UnavailableError
@@ -39,14 +38,6 @@ async def until_in_time(check: Callable[[], object], otherwise: str, budget_ms: 
     began_s = time.monotonic()
     await until(check, otherwise)
     assert time.monotonic() - began_s < (budget_ms / 1000 + GRACE_S) * slowness(), otherwise
-
-
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
 
 
 class JumpingClock(ManualClock):

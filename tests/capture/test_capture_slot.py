@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import psycopg
 import pytest
-from capture_world import World, until
-from test_capture_tables import in_world
 
+from support.capture.world import World, in_world, until
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLostError
 from tidemill.capture.session import server_watch

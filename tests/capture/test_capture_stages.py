@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from capture_world import World
-from test_capture_tables import in_world
+
+from support.capture.world import World, in_world
 
 
 @pytest.mark.postgres

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 
 import pytest
-from capture_world import World, header, positions, until
+
+from support.capture.on_every_server import (
+    test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal,
+    test_a_large_transaction_of_several_tables_is_one_boundary,
+    test_an_unchanged_toasted_value_is_filled_in_from_the_old_row,
+    test_partitions_of_a_table_are_captured_as_their_root,
+    test_truncate_is_one_record_without_key_and_empties_the_table,
+)
+from support.capture.world import World, header, in_world, positions, until
+
+__all__ = [
+    "test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal",
+    "test_a_large_transaction_of_several_tables_is_one_boundary",
+    "test_an_unchanged_toasted_value_is_filled_in_from_the_old_row",
+    "test_partitions_of_a_table_are_captured_as_their_root",
+    "test_truncate_is_one_record_without_key_and_empties_the_table",
+]
 
 pytestmark = pytest.mark.postgres
 
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, customer text, amount numeric(12,2), paid bool, at timestamptz)"
-
-
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
 
 
 def test_inserts_updates_and_deletes_arrive_in_order_with_their_headers(postgres_dsn: str) -> None:
@@ -45,60 +51,6 @@ def test_inserts_updates_and_deletes_arrive_in_order_with_their_headers(postgres
         found = positions(records)
         assert found == sorted(set(found))
         assert found[0].commit_lsn == found[1].commit_lsn < found[2].commit_lsn
-
-    in_world(postgres_dsn, scenario)
-
-
-def test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql("CREATE TABLE t (a int, b text, v int, PRIMARY KEY (b, a))")
-        async with world.capture():
-            await world.sql("INSERT INTO t VALUES (1, 'x', 1)", "UPDATE t SET a = 2, v = 9 WHERE a = 1")
-            await world.caught_up()
-            records = await world.records("t")
-        # Key columns in the order of the primary key, value columns in the order of the table.
-        assert [r.key for r in records] == [b'{"b":"x","a":1}', b'{"b":"x","a":1}', b'{"b":"x","a":2}']
-        assert records[1].value is None
-        assert records[2].value == b'{"a":2,"b":"x","v":9}'
-        tombstone, upsert = positions(records)[1:]
-        assert (tombstone.commit_lsn, tombstone.ordinal + 1) == (upsert.commit_lsn, upsert.ordinal)
-
-    in_world(postgres_dsn, scenario)
-
-
-def test_truncate_is_one_record_without_key_and_empties_the_table(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE b (id int PRIMARY KEY)")
-        async with world.capture():
-            await world.sql(
-                "INSERT INTO a VALUES (1), (2)",
-                "INSERT INTO b VALUES (1)",
-                "TRUNCATE a, b",
-                "INSERT INTO a VALUES (3)",
-            )
-            await world.caught_up()
-            assert await world.folded("a") == {'{"id":3}': {"id": 3}}
-            assert await world.folded("b") == {}
-            truncate = (await world.records("a"))[2]
-            assert (truncate.key, truncate.value, header(truncate, "tm.op")) == (None, None, "truncate")
-
-    in_world(postgres_dsn, scenario)
-
-
-def test_an_unchanged_toasted_value_is_filled_in_from_the_old_row(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(
-            "CREATE TABLE notes (id int PRIMARY KEY, n int, body text)",
-            "ALTER TABLE notes ALTER body SET STORAGE EXTERNAL",
-        )
-        async with world.capture():
-            await world.sql(
-                "INSERT INTO notes VALUES (1, 0, repeat('long ', 5000))", "UPDATE notes SET n = 1", "DELETE FROM notes"
-            )
-            await world.caught_up()
-            records = await world.records("notes")
-        assert json.loads(records[1].value or b"") == {"id": 1, "n": 1, "body": "long " * 5000}
-        assert records[2].key == b'{"id":1}'
 
     in_world(postgres_dsn, scenario)
 
@@ -165,26 +117,6 @@ def test_a_marker_is_bound_exactly_at_its_commit(postgres_dsn: str) -> None:
     in_world(postgres_dsn, scenario)
 
 
-def test_a_large_transaction_of_several_tables_is_one_boundary(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY, v text)")
-        async with world.capture(fragment_changes=100, queue_changes=500):
-            await world.transaction(
-                "INSERT INTO a SELECT g, repeat('x', 50) FROM generate_series(1, 12000) g",
-                "INSERT INTO b SELECT g, repeat('y', 50) FROM generate_series(1, 3000) g",
-                "UPDATE a SET v = 'z' WHERE id <= 10",
-            )
-            await world.caught_up()
-            a, b = await world.topic_id("a"), await world.topic_id("b")
-            seen = {(x.offsets[a][0], x.offsets[b][0]) for x in await world.remap().after(0)}
-            assert seen == {(0, 0), (12010, 3000)}
-            rows = await world.folded("a")
-        assert len(rows) == 12000
-        assert sum(row["v"] == "z" for row in rows.values()) == 10
-
-    in_world(postgres_dsn, scenario)
-
-
 def test_time_advances_while_nothing_happens_and_the_slot_follows_the_wal(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE unrelated (id int)")
@@ -203,22 +135,6 @@ def test_time_advances_while_nothing_happens_and_the_slot_follows_the_wal(postgr
                 return sum(x.offsets == first.offsets for x in await world.remap().after(first.time_ms)) >= 2
 
             await until(later, "time advances")
-
-    in_world(postgres_dsn, scenario)
-
-
-def test_partitions_of_a_table_are_captured_as_their_root(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(
-            "CREATE TABLE p (id int PRIMARY KEY, v text) PARTITION BY RANGE (id)",
-            "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100)",
-            "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (100) TO (200)",
-            "INSERT INTO p VALUES (1, 'a'), (101, 'b')",
-        )
-        async with world.capture():
-            await world.sql("UPDATE p SET v = 'c' WHERE id = 101", "DELETE FROM p WHERE id = 1")
-            await world.caught_up()
-            assert await world.folded("p") == {'{"id":101}': {"id": 101, "v": "c"}}
 
     in_world(postgres_dsn, scenario)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, until
 
-from tidemill.base.status.status import RESTARTS_MAX, StageState, StageStatus, StatusTracker, derive_status
+from support.capture.world import World, in_world, mark_of, until
+from tidemill.base.status.status import RESTARTS_MAX, StageState, StatusTracker
 from tidemill.capture.decode import undecodable
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.decode.undecodable import UndecodableMessageError
@@ -28,22 +27,6 @@ pytestmark = pytest.mark.postgres
 
 class NobodyListed(BaseException):
     """As native code raises: not even an Exception."""
-
-
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
-
-
-def mark_of(world: World, capture: Capture) -> tuple[StageStatus, StageState]:
-    capture._publish_status()
-    now_ms = world.clock.now_ms()
-    report = world.tracker.report("p", now_ms)
-    mark = next(m for m in report.marks if m.name == capture.config.mark)
-    return mark, derive_status(mark, "p", now_ms, now_ms).state
 
 
 def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_age_survives(

@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
-from capture_world import World, until
 
-from tidemill.base.status.status import StageState, derive_status
+from support.capture.on_every_server import (
+    test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later,
+    test_f406_a_table_whose_identity_is_taken_away_gets_it_back,
+)
+from support.capture.world import GOOD, PARTITIONED, World, good_flows, in_world, plain, stuck, until
+
+__all__ = [
+    "test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later",
+    "test_f406_a_table_whose_identity_is_taken_away_gets_it_back",
+]
 
 pytestmark = pytest.mark.postgres
-
-
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
-
-
-async def plain(world: World, table: str) -> dict[str, dict[str, object]]:
-    return {f'{{"id":{i}}}': {"id": i, "v": v} for i, v in await world.select(f"SELECT id, v FROM {table}")}
-
-
-def stuck(world: World, table: str) -> str:
-    """The reason of the table's mark, which must be stuck at once and held by the operator."""
-    now_ms = world.clock.now_ms()
-    name = f"table:{world.name}/public.{table}"
-    (mark,) = [m for m in world.tracker.report("p", now_ms).marks if m.name == name]
-    assert derive_status(mark, "p", now_ms, now_ms).state is StageState.STUCK
-    assert mark.parked and mark.held_by == "operator"
-    return mark.reason
-
-
-GOOD = ("CREATE TABLE good (id int PRIMARY KEY, v int)", "INSERT INTO good VALUES (1, 1)")
-
-
-async def good_flows(world: World) -> None:
-    """The other table is exact, and the slot is confirmed."""
-    await world.sql("INSERT INTO good SELECT max(id) + 1, 7 FROM good")
-    binding = await world.caught_up()
-    assert await world.folded("good") == await plain(world, "good")
-
-    async def confirmed() -> bool:
-        return await world.confirmed() > binding.lsn
-
-    await until(confirmed, "the slot is confirmed")
 
 
 @pytest.mark.parametrize("name", ["a b", "a.b", 'q"uote', "été", "A_x20", "x" * 63, "ü" * 31])
@@ -67,45 +37,6 @@ def test_f401_a_table_is_captured_whatever_its_name(postgres_dsn: str, name: str
             assert await world.folded(topic) == await plain(world, quoted)
         async with world.capture():
             await good_flows(world)
-
-    in_world(postgres_dsn, scenario)
-
-
-def test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(
-            *GOOD,
-            "CREATE TABLE keyless (id int)",
-            "CREATE UNLOGGED TABLE quick (id int PRIMARY KEY)",
-            "CREATE EXTENSION file_fdw",
-            "CREATE SERVER files FOREIGN DATA WRAPPER file_fdw",
-            "CREATE FOREIGN TABLE far (id int) SERVER files OPTIONS (filename '/dev/null')",
-        )
-        for tables in (("public.*",), ("public.*", "quick", "nowhere")):
-            async with world.capture(tables=tables, table_poll_s=0.1):
-                await good_flows(world)
-                assert "needs a primary key" in stuck(world, "keyless")
-                rows = await world.tables()
-                asked = len(tables) > 1
-                assert rows["public.quick"].state == ("refused" if asked else "left")
-                assert rows["public.far"].state == "left" and "foreign" in rows["public.far"].reason
-                if asked:
-                    assert "no WAL" in stuck(world, "quick")
-                    assert "no such table" in stuck(world, "nowhere")
-                # Nothing of theirs was touched.
-                await world.sql("INSERT INTO keyless VALUES (1)", "UPDATE keyless SET id = 2", "DELETE FROM keyless")
-        async with world.capture(table_poll_s=0.1):
-            await world.sql("ALTER TABLE keyless ADD PRIMARY KEY (id)", "ALTER TABLE keyless ADD v int")
-            await world.flowing("keyless")
-            await world.sql("INSERT INTO keyless VALUES (5, 5)")
-            await world.caught_up()
-            assert await world.folded("keyless") == await plain(world, "keyless")
-            await world.sql("DROP TABLE quick")
-
-            async def forgotten() -> bool:
-                return "public.quick" not in await world.tables()
-
-            await until(forgotten, "what is gone is forgotten")
 
     in_world(postgres_dsn, scenario)
 
@@ -169,25 +100,6 @@ def test_f405_a_table_that_inherits_is_not_published_without_an_identity(postgre
     in_world(postgres_dsn, scenario)
 
 
-def test_f406_a_table_whose_identity_is_taken_away_gets_it_back(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(*GOOD, "CREATE TABLE t (id int PRIMARY KEY, v int)", "INSERT INTO t VALUES (1, 1)")
-        async with world.capture(table_poll_s=30):
-            await world.caught_up()
-            for identity in ("NOTHING", "DEFAULT"):
-                await world.sql(f"ALTER TABLE t REPLICA IDENTITY {identity}")
-
-                async def full() -> bool:
-                    return await world.select("SELECT relreplident FROM pg_class WHERE relname = 't'") == [("f",)]
-
-                await until(full, "the identity is whole again", 4.0)
-                await world.sql("UPDATE t SET v = v + 1")
-            await world.caught_up()
-            assert await world.folded("t") == await plain(world, "t")
-
-    in_world(postgres_dsn, scenario)
-
-
 def test_f407_an_attached_partition_without_full_parks_its_table_alone(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(
@@ -212,14 +124,6 @@ def test_f407_an_attached_partition_without_full_parks_its_table_alone(postgres_
             assert "old row" in stuck(world, "p")
 
     in_world(postgres_dsn, scenario)
-
-
-PARTITIONED = (
-    *GOOD,
-    "CREATE TABLE p (id int PRIMARY KEY, v int) PARTITION BY RANGE (id)",
-    "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100)",
-    "INSERT INTO p VALUES (1, 1)",
-)
 
 
 def test_f407_partitions_that_begin_empty_flow(postgres_dsn: str) -> None:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 
 import pytest
-from fragments import change, fragment
 
+from support.capture.fragments import change, fragment
 from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector

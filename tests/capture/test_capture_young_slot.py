@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 
 import psycopg
 import pytest
-from capture_world import World, until
 from msgspec.structs import replace
 
+from support.capture.world import World, until
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.session.bootstrap import start_over_undecodable
 from tidemill.capture.setup import server_checks

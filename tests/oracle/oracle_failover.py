@@ -7,19 +7,16 @@ cluster ─► proxy ─────────────► standby       ov
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
-
 import psycopg
-from proxy import Proxy
-from standbys import copied_files, cut_off, promote, signalled
 
+from support.capture.proxy import Proxy
+from support.capture.standbys import copied_files, cut_off, promote, signalled
 from support.lagging_standby import kill
 from support.waiting import eventually
 from tidemill.cli.demo.postgres import EmbeddedPostgres

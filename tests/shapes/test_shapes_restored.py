@@ -17,6 +17,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Change, Fragment
+from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
 from tidemill.shapes.reporting import CHECKED_PER_REPORT, LARGEST_COUNT, LargestShapes

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tidemill.base.errors import TidemillError
 from tidemill.cli.main import build_application
 
-PROGRAM = Path(__file__).parents[1] / "capture" / "capture_process.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 
 
 class Ground:

@@ -21,7 +21,7 @@ from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 
-PROGRAM = Path(__file__).parents[1] / "capture" / "capture_process.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 KNOWN = (
     (Column("id", "int32"), Column("f", "float32"), Column("n", "decimal(6,2)")),
     (Column("id", "int64"), Column("f", "float32"), Column("n", "decimal(6,2)"), Column("x", "int32", "5")),

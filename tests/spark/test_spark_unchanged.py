@@ -34,7 +34,7 @@ from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 
-PROGRAM = Path(__file__).parents[1] / "capture" / "capture_process.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 SCHEMA = ShardSchema((Column("k", "int64"), Column("a", "int64"), Column("b", "string")), ("k",))
 Row = dict[str, Any]
 Step = tuple[int, int, int, Row | None, tuple[str, ...]]

@@ -31,8 +31,10 @@ def rows() -> dict[str, str]:
 
 @cache
 def defined(path: str) -> set[str]:
-    functions = ast.FunctionDef | ast.AsyncFunctionDef
-    return {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, functions)}
+    """Return the tests of a file: its own, and those that it imports from tests/support."""
+    body = ast.parse((ROOT / path).read_text()).body
+    imported = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return imported | {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_every_row_is_on_the_page_in_order() -> None:

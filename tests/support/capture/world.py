@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from support.waiting import DEADLINE_S
 from support.waiting import until as until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.status.status import StatusTracker
+from tidemill.base.status.status import DerivedStatus, StageState, StageStatus, StatusTracker, derive_status
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.delivery.consumers import Sink
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
@@ -264,3 +264,86 @@ def fold(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 def positions(records: Sequence[Record]) -> list[ChangePosition]:
     return [read_position(record) for record in records]
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+async def plain(world: World, table: str) -> dict[str, dict[str, object]]:
+    return {f'{{"id":{i}}}': {"id": i, "v": v} for i, v in await world.select(f"SELECT id, v FROM {table}")}
+
+
+def stuck(world: World, table: str) -> str:
+    """The reason of the table's mark, which must be stuck at once and held by the operator."""
+    now_ms = world.clock.now_ms()
+    name = f"table:{world.name}/public.{table}"
+    (mark,) = [m for m in world.tracker.report("p", now_ms).marks if m.name == name]
+    assert derive_status(mark, "p", now_ms, now_ms).state is StageState.STUCK
+    assert mark.parked and mark.held_by == "operator"
+    return mark.reason
+
+
+GOOD = ("CREATE TABLE good (id int PRIMARY KEY, v int)", "INSERT INTO good VALUES (1, 1)")
+
+
+async def good_flows(world: World) -> None:
+    """The other table is exact, and the slot is confirmed."""
+    await world.sql("INSERT INTO good SELECT max(id) + 1, 7 FROM good")
+    binding = await world.caught_up()
+    assert await world.folded("good") == await plain(world, "good")
+
+    async def confirmed() -> bool:
+        return await world.confirmed() > binding.lsn
+
+    await until(confirmed, "the slot is confirmed")
+
+
+PARTITIONED = (
+    *GOOD,
+    "CREATE TABLE p (id int PRIMARY KEY, v int) PARTITION BY RANGE (id)",
+    "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100)",
+    "INSERT INTO p VALUES (1, 1)",
+)
+
+
+def mark_of(world: World, capture: Capture) -> tuple[StageStatus, StageState]:
+    capture._publish_status()
+    now_ms = world.clock.now_ms()
+    report = world.tracker.report("p", now_ms)
+    mark = next(m for m in report.marks if m.name == capture.config.mark)
+    return mark, derive_status(mark, "p", now_ms, now_ms).state
+
+
+def told(world: World, capture: Capture, name: str) -> DerivedStatus | None:
+    """What the mark of a table, or of the capture itself, says now."""
+    capture._publish_status()
+    now_ms = world.clock.now_ms()
+    mark = next((m for m in world.tracker.report("p", now_ms).marks if m.name == name), None)
+    return derive_status(mark, "p", now_ms, now_ms) if mark is not None else None
+
+
+async def table_as_folded(world: World, table: str) -> dict[str, dict[str, Any]]:
+    """`SELECT` in the form that `World.folded` gives, for tables (id int, v int)."""
+    return {f'{{"id":{i}}}': {"id": i, "v": v} for i, v in await world.select(f"SELECT id, v FROM {table}")}
+
+
+def assert_no_position_twice(records: list[Any]) -> None:
+    found = positions(records)
+    assert found == sorted(found)
+    assert len(found) == len(set(found))
+
+
+AGAIN: dict[str, Any] = {"copy_again": True, "copy_again_pause_s": 0.1}
+
+
+async def generation(world: World, name: str) -> int:
+    row = await world.table(f"public.{name}")
+    return row.generation if row is not None and row.is_streaming else -1
+
+
+T = ("CREATE TABLE t (id int PRIMARY KEY, v int, w text)", "INSERT INTO t VALUES (1, 1, 'a'), (2, 2, 'b')")

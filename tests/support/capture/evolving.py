@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from capture_world import World, until
 
+from support.capture.world import World, until
 from tidemill.capture.catalog.schema_versions import columns_at_version
 from tidemill.metastore.catalogue import CaptureTableRow
 from tidemill.topics.batch import Record

@@ -1,4 +1,4 @@
-"""A capture in a process of its own, to be killed: python capture_process.py DSN NAME DIRECTORY [OPTION …].
+"""A capture in a process of its own, to be killed: python process.py DSN NAME DIRECTORY [OPTION …].
 
 Options: `as-is`. `again`: parked tables are copied again by themselves, however soon. `slowly`: tables are
 copied in small chunks, a few thousand rows in a second. `aside`: what changes meanwhile is set aside soon, and appended
