@@ -8,6 +8,7 @@ import random
 import psycopg
 import pytest
 
+from support.capture.servers import postgres_server as postgres_server
 from tidemill.capture.catalog.foreign_publications import find_identity_failures, find_objections
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
