@@ -21,14 +21,15 @@ from pathlib import Path
 
 import psycopg
 
+import paths  # noqa: F401
 from capture import NAME, mark, tagged
 from harbour import machine
+from support.postgres import EmbeddedPostgres
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.session.capture import Capture
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import create_metastore

@@ -40,6 +40,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import paths  # noqa: F401
 from chaos_clients import Clients, until
 from chaos_judge import Stall
 from chaos_member import HEARTBEAT_MS, SESSION_MS
@@ -48,7 +49,7 @@ from chaos_throws import LEASE_S, THROWS, Throw, World, deck
 from chaos_watch import Watch, end_process
 from harbour import machine
 from nodes import Node
-from tidemill.cli.demo.postgres import EmbeddedPostgres
+from support.postgres import EmbeddedPostgres
 
 NODES = 3
 STALL_OVER_LEASE_S = 2.0

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import paths  # noqa: F401
 from chaos_thread import end_with_parent
-from tidemill.cli.demo.ports import free_port
+from support.ports import free_port
 
 BUCKET = "chaos"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos", "AWS_REGION": "us-east-1"}

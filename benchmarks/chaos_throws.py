@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import paths  # noqa: F401
 from chaos_store import Store
 from nodes import Node, descendants
+from support.postgres import EmbeddedPostgres
 from tidemill.base.limits import LEASE_TTL_MS
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 LEASE_S = LEASE_TTL_MS / 1000
 FROZEN_S = (LEASE_S + 1.0, LEASE_S + 4.0)

@@ -26,10 +26,11 @@ from pathlib import Path
 
 import psycopg
 
+import paths  # noqa: F401
+from demo import shop
+from demo.follower import Follower
 from harbour import harbour, machine, percentile
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.cli.demo import shop
-from tidemill.cli.demo.follower import Follower
 
 DEADLINE_S = 60.0
 

@@ -26,11 +26,12 @@ from pathlib import Path
 
 import psycopg
 
+import paths
+from demo.environment import Environment
 from harbour import harbour, machine, percentile
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MissingError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.cli.demo.environment import Environment
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 from tidemill.shards.api import TIME, Remap, Shard
@@ -171,8 +172,8 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
         if args.transaction:
             return await large(environment, shard, remap, args.transaction)
         load = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tidemill.cli.demo.load", "--dsn", environment.dsn, "--rate", str(args.rate),
-            stdout=asyncio.subprocess.DEVNULL,
+            sys.executable, "-m", "demo.load", "--dsn", environment.dsn, "--rate", str(args.rate),
+            stdout=asyncio.subprocess.DEVNULL, cwd=paths.ROOT,
         )  # fmt: skip
         shards_ms: Samples = []
         bindings_ms: Samples = []

@@ -177,7 +177,8 @@ async def engine(name: str, folder: Path) -> AsyncIterator[tuple[str, Limit]]:
 
         yield f"sqlite://{folder}/consensus.db", limit
     else:
-        from tidemill.cli.demo.postgres import EmbeddedPostgres
+        import paths  # noqa: F401
+        from support.postgres import EmbeddedPostgres
 
         folder.chmod(0o755)
         with EmbeddedPostgres(folder / "postgres", settings={"synchronous_commit": "on", "fsync": "on"}) as server:

@@ -25,8 +25,8 @@ from support.capture.standbys import primary, standby  # noqa: E402
 from support.faults.cluster import Cluster, until  # noqa: E402
 from support.faults.faulty_stores import FaultyPostgres, FaultyS3  # noqa: E402
 from support.faults.served import World  # noqa: E402
-from tidemill.cli.demo.ports import free_port  # noqa: E402
-from tidemill.cli.demo.postgres import EmbeddedPostgres  # noqa: E402
+from support.ports import free_port  # noqa: E402
+from support.postgres import EmbeddedPostgres  # noqa: E402
 
 TOPIC = "clicks"
 KEYS = "access_key_id=k&secret_access_key=s"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import random
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,10 +25,9 @@ from urllib.request import urlopen
 
 import psycopg
 
-from tidemill.cli.demo.postgres import EmbeddedPostgres
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import paths  # noqa: F401
 from support.faults.cluster import Cluster, cluster, until
+from support.postgres import EmbeddedPostgres
 
 STALL_LIMIT_MS = 50.0
 KNOWN = {200, 204, 304, 307, 400, 401, 404, 405, 409, 411, 413, 414, 415, 429, 431, 503}

@@ -25,7 +25,9 @@ from typing import Any
 
 import psycopg
 
+import paths  # noqa: F401
 from fuzz_found import Found
+from support.postgres import EmbeddedPostgres
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.lsn import BEFORE_ALL
@@ -39,7 +41,6 @@ from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.naming import has_invalid_bytes
 from tidemill.capture.postgres.replication_stream import FramedMessage
 from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 STALL_LIMIT_S = 0.05
 MEMORY_LIMIT_MIB = 64

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import paths  # noqa: F401
+from demo.environment import Environment, prepare
+from support.ports import free_port
 from tidemill.base.clock import SystemClock
-from tidemill.cli.demo.environment import Environment, prepare
-from tidemill.cli.demo.ports import free_port
 from tidemill.node.supervise.processes import start_all
 
 

@@ -26,12 +26,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import paths  # noqa: F401
+from demo.environment import Environment, prepare
+from demo.runner import Runner
 from harbour import machine
 from hostile_throws import THROWS, Throw, World, get
+from support.ports import free_port
 from tidemill.base.config.config import load
-from tidemill.cli.demo.environment import Environment, prepare
-from tidemill.cli.demo.ports import free_port
-from tidemill.cli.demo.runner import Runner
 from tidemill.node.supervise.processes import offset_port
 from tidemill.node.supervise.supervisor import Supervisor
 

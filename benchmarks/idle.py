@@ -36,12 +36,13 @@ from typing import Any
 import numpy as np
 import psycopg
 
+import paths
+from demo.environment import prepare
 from harbour import harbour, machine, percentile
+from support.ports import free_port
 from threads import Threads, Used
 from tidemill.base.clock import SystemClock
 from tidemill.base.config.config import parse
-from tidemill.cli.demo.environment import prepare
-from tidemill.cli.demo.ports import free_port
 from tidemill.node.supervise.processes import driver_spec as driver_of
 from tidemill.node.supervise.processes import group_by_driver, start_all
 from tidemill.spark.settings import StoreUrls
@@ -192,7 +193,15 @@ async def pair(lane: str, args: argparse.Namespace) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def load(dsn: str, seconds: float) -> AsyncIterator[None]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tidemill.cli.demo.load", "--dsn", dsn, "--rate", "20", stdout=asyncio.subprocess.DEVNULL
+        sys.executable,
+        "-m",
+        "demo.load",
+        "--dsn",
+        dsn,
+        "--rate",
+        "20",
+        stdout=asyncio.subprocess.DEVNULL,
+        cwd=paths.ROOT,
     )
     try:
         await asyncio.sleep(seconds)

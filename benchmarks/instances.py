@@ -34,16 +34,17 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import paths  # noqa: F401
+from demo.environment import Environment, prepare
+from demo.runner import TABLES
 from harbour import machine
 from hostile import Attacked
 from instances_crew import Crew, Uppers, scratch_of
 from instances_lone import DERIVED, Samples
 from instances_pipeline import CARTS, LONE
+from support.ports import free_port
 from tidemill.base.config.config import load
 from tidemill.base.errors import MissingError, UnavailableError
-from tidemill.cli.demo.environment import Environment, prepare
-from tidemill.cli.demo.ports import free_port
-from tidemill.cli.demo.runner import TABLES
 from tidemill.shards.registry import open_remap
 from tidemill.spark.ingest.fetch_decode import boot_id
 from tidemill.spark.upsert.mirror import Mirror

@@ -10,9 +10,10 @@ import argparse
 import json
 import signal
 
+import paths  # noqa: F401
+from demo.clicks import MALFORMED_PER_1000, Clicks
+from demo.shop import PRODUCTS
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.cli.demo.clicks import MALFORMED_PER_1000, Clicks
-from tidemill.cli.demo.shop import PRODUCTS
 
 CARTS = 2_000
 ENDED_PER_1000 = 50

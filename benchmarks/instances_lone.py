@@ -13,8 +13,9 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import paths  # noqa: F401
+from demo.runner import Runner
 from instances_pipeline import LONE
-from tidemill.cli.demo.runner import Runner
 from tidemill.shards.api import HistoryLostError
 
 READER = "bench-instances"

@@ -30,7 +30,8 @@ from pathlib import Path
 
 import confluent_kafka.admin
 
-from tidemill.cli.demo.ports import free_port
+import paths  # noqa: F401
+from support.ports import free_port
 from upsert_tree import TICK_S, stat
 
 TIDEMILL = ("directory", "memory", "s3")

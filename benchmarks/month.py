@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.request import urlopen
 
-from tidemill.cli.demo.ports import free_port
+import paths  # noqa: F401
+from support.ports import free_port
 
 T = TypeVar("T")
 DAY_MS = 86_400_000

@@ -14,7 +14,8 @@ from pathlib import Path
 import confluent_kafka as ck
 from confluent_kafka.admin import AdminClient
 
-from tidemill.cli.demo.ports import free_port
+import paths  # noqa: F401
+from support.ports import free_port
 
 DEADLINE_S = 120.0
 STOP_S = 60.0

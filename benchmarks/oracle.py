@@ -22,7 +22,7 @@ sys.path[:0] = [str(TESTS / "oracle"), str(TESTS)]
 
 from oracle_world import Plan, world  # noqa: E402
 
-from tidemill.cli.demo.postgres import EmbeddedPostgres  # noqa: E402
+from support.postgres import EmbeddedPostgres  # noqa: E402
 
 BINARIES = TESTS / "clients" / "node_modules"
 SETTINGS = {"fsync": "off", "shared_buffers": "32MB"}

@@ -33,8 +33,9 @@ from typing import Any, TypeVar
 import confluent_kafka as ck
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
+import paths  # noqa: F401
 from harbour import machine, percentile
-from tidemill.cli.demo.ports import free_port
+from support.ports import free_port
 
 T = TypeVar("T")
 DEADLINE_S = 120.0

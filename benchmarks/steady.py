@@ -26,11 +26,12 @@ from typing import Any
 import confluent_kafka as ck
 import numpy as np
 
+import paths  # noqa: F401
 from harbour import machine, percentile
 from kafka_load import producer
+from support.ports import free_port
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import parse
-from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus
 from tidemill.node.supervise.processes import start_all
 from tidemill.node.supervise.supervisor import Supervisor

@@ -17,8 +17,9 @@ import msgspec
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
+import paths  # noqa: F401
+from support.ports import free_port
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus
 from tidemill.topics.membership import NODES_REGISTER
 

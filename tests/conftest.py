@@ -12,9 +12,12 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from tidemill.cli.demo.postgres import EmbeddedPostgres
+pytest.register_assert_rewrite("support")
 
-pytest_plugins = ("support", "suite.selection", "suite.recording", "suite.leftovers")
+from support.postgres import EmbeddedPostgres  # noqa: E402
+from support.replication_slots import drop_slots  # noqa: E402
+
+pytest_plugins = ("suite.selection", "suite.recording", "suite.leftovers")
 
 _numbers = itertools.count(1)
 
@@ -59,8 +62,6 @@ def new_database(postgres_server: EmbeddedPostgres) -> Callable[[], str]:
 @pytest.fixture
 def postgres_dsn(new_database: Callable[[], str]) -> Iterator[str]:
     """The DSN of a database of this test's own. Slots that the test leaves there go: their names are the server's."""
-    from support.replication_slots import drop_slots
-
     dsn = new_database()
     yield dsn
     drop_slots(dsn)

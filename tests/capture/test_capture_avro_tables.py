@@ -19,12 +19,12 @@ from starlette.applications import Starlette
 
 from support.capture.column_types import BUILT_IN, columns, filled, quoted, selected
 from support.capture.world import World, header, until
+from support.postgres import EmbeddedPostgres
 from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.pgtypes.debezium import json_writer, value_form
 from tidemill.capture.encode.avro_schemas import field_names
 from tidemill.capture.snapshot.exported_snapshot import ExportedSnapshot
 from tidemill.capture.tables.recopy_requests import request_recopy
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import LocalSchemaRegistrar, Registry

@@ -10,11 +10,11 @@ import psycopg
 import pytest
 
 from support.capture.world import World, in_world, until
+from support.postgres import EmbeddedPostgres
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLostError
 from tidemill.capture.setup.privileges import check_database
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
 
 pytestmark = pytest.mark.postgres

@@ -17,9 +17,9 @@ import pytest
 from support.capture.evolving import ends_equal, equal
 from support.capture.servers import INSTALLED, SETTINGS
 from support.capture.world import GOOD, World, until
+from support.postgres import EmbeddedPostgres
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.tables.recopy_requests import accept_effects
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.capture.world import GOOD, World, good_flows, in_world, until
+from support.postgres import EmbeddedPostgres
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode import undecodable
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
@@ -18,7 +19,6 @@ from tidemill.capture.decode.undecodable import feed_frame
 from tidemill.capture.postgres import replication_stream
 from tidemill.capture.postgres.replication_stream import FramedMessage, parse_frame
 from tidemill.capture.postgres.standby_status import PAYLOAD_START
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 DATABASE = "any_bytes"
 

@@ -15,13 +15,13 @@ from support.capture.copies import SMALL, as_folded, copy_of
 from support.capture.proxy import Proxy
 from support.capture.standbys import copied_files, cut_off, primary, promote, signalled, standby
 from support.capture.world import World, in_world, until
+from support.postgres import EmbeddedPostgres
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.timeline import find_fork, parse_history
 from tidemill.capture.session import capture as capture_module
 from tidemill.capture.session.capture import Capture
 from tidemill.capture.setup.privileges import check_capture
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 TABLES = ("a", "b")
 

@@ -9,8 +9,8 @@ import pytest
 
 from support.capture.servers import INSTALLED, SETTINGS
 from support.capture.world import World, in_world, plain, until
+from support.postgres import EmbeddedPostgres
 from tidemill.base.errors import UnavailableError
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.cli.verify import postgres as verify
 
 pytestmark = pytest.mark.postgres

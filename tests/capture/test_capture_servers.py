@@ -38,9 +38,9 @@ from support.capture.on_every_server import (
 )
 from support.capture.servers import INSTALLED, SETTINGS
 from support.capture.world import GOOD, World, good_flows, in_world, until
+from support.postgres import EmbeddedPostgres
 from tidemill.base.errors import InvalidError
 from tidemill.capture.setup.privileges import check_capture
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres
 

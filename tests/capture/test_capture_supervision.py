@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from support.capture.world import World, in_world, mark_of, until
+from support.postgres import EmbeddedPostgres
 from tidemill.base.status.status import RESTARTS_MAX, StageState, StatusTracker
 from tidemill.capture.decode import undecodable
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
@@ -20,7 +21,6 @@ from tidemill.capture.session import capture as capture_module
 from tidemill.capture.session import session
 from tidemill.capture.session.capture import Capture
 from tidemill.capture.topics.topic_writer import TopicWriter
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres
 

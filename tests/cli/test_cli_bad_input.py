@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from support.ports import free_port
+from support.postgres import EmbeddedPostgres
 from tidemill.base.status.status import StatusReport
 from tidemill.cli.context import open_stores
-from tidemill.cli.demo.ports import free_port
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 
@@ -192,14 +192,6 @@ def test_doctor_passes_on_a_fresh_configuration_and_says_what_it_saw(tmp_path: P
     assert done.returncode == 0, done.stdout
     for check in ("python", "java", "bash", "disk", "node.http", "node.kafka", "objects", "consensus.url"):
         assert f"ok   {check}" in done.stdout
-
-
-def test_fresh_never_deletes_what_is_not_a_demo(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("mine")
-    done = tidemill("demo", "--fresh", "--data", str(tmp_path), "--for", "1", "--http", f"127.0.0.1:{free_port()}",
-                    "--kafka", f"127.0.0.1:{free_port()}", cwd=tmp_path)  # fmt: skip
-    refused(done, "--fresh", "--data")
-    assert (tmp_path / "precious").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from typing import TypeVar
 import pytest
 
 from contracts.consensus import run
+from support.ports import free_port
 from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import open_with_retry
-from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.sqlite import engine, sockets
 
@@ -321,7 +321,7 @@ def test_a_fallback_directory_that_is_a_link_or_open_to_others_is_not_used(
 
 @pytest.mark.postgres
 def test_f513_a_real_postgres_that_is_stopped_and_started_is_waited_for_by_running_clients(tmp_path: Path) -> None:
-    from tidemill.cli.demo.postgres import EmbeddedPostgres
+    from support.postgres import EmbeddedPostgres
 
     server = EmbeddedPostgres(tmp_path / "postgres").start()
 

@@ -20,11 +20,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from support.postgres import EmbeddedPostgres
 from support.waiting import DEADLINE_S
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
+ROOT = Path(__file__).parents[2]
 TABLES = {"warehouse", "district", "customer", "stock", "orders", "order_line", "payment", "clicks",
           "conversion_by_product"}  # fmt: skip
 LIGHT = ["--rate", "40", "--clicks", "200"]
@@ -50,12 +51,12 @@ def ports(count: int) -> tuple[str, str]:
 @contextmanager
 def demo(directory: Path, *options: str, nodes: int = 1, environ: dict[str, str] | None = None) -> Iterator[Any]:
     http, kafka = ports(nodes)
-    command = [sys.executable, "-m", "tidemill", "demo", "--json", "--data", str(directory), "--http", http]
+    command = [sys.executable, "-m", "demo", "--json", "--data", str(directory), "--http", http]
     command += ["--kafka", kafka, "--nodes", str(nodes), *LIGHT, *options]
     path = directory.parent / "demo.log"
     with path.open("w") as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **(environ or {})}
+            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env={**os.environ, **(environ or {})}
         )
         try:
             yield process, http

@@ -22,16 +22,17 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from test_e2e_demo import TABLES, ports, wait_until_ready
 
+from demo.environment import Environment, prepare
 from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.maintenance.restore.plan import plan_restore
 from tidemill.metastore.backup.restore_source import find_source
 from tidemill.objects.factory import open_objects
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "TIDEMILL_METASTORE__CHECKPOINT_INTERVAL_S": "1",
     "TIDEMILL_METASTORE__PERSIST_INTERVAL_S": "1",
@@ -89,11 +90,13 @@ class Shop:
 
     def load(self, seconds: float) -> dict[str, int]:
         """Shop transactions and clicks for so long; what was acknowledged."""
-        kafka = ["tidemill.cli.demo.clicks", "--brokers", self.kafka, "--rate", "200"]
-        shop = ["tidemill.cli.demo.load", "--dsn", self.environment.dsn, "--rate", "60"]
+        kafka = ["demo.clicks", "--brokers", self.kafka, "--rate", "200"]
+        shop = ["demo.load", "--dsn", self.environment.dsn, "--rate", "60"]
         running = [
             subprocess.Popen(
-                [sys.executable, "-m", *arguments, "--seed", str(time.monotonic_ns() % 10**9)], stdout=subprocess.PIPE
+                [sys.executable, "-m", *arguments, "--seed", str(time.monotonic_ns() % 10**9)],
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
             )
             for arguments in (shop, kafka)
         ]

@@ -21,7 +21,7 @@ import psycopg
 import pytest
 
 from support.faults.cluster import Cluster, cluster, until
-from tidemill.cli.demo.postgres import EmbeddedPostgres
+from support.postgres import EmbeddedPostgres
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 

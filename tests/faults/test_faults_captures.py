@@ -16,9 +16,9 @@ import psycopg
 import pytest
 
 from support.faults.cluster import Cluster, until
+from support.ports import free_port
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus
 
 pytestmark = pytest.mark.postgres

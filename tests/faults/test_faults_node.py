@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.faults.cluster import Cluster, cluster, until
-from tidemill.cli.demo.ports import free_address
-from tidemill.cli.demo.postgres import EmbeddedPostgres
+from support.ports import free_address
+from support.postgres import EmbeddedPostgres
 
 AWS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 

@@ -15,7 +15,7 @@ import pytest
 
 from support.faults.cluster import cluster, until
 from support.faults.restarts import capture_of, kept, restarted
-from tidemill.cli.demo.ports import free_port
+from support.ports import free_port
 
 CLIENT = Path(__file__).parents[1] / "clients/node_modules/@electric-sql/client/dist/index.browser.mjs"
 

@@ -9,8 +9,8 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from support.kafka.groups.members import PARTITIONS, Member, committed, produce, shared
 from support.kafka.harness import eventually
 from support.kafka.processes import Process
+from support.ports import free_port
 from support.waiting import DEADLINE_S
-from tidemill.cli.demo.ports import free_port
 from tidemill.topics.membership import rendezvous_leader
 
 NODES = ("n1", "n2")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from support.ports import free_port
 from support.waiting import DEADLINE_S
-from tidemill.cli.demo.ports import free_port
 
 CLIENTS = Path(__file__).parents[1] / "clients" / "java"
 JAVA = ("java", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx384m", "-Xshare:auto")

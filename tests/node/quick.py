@@ -14,9 +14,9 @@ from typing import Any
 import confluent_kafka as ck
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
 
+from support.ports import free_port
 from support.waiting import DEADLINE_S, eventually
 from tidemill.base.config.config import parse
-from tidemill.cli.demo.ports import free_port
 
 QUIET = {"log_level": 0, "reconnect.backoff.max.ms": 200, "retry.backoff.ms": 20, "retry.backoff.max.ms": 200}
 PARTITIONS = 2

@@ -14,8 +14,8 @@ from urllib.request import urlopen
 import pytest
 from confluent_kafka import Consumer, Producer
 
+from support.ports import free_port
 from tidemill.base.config.config import Config
-from tidemill.cli.demo.ports import free_port
 from tidemill.console.app import console_routes
 from tidemill.node import node as assembly
 

@@ -14,9 +14,9 @@ import confluent_kafka as ck
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from support.ports import free_port
 from support.waiting import eventually
 from tidemill.base.config.config import parse
-from tidemill.cli.demo.ports import free_port
 
 PARTITIONS = 8
 DEADLINE_S = 120.0

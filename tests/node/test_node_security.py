@@ -16,10 +16,10 @@ from confluent_kafka.admin import AdminClient
 from typer.testing import CliRunner
 
 from support.kafka.security import Authority
+from support.ports import free_address
 from tidemill.base.config.config import Config, exposed_servers, is_authorization_on, parse
 from tidemill.base.errors import InvalidError
 from tidemill.cli.context import open_stores
-from tidemill.cli.demo.ports import free_address
 from tidemill.cli.main import app as cli
 from tidemill.console.app import console_routes
 from tidemill.node.node import Node

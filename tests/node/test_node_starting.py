@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import tidemill.node.assembly as assembly
+from support.ports import free_address
 from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
 from tidemill.base.errors import UnavailableError
 from tidemill.base.status.status import StageStatus
-from tidemill.cli.demo.ports import free_address
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.metastore import Metastore

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import pytest
 
 from support.objects.moto_access import CREDENTIALS
+from support.ports import free_port
 from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import open_with_retry
-from tidemill.cli.demo.ports import free_port
 from tidemill.objects import health, local, retrying
 from tidemill.objects.factory import open_objects
 from tidemill.objects.health import CONFIRM_S, NOTICE_S, StoreHealth

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from prometheus_client import REGISTRY
 
+from support.ports import free_address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import (
     ConflictError,
@@ -21,7 +22,6 @@ from tidemill.base.errors import (
     UnavailableError,
     UnknownOutcomeError,
 )
-from tidemill.cli.demo.ports import free_address
 from tidemill.objects import MemoryObjects, ObjectMeta
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.s3 import S3Objects

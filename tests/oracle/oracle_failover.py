@@ -18,8 +18,8 @@ import psycopg
 from support.capture.proxy import Proxy
 from support.capture.standbys import copied_files, cut_off, promote, signalled
 from support.lagging_standby import kill
+from support.postgres import EmbeddedPostgres
 from support.waiting import eventually
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 STANDBY = "oracle_standby"
 SLOTS_SINCE = 17

@@ -33,9 +33,9 @@ from oracle_stock import StockClients, installed
 from oracle_tables import LEDGER, SCHEMAS, SETUP, Table, identifier, random_table
 
 from support.faults.cluster import Cluster, cluster, until
+from support.postgres import EmbeddedPostgres
 from tidemill.capture.naming import table_name
 from tidemill.cli.context import open_stores
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.metastore.catalogue import CaptureTableRow
 
 CAPTURE = "world"

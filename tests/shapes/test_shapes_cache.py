@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from support.ports import free_port
 from support.shapes.world import Answer, ShapeWorld, _fetch, eventually, run
-from tidemill.cli.demo.ports import free_port
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.settings import CacheAges

@@ -15,9 +15,9 @@ from urllib.parse import urlencode
 
 import pyarrow as pa
 
+from support.ports import free_address
 from support.shapes.world import Answer, Client, ShapeWorld, eventually, run
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.cli.demo.ports import free_address
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema

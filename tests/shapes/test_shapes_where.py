@@ -9,8 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
+from support.postgres import EmbeddedPostgres
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_where
 from tidemill.shapes.where.functions.strings import prepare_pattern
 

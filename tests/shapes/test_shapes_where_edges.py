@@ -14,9 +14,9 @@ from typing import Any
 import psycopg
 import pytest
 
+from support.postgres import EmbeddedPostgres
 from support.shapes.world import ShapeWorld, run
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_where
 
 pytestmark = pytest.mark.postgres

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.ports import free_port
 from support.waiting import eventually
-from tidemill.cli.demo.ports import free_port
 from tidemill.spark.session.java import ensure_spark_home, find_java
 from tidemill.spark.session.session import QUICK_JVM
 

@@ -19,9 +19,9 @@ from oracle_follower import Follower
 
 import tidemill
 from support.faults.cluster import Cluster, cluster
+from support.postgres import EmbeddedPostgres
 from support.waiting import eventually
 from tidemill.base.errors import TidemillError
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres]
 

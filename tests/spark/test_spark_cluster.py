@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import tidemill
+from support.ports import free_port
 from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError
-from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.spark.session import executor_probe
 from tidemill.spark.session.code_shipping import set_worker_environment, ship_code, wanted_distributions

@@ -1,8 +1,8 @@
 """Which tests start processes, found by reading their code.
 
 A test counts when the code that it can reach starts one: its own functions, its fixtures, and the helpers and classes
-of this repository that these name. Of product code only the module that a test names is read: `EmbeddedPostgres` counts
-because its own methods call `subprocess`. A start deeper in the product is invisible here; such a test needs the marker
+of this repository that these name. Of product code only the module that a test names is read: `Child` of the supervisor
+counts because its own methods start one. A start deeper in the product is invisible here; such a test needs the marker
 `processes`, and `guard` finds it.
 """
 

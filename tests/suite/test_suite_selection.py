@@ -39,7 +39,7 @@ class TestIt:
     def test_it(self): self.make()
 """,
     "the loop": "import asyncio\ndef test_it(): asyncio.run(asyncio.create_subprocess_exec('true'))",
-    "the product's class": "from tidemill.cli.demo.postgres import EmbeddedPostgres\ndef test_it(): EmbeddedPostgres",
+    "the product's class": "from tidemill.node.supervise.supervisor import Child\ndef test_it(): Child",
     "a generated example": """
 from hypothesis import given, strategies as st
 from helpers import Child

@@ -1,5 +1,5 @@
 """support: the helpers of the tests, one package for each room of the product.
 
 A helper that two test files need lives here and is imported as `support.ROOM.MODULE`. No test file imports another test
-file. The root conftest loads this package as a plugin, so that pytest explains the assertions of every module in it.
+file. The root conftest registers this package, so that pytest explains the assertions of every module in it.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psycopg
 
-from tidemill.cli.demo.postgres import EmbeddedPostgres, find_binaries
+from support.postgres import EmbeddedPostgres, find_binaries
 
 SETTINGS = {"fsync": "off", "shared_buffers": "16MB", "max_connections": "100", "wal_keep_size": "64MB"}
 PATIENCE_S = 60.0

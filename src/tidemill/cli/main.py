@@ -7,6 +7,7 @@ the answer is the last line of stdout; logs go to stderr.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -34,7 +35,7 @@ def build_application(only_sql: bool = False) -> typer.Typer:
         app.command("sql")(sql.sql)
         app.callback()(lambda: None)  # otherwise the only command would have no name
         return app
-    from tidemill.cli import demo_command, group, schema, shape, shard, sql, txn
+    from tidemill.cli import group, schema, shape, shard, sql, txn
     from tidemill.cli.capture import commands as capture
     from tidemill.cli.cluster import doctor, restore, status, up, why
     from tidemill.cli.pipeline import commands as pipeline
@@ -44,7 +45,6 @@ def build_application(only_sql: bool = False) -> typer.Typer:
     from tidemill.cli.verify import command
 
     app.command("up")(up.up)
-    app.command("demo")(demo_command.demo)
     app.command("status")(status.status)
     app.command("why")(why.why)
     app.command("verify")(command.verify)
@@ -74,15 +74,20 @@ def __getattr__(name: str) -> Any:
 
 
 def run() -> None:
-    """Run the command line: every TidemillError becomes one sentence on stderr and exit code 2."""
-    configure_logs()
+    """Run the command line of this process."""
     only_sql = sys.argv[1:2] == ["sql"]
     if only_sql:
         from tidemill.cli.sql import block_pandas
 
         block_pandas()
+    run_application(lambda: build_application(only_sql)())
+
+
+def run_application(application: Callable[[], object]) -> None:
+    """Run a command line: every TidemillError becomes one sentence on stderr and exit code 2."""
+    configure_logs()
     try:
-        build_application(only_sql)()
+        application()
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         raise SystemExit(2) from None

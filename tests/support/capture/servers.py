@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.cli.demo.postgres import EmbeddedPostgres
+from support.postgres import EmbeddedPostgres
 
 INSTALLED = Path(__file__).parents[2] / "clients" / "node_modules"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psycopg
 
-from tidemill.cli.demo.postgres import EmbeddedPostgres, find_binaries
+from support.postgres import EmbeddedPostgres, find_binaries
 
 SETTINGS: Mapping[str, str] = {
     "fsync": "off",

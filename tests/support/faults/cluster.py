@@ -16,8 +16,8 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
+from support.ports import free_address
 from support.waiting import DEADLINE_S, eventually
-from tidemill.cli.demo.ports import free_address
 from tidemill.node.supervise.supervisor import launch_command
 
 

@@ -19,12 +19,12 @@ from urllib.request import urlopen
 import confluent_kafka as ck
 import psycopg
 
+from support.ports import free_address
 from support.waiting import DEADLINE_S, SCALE, eventually
 from tidemill.base.config.config import parse
 from tidemill.base.errors import TidemillError
 from tidemill.cli.cluster.status import status
 from tidemill.cli.cluster.why import why
-from tidemill.cli.demo.ports import free_address
 from tidemill.console.app import console_routes
 from tidemill.node.node import Node
 

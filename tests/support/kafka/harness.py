@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from support.kafka.fake_topics import FakeTopicLog
+from support.ports import free_port
 from support.waiting import eventually as eventually
 from support.waiting import run as run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.status.status import StatusTracker
-from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState

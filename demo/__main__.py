@@ -1,4 +1,4 @@
-"""`tidemill demo`: Harbour Shop, end to end, in one terminal."""
+"""`./dev demo`: Harbour Shop, end to end, in one terminal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import typer
 from tidemill.base.address import Address
 from tidemill.base.errors import InvalidError
 from tidemill.cli.context import JsonOption, print_json
+from tidemill.cli.main import run_application
 
 if TYPE_CHECKING:
-    from tidemill.cli.demo.figures import Report
-    from tidemill.cli.demo.runner import Runner
+    from demo.latency_report import Report
+    from demo.runner import Runner
 
 
 def demo(
@@ -44,8 +45,8 @@ def demo(
 
     Exit 0 only if every table equals its source and nothing was stuck.
     """
-    from tidemill.cli.demo.environment import prepare
-    from tidemill.cli.demo.runner import Runner
+    from demo.environment import prepare
+    from demo.runner import Runner
     from tidemill.node.supervise.processes import offset_port
 
     if seconds is not None and seconds <= 0:
@@ -73,7 +74,7 @@ def demo(
 
 
 async def _run(runner: Runner, seconds: float | None) -> Report:
-    from tidemill.cli.demo.terminal import live_view
+    from demo.terminal import live_view
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, runner.stop)
@@ -114,3 +115,9 @@ def _print_report(report: Report) -> None:
     print(f"commit to shard  p50 {report.commit_to_shard_ms['p50']} ms  p99 {report.commit_to_shard_ms['p99']} ms")
     print(f"commit to client p50 {report.commit_to_client_ms['p50']} ms  p99 {report.commit_to_client_ms['p99']} ms")
     print("clean" if report.clean else f"NOT CLEAN {' '.join(report.stuck)}")
+
+
+if __name__ == "__main__":
+    command_line = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    command_line.command()(demo)
+    run_application(lambda: command_line(prog_name="./dev demo"))

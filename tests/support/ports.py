@@ -1,4 +1,4 @@
-"""Ports for servers of development and tests."""
+"""Free ports for the servers that tests and benchmarks start, chosen so that no two processes choose the same one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import socket
 import threading
 
 FIRST, LAST = 10_000, 32_000
-"""Below those that systems give to outgoing connections (from 32768 on Linux): such a one could be taken before the
-server that it was chosen for listens on it, or while it is stopped for a moment."""
+"""Below the ports of outgoing connections (from 32768 on Linux): one of those could take the port before its server
+listens, or during a restart of the server."""
 BLOCK = 200
 
 _lock = threading.Lock()
@@ -19,9 +19,12 @@ _blocks: dict[int, _Block] = {}
 
 
 class _Block:
-    """The ports that this process chooses from. No other process that chooses by this module has the same block, so
-    a port is not chosen twice before its server listens on it. The reservation is a name in Linux's abstract
-    namespace of sockets, which ends with the process; elsewhere a block is random and may be shared."""
+    """The ports that this process chooses from.
+
+    No other process that uses this module has the same block, so a port is not chosen twice before its server listens.
+    The reservation is a name in Linux's abstract namespace of sockets, which ends with the process. On other systems a
+    block is random, and two processes may share it.
+    """
 
     def __init__(self) -> None:
         self._held = socket.socket(socket.AF_UNIX)
@@ -34,7 +37,7 @@ class _Block:
         self._next = itertools.cycle(range(BLOCK))
 
     def choose(self, count: int) -> int | None:
-        """The first of `count` ports in a row, none of which is bound now: those that were chosen longest ago."""
+        """Return the first of `count` consecutive unbound ports, chosen longest ago; None if there are none."""
         for at in itertools.islice(self._next, BLOCK):
             first = self._first + at
             if at + count > BLOCK or not _are_free(first, count):
@@ -56,7 +59,7 @@ def _are_free(first: int, count: int) -> bool:
 
 
 def free_port(count: int = 1) -> int:
-    """A port of this machine that nobody listens on: the first of `count` such in a row. Raises OSError."""
+    """Return the first of `count` consecutive ports that no process listens on. Raises OSError."""
     with _lock:
         process = os.getpid()  # a fork is another process, and needs a block of its own
         if process not in _blocks:
@@ -68,5 +71,5 @@ def free_port(count: int = 1) -> int:
 
 
 def free_address() -> str:
-    """host:port"""
+    """Return a free address as host:port."""
     return f"127.0.0.1:{free_port()}"

@@ -1,4 +1,4 @@
-"""`python -m tidemill.cli.demo.clicks`: a click stream through confluent-kafka until SIGTERM.
+"""`python -m demo.clicks`: a click stream through confluent-kafka until SIGTERM.
 
 1 % of the clicks are sent twice (same click_id) and 0.1 % of the records are not JSON. Prints one JSON
 line a second and one at the end; its counts are of records acknowledged by the broker.
@@ -11,8 +11,8 @@ import json
 import signal
 from typing import Any
 
+from demo.shop import CUSTOMERS, PRODUCTS
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.cli.demo.shop import CUSTOMERS, PRODUCTS
 
 DUPLICATES_PER_1000 = 10
 MALFORMED_PER_1000 = 1

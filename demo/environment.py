@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from demo import shop
+from demo.postgres import Postgres
 from tidemill.base.clock import Rand
 from tidemill.base.config.config import Config, load
 from tidemill.base.errors import InvalidError
-from tidemill.cli.demo import shop
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 MARKER = "harbour-shop"
 DATABASE = "shop"
@@ -23,7 +23,7 @@ DATABASE = "shop"
 
 class Environment(msgspec.Struct):
     directory: Path
-    postgres: EmbeddedPostgres
+    postgres: Postgres
     config: Config
     config_path: Path
     dsn: str
@@ -45,7 +45,8 @@ def prepare(
     directory = directory.absolute()
     _claim(directory, fresh=fresh)
     resumed = (directory / "postgres" / "PG_VERSION").exists()
-    postgres = EmbeddedPostgres(directory / "postgres", settings={"synchronous_commit": "on"}).start()
+    postgres = Postgres(directory / "postgres")
+    postgres.start()
     try:
         _create_database(postgres)
         dsn = postgres.dsn_for(DATABASE)
@@ -87,10 +88,10 @@ def _claim(directory: Path, *, fresh: bool) -> None:
         ) from error
 
 
-def _create_database(postgres: EmbeddedPostgres) -> None:
+def _create_database(postgres: Postgres) -> None:
     import psycopg
 
-    with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+    with psycopg.connect(postgres.dsn_for("postgres"), autocommit=True) as connection:
         found = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", (DATABASE,)).fetchone()
         if found is None:
             connection.execute(f"CREATE DATABASE {DATABASE}".encode())
@@ -101,7 +102,7 @@ def _toml(
 ) -> str:
     pipeline = Path(__file__).with_name("pipeline.py")
     tables = ", ".join(f'"public.{table}"' for table in shop.TABLES)
-    return f"""# Harbour Shop, written by `tidemill demo`.
+    return f"""# Harbour Shop, written by `./dev demo`.
 [node]
 name = "harbour"
 data = "{directory}"

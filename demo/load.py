@@ -1,4 +1,4 @@
-"""`python -m tidemill.cli.demo.load`: drives the shop's transactions at a steady rate until SIGTERM.
+"""`python -m demo.load`: drives the shop's transactions at a steady rate until SIGTERM.
 
 Prints one JSON line a second ({"transactions": n, "errors": n}) and one at the end. A process of its
 own, so that killing tidemill's processes never touches the source of truth.
@@ -14,9 +14,9 @@ import sys
 
 import psycopg
 
+from demo import shop
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.cli.demo import shop
 
 CONNECTIONS = 4
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tidemill.cli.demo.postgres import EmbeddedPostgres
+from support.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from tidemill.cli.demo.ports import BLOCK, FIRST, LAST, free_port
+from support.ports import BLOCK, FIRST, LAST, free_port
 
-CHOOSE = "from tidemill.cli.demo.ports import free_port; print(*(free_port() for _ in range(150)), flush=True); input()"
+ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+CHOOSE = "from support.ports import free_port; print(*(free_port() for _ in range(150)), flush=True); input()"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reservations are names of Linux's abstract sockets")
 def test_processes_that_choose_ports_at_the_same_time_never_choose_one_twice() -> None:
     command = [sys.executable, "-c", CHOOSE]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": ENVIRON}
+    children = [subprocess.Popen(command, **pipes) for _ in range(3)]
     try:
         found = [int(port) for child in children for port in child.stdout.readline().split()]  # type: ignore[union-attr]
     finally:

@@ -13,7 +13,7 @@ from tidemill.base.status.status import StageState
 from tidemill.cli.cluster.status import status_table
 
 if TYPE_CHECKING:
-    from tidemill.cli.demo.runner import Runner
+    from demo.runner import Runner
 
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
