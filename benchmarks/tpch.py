@@ -1,6 +1,6 @@
 """TPC-H's Q1, Q3 and Q13 kept as derived tables under refresh streams, beside a batch recompute of the same query.
 
-Orders and lines change by RF1 and RF2 (tests/spark/tpch.py). After each the derived tables are brought forward, and the
+Orders and lines change by RF1 and RF2 (tests/support/spark/workloads/tpch.py). After each the derived tables are brought forward, and the
 same functions run in the same Spark session on plain Parquet of the same rows; who goes first alternates. CPU is of
 this process, its JVM and its workers. After each, every row of every derived table is compared with DuckDB's answer.
 """
@@ -29,7 +29,7 @@ from tidemill.spark.stores import Stores, open_stores
 from tidemill.spark.types import stream_schema
 from upsert_tree import Tree
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "spark"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tpch as tests_tpch
 
 QUERIES = {"Q1": ("q1",), "Q3": ("q3", "q3_top"), "Q13": ("q13_customers", "q13")}

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 @pytest.fixture
 def harbour(tmp_path: Path) -> Iterator[Any]:
-    from spark_harbour import Harbour
+    from support.spark.harbour import Harbour
 
     found = Harbour(tmp_path)
     yield found
@@ -23,8 +20,7 @@ def harbour(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One JVM for the whole test process. Nobody registers the data source: Spark finds it by itself."""
-    from connector import EXTRA
-
+    from support.spark.connector import EXTRA
     from tidemill.spark.session.session import build_session
 
     scratch = tmp_path_factory.mktemp("spark")

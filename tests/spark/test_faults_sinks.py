@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import mark
-from running import until as found_when
-from test_spark_streaming import running, until
+
+from support.spark.pipelines import running, until
+from support.spark.running import mark
+from support.spark.running import until as found_when
 
 pytestmark = pytest.mark.spark
 

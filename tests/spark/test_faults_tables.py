@@ -9,8 +9,8 @@ from typing import Any
 
 import crc32c
 import pytest
-from running import error_of, mark, pipeline, until
 
+from support.spark.running import error_of, mark, pipeline, until
 from tidemill.cli.verify.tables import poisoned_keys
 from tidemill.topics.batch import Record, encode_batch
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captured_under_ddl import Ground
 from msgspec.structs import replace
-from running import error_of, mark, pipeline, until
 
+from support.spark.captured_under_ddl import Ground
+from support.spark.running import error_of, mark, pipeline, until
 from tidemill.base.errors import MissingError
 from tidemill.capture.tables.recopy_requests import predict_shard_effect
 from tidemill.cli.capture import accept

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_spark_sink import clicks_sink, shop_sink
 
+from support.spark.sinks import clicks_sink, shop_sink
 from tidemill.base.errors import UnavailableError
 from tidemill.spark.ingest import feed_sink, fetch_decode, step_planner
 from tidemill.spark.ingest.fetch_decode import PrefetchedStep, Prefetcher

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from upsert_world import SCHEMA, ModelShard, Writer
 
+from support.spark.upsert_world import SCHEMA, ModelShard, Writer
 from tidemill.shards.parts.arrow_rows import rows_at, rows_equal, values_at
 from tidemill.shards.parts.parts import sort_updates
 from tidemill.shards.parts.row_hash import hash_rows

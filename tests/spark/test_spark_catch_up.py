@@ -47,7 +47,7 @@ def produced(harbour: Any, count: int) -> Any:
 
 
 def caught_up(harbour: Any, tmp_path: Path) -> dict[str, Any]:
-    child = Path(__file__).with_name("catch_up_child.py")
+    child = Path(__file__).parents[1] / "support" / "spark" / "programs" / "catch_up_child.py"
     urls = harbour.urls
     command = [sys.executable, str(child), urls.objects, urls.consensus, str(tmp_path / "scratch")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -82,8 +82,7 @@ def test_a_million_waiting_records_are_taken_in_bounded_memory(harbour: Any, tmp
 
 
 def test_a_step_is_bounded_by_bytes_too(harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_spark_sink import clicks_sink
-
+    from support.spark.sinks import clicks_sink
     from tidemill.spark.ingest import step_planner
 
     monkeypatch.setattr(step_planner, "STEP_BYTES", 3_000)
@@ -101,8 +100,7 @@ def test_a_step_is_bounded_by_bytes_too(harbour: Any, tmp_path: Path, monkeypatc
 def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_be(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_spark_sink import shop_sink
-
+    from support.spark.sinks import shop_sink
     from tidemill.spark.ingest import feed_sink as sink
     from tidemill.spark.ingest import step_planner
     from tidemill.spark.ingest.large_steps import oversized_step
@@ -145,8 +143,7 @@ def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_
 def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_appended(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_spark_sink import shop_sink
-
+    from support.spark.sinks import shop_sink
     from tidemill.base.errors import CorruptError
     from tidemill.spark.ingest import feed_sink as sink
     from tidemill.spark.ingest import step_planner
@@ -184,7 +181,7 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
 
 def test_a_mirror_that_somebody_works_on_is_not_saved(harbour: Any, tmp_path: Path) -> None:
     """A manifest with the upper of a change and without its rows would be believed at the next start."""
-    from test_spark_sink import clicks_sink
+    from support.spark.sinks import clicks_sink
 
     harbour.create_topic("clicks")
     sink = clicks_sink(harbour, tmp_path / "s")

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyspark.sql.types import StructType
-from running import until
 
+from support.spark.running import until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import DIFF, TIME, Column, SchemaEvolvedError, ShardSchema

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from running import error_of, mark, pipeline, until
 
+from support.spark.running import error_of, mark, pipeline, until
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
 from tidemill.shards.registry import REGISTER_PREFIX

@@ -52,7 +52,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def shared_by_network(bucket: str, postgres_dsn: str, tmp_path: Path) -> Iterator[Any]:
-    from spark_harbour import Harbour
+    from support.spark.harbour import Harbour
 
     found = Harbour(tmp_path, StoreUrls(bucket, postgres_dsn.replace("postgres@", f"postgres:{PASSWORD}@")))
     yield found
@@ -61,7 +61,7 @@ def shared_by_network(bucket: str, postgres_dsn: str, tmp_path: Path) -> Iterato
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Any]:
-    from spark_cluster import Cluster
+    from support.spark.cluster import Cluster
 
     (tmp_path / "driver").mkdir()
     (tmp_path / "cluster").mkdir()

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.spark
 
 def test_what_a_frame_of_spark_connect_reads_is_held_until_its_last_descendant_is_gone(tmp_path: Path) -> None:
     """In a process of its own: one that has a classic session cannot have another."""
-    here = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, here / "connect_child.py", tmp_path],
+        [sys.executable, tests / "support" / "spark" / "programs" / "connect_child.py", tmp_path],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
-from upsert_world import SCHEMA
 
+from support.spark.upsert_world import SCHEMA
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
 from tidemill.spark.ingest.dead_letters import RUN_RECORDS_MIN, DeadLetterRun, StepDeadLetters
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands

@@ -16,8 +16,8 @@ import duckdb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_spark_sink import dead_letters, writer
 
+from support.spark.sinks import dead_letters, writer
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.registry import open_remap

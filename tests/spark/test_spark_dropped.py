@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from test_spark_sink import clicks_sink
-
+from support.spark.sinks import clicks_sink
 from tidemill.base.errors import MissingError
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.metastore.catalogue import PipelineRow

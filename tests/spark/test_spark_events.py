@@ -13,8 +13,8 @@ import psycopg
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import pipeline, until
 
+from support.spark.running import pipeline, until
 from tidemill.base.clock import Rand
 from tidemill.base.pgtypes.avro import key_layout, row_layout
 from tidemill.base.pgtypes.debezium import value_form

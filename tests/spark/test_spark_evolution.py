@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import error_of, pipeline, until
 
+from support.spark.running import error_of, pipeline, until
 from tidemill.shards.read.read_handle import ShardReadHandle
 
 CLICKS = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="id", schema="{}"))\n'

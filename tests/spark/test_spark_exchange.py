@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_spark_sink import clicks_sink, shop_sink
-from upsert_world import SCHEMA
 
+from support.spark.sinks import clicks_sink, shop_sink
+from support.spark.upsert_world import SCHEMA
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 from tidemill.spark.decode.records import Slice, SliceDescriptor
 from tidemill.spark.ingest.large_steps import distributed_step, shuffle

@@ -6,9 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import flights
 import pytest
-from replay import Replay, answers
+
+from support.spark.workloads import flights
+from support.spark.workloads.replay import Replay, answers
 
 pytestmark = pytest.mark.spark
 

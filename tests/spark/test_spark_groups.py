@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from test_spark_derived import FakeSpark, Frame
 
+from support.spark.derived import FakeSpark, Frame
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, HistoryLostError, ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import psycopg
 import pytest
-from running import error_of, pipeline, until
 
+from support.spark.running import error_of, pipeline, until
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_spark_streaming import running, until
 
+from support.spark.pipelines import running, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import StatusTracker
 from tidemill.node.topic_binder import TopicBinder

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from upsert_world import SCHEMA
 
+from support.spark.upsert_world import SCHEMA
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.shards.api import Batch, Part
 from tidemill.shards.compaction.compaction import compact_once
@@ -189,8 +189,7 @@ def test_a_read_that_is_cut_off_leaves_no_files_however_often_it_is_tried(
 def test_a_damaged_part_ends_the_hydration_of_its_table_with_the_objects_key_and_no_mirror_is_made(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_spark_sink import clicks_sink
-
+    from support.spark.sinks import clicks_sink
     from tidemill.shards import handle
 
     monkeypatch.setattr(handle, "INLINE_PART_BYTES", 0)

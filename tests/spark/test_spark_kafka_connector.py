@@ -10,8 +10,8 @@ from typing import Any
 import confluent_kafka as ck
 import pytest
 from confluent_kafka.admin import AdminClient
-from connector import JARS
 
+from support.spark.connector import JARS
 from support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.spark

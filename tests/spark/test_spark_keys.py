@@ -11,11 +11,11 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
-from test_spark_derived import Frame as Table
-from test_spark_derived import derivation
-from test_spark_sink import dead_letters, writer
-from test_spark_write import write
 
+from support.spark.derived import Frame as Table
+from support.spark.derived import derivation
+from support.spark.frames import write
+from support.spark.sinks import dead_letters, writer
 from tidemill.base.errors import InvalidError
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.api import Column

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from upsert_world import SCHEMA, ModelShard, Writer, oracle
 
+from support.spark.upsert_world import SCHEMA, ModelShard, Writer, oracle
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Column
 from tidemill.shards.parts.row_hash import hash_rows

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import nexmark
 import pyarrow as pa
 import pytest
-from replay import Replay, answers
 
+from support.spark.workloads import nexmark
+from support.spark.workloads.replay import Replay, answers
 from tidemill.shards.parts.schema import contents_schema
 
 pytestmark = pytest.mark.spark

@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from running import error_of, pipeline, until
 
+from support.spark.running import error_of, pipeline, until
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.schema import contents_schema, update_schema
 from tidemill.spark import Pipeline

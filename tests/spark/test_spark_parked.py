@@ -8,8 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from running import error_of, mark, until
-
+from support.spark.running import error_of, mark, until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError
 from tidemill.base.status.status import StageStatus, StatusReport, this_process

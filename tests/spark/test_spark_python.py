@@ -21,11 +21,11 @@ def test_a_plain_program_whose_spark_runs_another_python_is_told_what_to_set(tmp
     other.parent.mkdir()
     other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     other.chmod(0o755)
-    here = Path(__file__).parent
+    programs = Path(__file__).parents[1] / "support" / "spark" / "programs"
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYSPARK_", "PYTHONPATH", "SPARK_", "TIDEMILL_"))}
     env |= {"PATH": f"{other.parent}{os.pathsep}{env['PATH']}", "JAVA_HOME": str(find_java().home)}
     done = subprocess.run(
-        [sys.executable, here / "other_python_child.py", tmp_path / "data"],
+        [sys.executable, programs / "other_python_child.py", tmp_path / "data"],
         capture_output=True,
         text=True,
         timeout=300,

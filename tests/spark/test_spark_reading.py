@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from support.spark.frames import rows
 from tidemill.shards.api import DIFF, TIME, Column, HistoryLostError, ShardSchema
 from tidemill.spark.source.batch import ShardReader
 from tidemill.spark.source.options import SourceOptions
@@ -41,10 +42,6 @@ def config(harbour: Any, tmp_path: Path) -> str:
     urls = harbour.urls
     file.write_text(f"[objects]\nurl = '{urls.objects}'\n[consensus]\nurl = '{urls.consensus}'\n")
     return str(file)
-
-
-def rows(frame: Any) -> list[tuple[Any, ...]]:
-    return sorted((tuple(r) for r in frame.collect()), key=repr)
 
 
 def test_a_shard_is_read_by_name_and_configuration_in_every_way_spark_has(

@@ -10,10 +10,10 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pytest
-from running import mark, started, until
-from test_spark_derived import Clicks, FakeSpark, Frame, count_by_product, counts, derivation
-from test_spark_whole import Clicks as Numbers
 
+from support.spark.derived import Clicks, FakeSpark, Frame, count_by_product, counts, derivation
+from support.spark.known_clicks import Clicks as Numbers
+from support.spark.running import mark, started, until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S

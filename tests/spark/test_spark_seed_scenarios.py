@@ -18,9 +18,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from spark_harbour import Harbour
-from test_spark_sink import clicks_sink, shop_sink
 
+from support.spark.harbour import Harbour
+from support.spark.sinks import clicks_sink, shop_sink
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.shards.registry import open_remap

@@ -10,59 +10,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from support.spark.sinks import CLICKS, clicks_sink, dead_letters, shop_sink
 from support.waiting import eventually as until
 from tidemill.base.errors import UnavailableError
-from tidemill.base.status.histogram import StageHistograms
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import DIFF, TIME, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts.schema import update_schema
-from tidemill.shards.registry import open_remap, open_shard
+from tidemill.shards.registry import open_shard
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS, DeadLetter, dead_letter_table
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
-from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.sources import captured_feed, stream_feed
-from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.pipeline.streaming_query import planned_ends
-from tidemill.spark.types import stream_schema
-
-CLICKS = stream_schema("click_id string, product_id long", "click_id")
-
-
-def writer(harbour: Any, name: str, schema: Any, scratch: Path, feed: Any = None) -> TableWriter:
-    s = harbour.stores
-    shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, name, schema))
-    table = TableWriter(harbour.portal, s, shard, scratch / name, feed)
-    table.hydrate()
-    return table
-
-
-def dead_letters(harbour: Any) -> DeadLetterWriter:
-    s = harbour.stores
-    return DeadLetterWriter(
-        harbour.portal, lambda: harbour.portal.call(s.shard("p.dead_letters", DEAD_LETTERS)), s.rand
-    )
-
-
-def clicks_sink(harbour: Any, scratch: Path, **more: Any) -> FeedSink:
-    s = harbour.stores
-    feed = harbour.portal.call(stream_feed(s.catalogue, "clicks", CLICKS))
-    table = writer(harbour, "clicks", CLICKS, scratch, feed)
-    dead = dead_letters(harbour)
-    remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/clicks"))
-    more = {"dead_letters": dead, "idle_move_s": 0.0} | more
-    return FeedSink(harbour.portal, s, "topic/clicks", remap, [table], StageHistograms(), **more)
-
-
-def shop_sink(harbour: Any, scratch: Path, tables: list[str], **more: Any) -> FeedSink:
-    s = harbour.stores
-    writers = []
-    for name in tables:
-        feed = harbour.portal.call(captured_feed(s.catalogue, "shop", f"public.{name}"))
-        writers.append(writer(harbour, name, feed.schema, scratch, feed))
-    remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "capture/shop"))
-    more = {"dead_letters": dead_letters(harbour), "idle_move_s": 0.0} | more
-    return FeedSink(harbour.portal, s, "capture/shop", remap, writers, StageHistograms(), **more)
 
 
 def test_a_table_that_gets_nothing_moves_its_upper_at_its_pace_and_one_that_does_at_once(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from upsert_world import ModelShard, Set, Writer, commands, updates
+
+from support.spark.upsert_world import ModelShard, Set, Writer, commands, updates
 
 SNAPSHOT: list[Set] = [(k, k, 1, k) for k in range(4)]
 LATER: list[Set] = [(10 + n, n, 2 + n, 10 + n) for n in range(16)]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import mark, pipeline
-from running import until as found_when
-from test_spark_streaming import running, until
 
+from support.spark.pipelines import running, until
+from support.spark.running import mark, pipeline
+from support.spark.running import until as found_when
 from tidemill.spark.pipeline.streaming_query import StartLimiter
 
 TOPICS = 12

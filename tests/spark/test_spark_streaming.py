@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.waiting import DEADLINE_S, eventually
+from support.spark.pipelines import running, until
 from tidemill.base.clock import Rand
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.spark import register
-from tidemill.spark.pipeline.runner import PipelineRunner
-from tidemill.spark.session.opener import SessionOpener
-from tidemill.spark.settings import DriverSettings
 
 pytestmark = pytest.mark.spark
 
@@ -42,43 +36,6 @@ TABLES = {
         ("o_id", "bigint", 0), ("line", "integer", 1), ("product_id", "bigint", -1), ("amount", "numeric(12,2)", -1),
     ],
 }  # fmt: skip
-
-
-ALIVE: list[threading.Thread] = []
-"""Pipelines that should be running now."""
-
-
-def until(check: Callable[[], bool], what: str) -> None:
-    def looked() -> bool:
-        assert all(thread.is_alive() for thread in ALIVE), f"a pipeline ended, waiting for: {what}"
-        return check()
-
-    eventually(looked, what)
-
-
-@contextmanager
-def running(harbour: Any, spark: Any, scratch: Path, file: Path, name: str = "p") -> Iterator[PipelineRunner]:
-    stopping = threading.Event()
-    settings = DriverSettings(name, file, harbour.urls, "local[2]", scratch, instance=scratch.name)
-    runner = PipelineRunner(settings, stopping, SessionOpener(settings, spark=spark))
-    failures: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            runner.run()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    ALIVE.append(thread)
-    try:
-        yield runner
-    finally:
-        ALIVE.remove(thread)
-        stopping.set()
-        thread.join(DEADLINE_S)
-    assert not failures, failures
 
 
 class Shop:
@@ -186,7 +143,7 @@ def test_two_identical_pipelines_on_the_same_shards_give_equal_contents(
 
 
 def test_big_batches_go_through_spark_tasks_to_the_same_contents(harbour: Any, spark: Any, tmp_path: Path) -> None:
-    from test_spark_sink import clicks_sink
+    from support.spark.sinks import clicks_sink
 
     topic = harbour.create_topic("clicks", 2)
     expected: dict[str, int] = {}

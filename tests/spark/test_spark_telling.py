@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from running import mark, started, until
 
+from support.spark.running import mark, started, until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.status.status import RESTARTS_MAX, StageStatus

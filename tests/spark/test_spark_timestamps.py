@@ -8,12 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from running import error_of, pipeline, until
 from structlog.testing import capture_logs
-from test_spark_read_plan import append, merge
-from test_spark_write_frames import config as config  # a fixture
-from test_spark_write_frames import save
 
+from support.spark.frames import config as config  # a fixture
+from support.spark.frames import save
+from support.spark.running import error_of, pipeline, until
+from support.spark.wide_table import append, merge
 from tidemill.cli.verify.postgres import SourceColumn
 from tidemill.cli.verify.table import column_difference
 from tidemill.shards.api import Column, ShardSchema

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay import Replay, answers
 
-import tpch
+from support.spark.workloads import tpch
+from support.spark.workloads.replay import Replay, answers
 
 pytestmark = pytest.mark.spark
 

@@ -16,8 +16,8 @@ import numpy as np
 import psycopg
 import pyarrow as pa
 import pytest
-from running import error_of, pipeline, until
 
+from support.spark.running import error_of, pipeline, until
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.decode.captured import CapturedDecoder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from upsert_world import SCHEMA, ModelShard, Writer, commands, oracle, updates
 
+from support.spark.upsert_world import SCHEMA, ModelShard, Writer, commands, oracle, updates
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.consolidate import sum_contents

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from upsert_world import SCHEMA, ModelShard, Set, Writer, commands, oracle
 
+from support.spark.upsert_world import SCHEMA, ModelShard, Set, Writer, commands, oracle
 from tidemill.spark.upsert.commands import Truncate
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, UpsertOperator

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import mark, started, until
 
+from support.spark.running import mark, started, until
 from tidemill.base.clock import Rand
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow

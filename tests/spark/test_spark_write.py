@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from pyspark.sql.types import ArrayType, IntegerType, LongType, StringType, StructField, StructType
-from spark_harbour import Harbour
 from structlog.testing import capture_logs
-from test_spark_sink import clicks_sink
 
+from support.spark.frames import SMALL, Row, batches, write
+from support.spark.harbour import Harbour
+from support.spark.sinks import clicks_sink
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema, staged_key
-from tidemill.shards.parts.schema import arrow_type
+from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
 from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.spark.derived.idle_advance import advance_idle
 from tidemill.spark.source import TidemillSource
@@ -37,8 +37,6 @@ from tidemill.spark.write.staging import Staged, read_staged_rows, stage_rows
 
 FRAME = WriteFrame("t", (Column("k", "int64"), Column("v", "string"), Column("gone", "bool")), ("k",), "gone")
 PLAIN = WriteFrame("t", (Column("k", "int64"), Column("v", "string")), ("k",))
-SMALL = CommitLimits(range_rows=3, wanted_rows=2)
-Row = tuple[Any, ...]
 
 
 class Memory:
@@ -55,28 +53,6 @@ class Memory:
     def get(self, key: str, start: int, end: int) -> bytes:
         assert 0 <= start < end <= len(self.objects[key])
         return self.objects[key][start:end]
-
-
-def batches(frame: WriteFrame, rows: Sequence[Row], size: int = 3) -> Iterator[pa.RecordBatch]:
-    for at in range(0, len(rows), size):
-        columns = zip(*rows[at : at + size], strict=True)
-        arrays = [pa.array(v, arrow_type(c.type)) for v, c in zip(columns, frame.columns, strict=True)]
-        yield pa.RecordBatch.from_arrays(arrays, names=[c.name for c in frame.columns])
-
-
-def write(
-    harbour: Any, frame: WriteFrame, *tasks: Sequence[Row], token: str = "", limits: CommitLimits | None = SMALL
-) -> int:
-    """As a job of these tasks does; returns the shard's upper."""
-    portal, stores = harbour.portal, harbour.stores
-
-    def put(data: bytes) -> str:
-        key = staged_key("test", stores.clock.now_ms(), stores.rand.nonce())
-        portal.call(stores.objects.put(key, data))
-        return key
-
-    found = [one for rows in tasks for one in stage_rows(frame, batches(frame, rows), put)]
-    return WriteCommit(portal, stores, frame, token or stores.rand.nonce(), limits).run(found)
 
 
 @pytest.fixture

@@ -6,23 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_spark_reading import rows
 
+from support.spark.frames import config as config
+from support.spark.frames import rows, save
 from tidemill.base.errors import MissingError
 
 pytestmark = pytest.mark.spark
-
-
-@pytest.fixture
-def config(harbour: Any, tmp_path: Path) -> str:
-    file = tmp_path / "tidemill.toml"
-    urls = harbour.urls
-    file.write_text(f"[objects]\nurl = '{urls.objects}'\n[consensus]\nurl = '{urls.consensus}'\n")
-    return str(file)
-
-
-def save(frame: Any, config: str, name: str, mode: str = "append", **options: Any) -> None:
-    frame.write.format("tidemill").mode(mode).options(config=config, **options).save(name)
 
 
 def read(spark: Any, config: str, name: str) -> list[tuple[Any, ...]]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from test_spark_sink import dead_letters, writer
-
+from support.spark.sinks import dead_letters, writer
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.registry import open_remap
 from tidemill.spark import Pipeline

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from running import until
 from typer.testing import CliRunner
 
+from support.spark.running import until
 from tidemill.base.errors import TidemillError
 from tidemill.cli.main import build_application
 
-PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
+PROGRAM = Path(__file__).parents[1] / "capture" / "process.py"
 
 
 class Ground:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
+sys.path.insert(0, str(Path(__file__).parents[3]))  # the packages of tests
 
 from pyspark.sql import SparkSession
-from spark_harbour import Harbour
-from test_spark_read_plan import SCHEMA, append, rows
 
+from support.spark.harbour import Harbour
+from support.spark.wide_table import SCHEMA, append, rows
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.spark import read, register

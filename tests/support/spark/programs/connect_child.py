@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
+sys.path.insert(0, str(Path(__file__).parents[3]))  # the packages of tests
 
 from tidemill.spark.session.java import export_java, find_java
 
@@ -17,10 +17,10 @@ export_java(find_java())
 os.environ.update(PYSPARK_PYTHON=sys.executable, SPARK_TESTING="1", SPARK_LOCAL_IP="127.0.0.1")
 
 from pyspark.sql import SparkSession  # noqa: E402
-from spark_harbour import Harbour  # noqa: E402
-from test_spark_read_plan import append, holds, merge, rows  # noqa: E402
-from test_spark_streaming import until  # noqa: E402
 
+from support.spark.harbour import Harbour  # noqa: E402
+from support.spark.pipelines import until  # noqa: E402
+from support.spark.wide_table import append, holds, merge, rows  # noqa: E402
 from tidemill.base.clock import SystemClock  # noqa: E402
 from tidemill.maintenance.shards.upkeep import collect_garbage  # noqa: E402
 from tidemill.shards.compaction.compaction import compact_once  # noqa: E402

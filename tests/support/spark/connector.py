@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-JARS = sorted(map(str, (Path(__file__).parents[1] / "clients/java/spark/target/dependency").glob("*.jar")))
+JARS = sorted(map(str, (Path(__file__).parents[2] / "clients/java/spark/target/dependency").glob("*.jar")))
 EXTRA = {"spark.jars": ",".join(JARS)} if JARS else {}
