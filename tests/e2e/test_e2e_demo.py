@@ -8,44 +8,24 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
+from support.e2e.demo import TABLES, ports, wait_until_ready
 from support.postgres import EmbeddedPostgres
 from support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-TABLES = {"warehouse", "district", "customer", "stock", "orders", "order_line", "payment", "clicks",
-          "conversion_by_product"}  # fmt: skip
 LIGHT = ["--rate", "40", "--clicks", "200"]
-
-
-def ports(count: int) -> tuple[str, str]:
-    """Two addresses, each the first of `count` free ports. Below the ports that systems give to outgoing
-    connections: one of those would take a port between this look and the listener's."""
-    first = 20_000 + os.getpid() % 100 * 100
-    for base in range(first, 32_000, 2 * count):
-        with ExitStack() as held:
-            try:
-                for port in range(base, base + 2 * count):
-                    probe = held.enter_context(socket.socket())
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return f"127.0.0.1:{base}", f"127.0.0.1:{base + count}"
-    raise AssertionError("no free ports between 20000 and 32000")
 
 
 @contextmanager
@@ -170,18 +150,3 @@ def create_bucket(endpoint: str) -> None:
 
     with urlopen(Request(f"{endpoint}/harbour", method="PUT")) as answer:
         assert answer.status == 200
-
-
-def wait_until_ready(http: str) -> None:
-    from urllib.error import URLError
-    from urllib.request import urlopen
-
-    ready = threading.Event()
-    for _ in range(600):
-        try:
-            with urlopen(f"http://{http}/readyz", timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except (URLError, OSError):
-            ready.wait(0.1)
-    raise AssertionError("the node was not ready in time")

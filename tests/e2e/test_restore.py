@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from test_e2e_demo import TABLES, ports, wait_until_ready
 
 from demo.environment import Environment, prepare
+from support.e2e.demo import TABLES, ports, wait_until_ready
 from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError

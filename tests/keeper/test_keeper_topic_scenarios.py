@@ -7,8 +7,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from test_keeper_topics import World, run
 
+from support.maintenance.topics import World, run
 from tidemill.base.errors import UnavailableError
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.topics import l0_garbage

@@ -130,3 +130,35 @@ def test_no_mark_of_a_conflict_is_committed() -> None:
         ["git", "grep", "-lE", "^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert found.returncode == 1, f"resolve what a merge left in {found.stdout.split()}"
+
+
+TEST_FILES = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "node_modules" not in path.parts)
+TEST_MODULES = {path.stem for path in TEST_FILES}
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_no_file_imports_a_test_file(folder: str) -> None:
+    found = [
+        f"{relative(path)} imports {module}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "node_modules" not in path.parts
+        for module in imported_modules(ast.parse(path.read_text()))
+        if module.rpartition(".")[2] in TEST_MODULES
+    ]
+    assert not found, f"move what they share to tests/support: {found}"
+
+
+def imported_modules(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_an_import_of_a_test_file_is_found() -> None:
+    name = min(TEST_MODULES)
+    for line in (f"import {name}", f"from {name} import World", f"from tests.base import {name}"):
+        assert {module.rpartition(".")[2] for module in imported_modules(ast.parse(line))} & TEST_MODULES == {name}
