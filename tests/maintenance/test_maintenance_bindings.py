@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from keeper_world import KEYS, World, run
-
+from support.maintenance.world import KEYS, World, run
 from tidemill.base.status.status import StageState, StageStatus, derive_status
 from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.shards.bindings import BindingsUpkeep

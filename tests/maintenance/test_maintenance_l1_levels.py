@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from keeper_l1_world import L1World
 
+from support.maintenance.l1_world import L1World
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS

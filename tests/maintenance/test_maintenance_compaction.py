@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from keeper_l1_world import L1World
 
+from support.maintenance.l1_world import L1World
 from tidemill.base.errors import CorruptError, TidemillError, UnknownOutcomeError
 from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.topics.compaction import TopicCompaction

@@ -1,4 +1,4 @@
-"""Collection of L0 objects: scenarios of docs/internals/topics-scenarios.md that test_keeper_topics.py does not
+"""Collection of L0 objects: scenarios of docs/internals/topics-scenarios.md that test_maintenance_topics.py does not
 hold."""
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 
 import pytest
-from keeper_world import KEYS, World, contents, run
 
+from support.maintenance.world import KEYS, World, contents, run
 from tidemill.base.errors import CorruptError, MissingError, UnavailableError
 from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.shards.drop import drop_shard
