@@ -248,7 +248,7 @@ def test_f504_a_request_that_breaks_the_engine_fails_alone_and_its_neighbours_co
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[SqliteEngine] = []
-    init, decide, answer = SqliteEngine.__init__, SqliteEngine._decide, SqliteEngine.execute_read
+    init, decide, answer = SqliteEngine.__init__, SqliteEngine._apply, SqliteEngine.execute_read
 
     def counted(self: SqliteEngine, *args: Any) -> None:
         opened.append(self)
@@ -265,7 +265,7 @@ def test_f504_a_request_that_breaks_the_engine_fails_alone_and_its_neighbours_co
         return answer(self, op)
 
     monkeypatch.setattr(SqliteEngine, "__init__", counted)
-    monkeypatch.setattr(SqliteEngine, "_decide", breaks)
+    monkeypatch.setattr(SqliteEngine, "_apply", breaks)
     monkeypatch.setattr(SqliteEngine, "execute_read", breaks_read)
 
     async def body() -> None:

@@ -27,9 +27,9 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
 from tidemill.consensus.api import LogHead, LogRecord, Versioned
 from tidemill.consensus.change_journal import ChangeJournal
+from tidemill.consensus.engine_state import UNWRITTEN, LeaseRow
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.rollback_detection import RollbackDetector
-from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore

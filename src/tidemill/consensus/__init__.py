@@ -1,6 +1,6 @@
 """consensus: registers, fenced logs and leases over an engine that already agrees (SQLite, PostgreSQL, memory).
 
-    caller ─► api ─► client_base ─► sqlite | postgres | memory ─► transitions (the rules, pure)
+    caller ─► api ─► client_base ─► sqlite | postgres | memory ─► operations (the rules, pure)
     state_log: replicated state machines on one log; status: the status board
 
 Owns compare-and-set, fencing by term, group commit, notifications, leases, and the election of the SQLite sequencer.

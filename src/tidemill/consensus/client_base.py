@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from tidemill.base.errors import ConflictError, FencedError
 from tidemill.base.runtime.tasks import Backoff, RetryState, run_with_retries
-from tidemill.consensus import transitions
-from tidemill.consensus.api import REPORT_PREFIX, Changes, Lease, LogHead, LogSlice, Versioned
+from tidemill.consensus.api import REPORT_PREFIX, LogHead, LogSlice
 from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
@@ -30,6 +29,7 @@ from tidemill.consensus.operations import (
     Head,
     HeadOfLog,
     Leases,
+    Op,
     Read,
     Release,
     Scan,
@@ -50,6 +50,19 @@ class OwnershipCheck(Protocol):
     async def assert_owned(self) -> None:
         """Raise the error that ends this process if it may not acknowledge writes."""
         ...
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _method(kind: Callable[P, Op[R]]) -> Callable[Concatenate[ConsensusClientBase, P], Coroutine[Any, Any, R]]:
+    """Return the client's method for a kind of operation: it takes the fields of the operation."""
+
+    async def method(self: ConsensusClientBase, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._submit_checked(kind(*args, **kwargs))
+
+    return method
 
 
 class ConsensusClientBase(abc.ABC):
@@ -85,14 +98,15 @@ class ConsensusClientBase(abc.ABC):
     @abc.abstractmethod
     async def aclose(self) -> None: ...
 
-    async def _submit_checked(self, op: AnyOp) -> Any:
-        transitions.validate_operation(op)
+    async def _submit_checked(self, operation: Op[R]) -> R:
+        operation.validate()
+        op = cast(AnyOp, operation)
         seen = self.seen
         if seen.lost is not None:
             raise seen.lost
         floor = seen.lower_bound(op)
         try:
-            answer = await self._submit(op)
+            answer: R = await self._submit(op)
         except (ConflictError, FencedError) as refused:
             seen.check(op, floor, refused.current, done=False)
             raise
@@ -101,53 +115,32 @@ class ConsensusClientBase(abc.ABC):
             await self.owner.assert_owned()
         return answer
 
-    async def head(self, key: str) -> Versioned | None:
-        return cast("Versioned | None", await self._submit_checked(Head(key)))
-
-    async def cas(self, key: str, expected_seq: int, data: bytes, nonce: str) -> Versioned:
-        return cast(Versioned, await self._submit_checked(Cas(key, expected_seq, data, nonce)))
-
-    async def drop(self, key: str, expected_seq: int) -> None:
-        await self._submit_checked(Drop(key, expected_seq))
-
-    async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
-        return cast("list[tuple[str, Versioned]]", await self._submit_checked(Scan(prefix)))
-
-    async def log_head(self, log: str) -> LogHead:
-        return cast(LogHead, await self._submit_checked(HeadOfLog(log)))
-
-    async def fence(self, log: str, term: int) -> LogHead:
-        return cast(LogHead, await self._submit_checked(Fence(log, term)))
+    head = _method(Head)
+    cas = _method(Cas)
+    drop = _method(Drop)
+    scan = _method(Scan)
+    log_head = _method(HeadOfLog)
+    fence = _method(Fence)
+    truncate = _method(Truncate)
+    changed = _method(Changed)
+    acquire = _method(Acquire)
+    release = _method(Release)
+    leases = _method(Leases)
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
-        return cast(LogHead, await self._submit_checked(Append(log, term, expected_next, tuple(records), nonce)))
+        return await self._submit_checked(Append(log, term, expected_next, tuple(records), nonce))
 
     async def read(self, log: str, start: int, limit_records: int = 1000, limit_bytes: int = 4 << 20) -> LogSlice:
-        return cast(LogSlice, await self._submit_checked(Read(log, start, max(1, limit_records), limit_bytes)))
-
-    async def changed(self, prefix: str, since: str = "") -> Changes:
-        return cast(Changes, await self._submit_checked(Changed(prefix, since)))
-
-    async def truncate(self, log: str, before: int) -> LogHead:
-        return cast(LogHead, await self._submit_checked(Truncate(log, before)))
+        return await self._submit_checked(Read(log, start, max(1, limit_records), limit_bytes))
 
     async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
         if timeout_s <= 0:
             return (await self.log_head(log)).next > beyond
         op = Wait(log, beyond)
-        transitions.validate_operation(op)
+        op.validate()
         if self.seen.lost is not None:
             raise self.seen.lost
         return await self._wait(op, timeout_s)
-
-    async def acquire(self, name: str, holder: str, ttl_ms: int, info: bytes = b"") -> Lease:
-        return cast(Lease, await self._submit_checked(Acquire(name, holder, ttl_ms, info)))
-
-    async def release(self, name: str, holder: str, term: int) -> None:
-        await self._submit_checked(Release(name, holder, term))
-
-    async def leases(self, prefix: str) -> list[Lease]:
-        return cast("list[Lease]", await self._submit_checked(Leases(prefix)))
 
 
 def _is_report(op: AnyOp) -> bool:

@@ -1,40 +1,22 @@
 """The contract in one process and without threads, for tests and for the simulation's virtual time.
 
-`apply` is pure except for the state that it owns; `MemoryConsensus` only schedules. Every operation yields to the event
-loop once before it takes effect, so that two callers interleave here as they would on a real engine.
+Operations apply themselves to `MemoryState` (`operations`); `MemoryConsensus` only schedules. Every operation yields to
+the event loop once before it takes effect, so that two callers interleave here as they would on a real engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError
-from tidemill.consensus import transitions
-from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
+from tidemill.consensus.api import Changes, LogHead, LogRecord, Versioned
 from tidemill.consensus.change_journal import ChangeJournal
 from tidemill.consensus.client_base import ConsensusClientBase
-from tidemill.consensus.operations import (
-    Acquire,
-    AnyOp,
-    Append,
-    Cas,
-    Changed,
-    Drop,
-    Fence,
-    Head,
-    HeadOfLog,
-    Leases,
-    Read,
-    Release,
-    Scan,
-    Truncate,
-    Wait,
-)
+from tidemill.consensus.engine_state import UNWRITTEN, EngineClock, LeaseRow, prefix_within
+from tidemill.consensus.operations import Append, Changed, Op, Read, Wait
 from tidemill.consensus.rollback_detection import RollbackDetector
-from tidemill.consensus.transitions import UNWRITTEN, EngineClock, LeaseRow
 
 
 class MemoryState:
@@ -48,78 +30,49 @@ class MemoryState:
         self.journal = ChangeJournal("memory")
         self.waiters: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
 
+    def head(self, log: str) -> LogHead:
+        return self.heads.get(log, UNWRITTEN)
 
-def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
-    """Check, then write, then return the result. Raises the outcome without having written."""
-    match op:
-        case Append(log=log):
-            head = state.heads.get(log, UNWRITTEN)
-            grown = transitions.append(head, op)
-            state.heads[log] = grown
-            state.journal.record_changes((log,))
-            state.records.setdefault(log, []).extend(
-                LogRecord(head.next + i, op.term, op.nonce, data) for i, data in enumerate(op.records)
-            )
-            return grown
-        case Cas(key=key):
-            version = transitions.cas(state.registers.get(key), op)
-            state.registers[key] = version
-            return version
-        case Drop(key=key):
-            transitions.drop(state.registers.get(key), op)
-            del state.registers[key]
-            return None
-        case Head(key=key):
-            return state.registers.get(key)
-        case HeadOfLog(log=log):
-            return state.heads.get(log, UNWRITTEN)
-        case Read(log=log):
-            head = state.heads.get(log, UNWRITTEN)
-            transitions.check_read(head, op)
-            first = op.start - head.start
-            return LogSlice(
-                transitions.prefix_within(state.records.get(log, [])[first : first + op.limit_records], op.limit_bytes),
-                head,
-            )
-        case Fence(log=log):
-            head = state.heads.get(log, UNWRITTEN)
-            raised = transitions.fence(head, op)
-            if raised is not head:
-                state.heads[log] = raised
-                state.journal.record_changes((log,))
-            return raised
-        case Truncate(log=log):
-            head = state.heads.get(log, UNWRITTEN)
-            cut = transitions.truncate(head, op)
-            if cut is not head:
-                state.heads[log] = cut
-                state.journal.record_changes((log,))
-                del state.records[log][: cut.start - head.start]
-            return cut
-        case Acquire(name=name):
-            row = transitions.acquire(state.leases.get(name), op, now_ms)
-            state.leases[name] = row
-            return row.view(now_ms)
-        case Release(name=name):
-            given_up = transitions.release(state.leases.get(name), op)
-            if given_up is not None:
-                state.leases[name] = given_up
-            return None
-        case Scan(prefix=prefix):
-            return [(key, state.registers[key]) for key in sorted(state.registers) if key.startswith(prefix)]
-        case Leases(prefix=prefix):
-            return [state.leases[name].view(now_ms) for name in sorted(state.leases) if name.startswith(prefix)]
-        case Changed():
-            return state.journal.changes_since(
-                op, partial(_list_heads, state), lambda log: state.heads.get(log, UNWRITTEN)
-            )
-        case Wait(log=log, beyond=beyond):
-            return state.heads.get(log, UNWRITTEN).next > beyond
+    def put_head(self, log: str, head: LogHead, appended: Append | None = None) -> None:
+        records = self.records.setdefault(log, [])
+        if appended is not None:
+            at, term, nonce = appended.expected_next, appended.term, appended.nonce
+            records.extend(LogRecord(at + i, term, nonce, data) for i, data in enumerate(appended.records))
+        del records[: head.start - self.head(log).start]
+        self.heads[log] = head
+        self.journal.record_changes((log,))
 
+    def records_of(self, op: Read, head: LogHead) -> tuple[LogRecord, ...]:
+        first = op.start - head.start
+        return prefix_within(self.records[op.log][first : first + op.limit_records], op.limit_bytes)
 
-def _list_heads(state: MemoryState, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
-    names = sorted(name for name in state.heads if name.startswith(prefix) and name > after)
-    return [(name, state.heads[name]) for name in names[:limit]]
+    def changes(self, op: Changed) -> Changes:
+        return self.journal.changes_since(op, self._list_heads, self.head)
+
+    def _list_heads(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
+        names = sorted(name for name in self.heads if name.startswith(prefix) and name > after)
+        return [(name, self.heads[name]) for name in names[:limit]]
+
+    def version(self, key: str) -> Versioned | None:
+        return self.registers.get(key)
+
+    def put_version(self, key: str, version: Versioned | None) -> None:
+        if version is None:
+            del self.registers[key]
+        else:
+            self.registers[key] = version
+
+    def versions(self, prefix: str) -> list[tuple[str, Versioned]]:
+        return [(key, self.registers[key]) for key in sorted(self.registers) if key.startswith(prefix)]
+
+    def lease(self, name: str) -> LeaseRow | None:
+        return self.leases.get(name)
+
+    def put_lease(self, row: LeaseRow) -> None:
+        self.leases[row.name] = row
+
+    def leases_of(self, prefix: str) -> list[LeaseRow]:
+        return [self.leases[name] for name in sorted(self.leases) if name.startswith(prefix)]
 
 
 class MemoryConsensus(ConsensusClientBase):
@@ -132,11 +85,11 @@ class MemoryConsensus(ConsensusClientBase):
         self._closed = False
         self.seen = RollbackDetector("memory:")
 
-    async def _submit(self, op: AnyOp) -> Any:
+    async def _submit(self, op: Op[Any]) -> Any:
         self._check_open()
         await asyncio.sleep(0)
         self._check_open()
-        result = apply(self.state, op, self._clock.now_ms())
+        result = op.apply(self.state, self._clock.now_ms())
         if isinstance(op, Append):
             self._wake(op.log, result.next)
         return result

@@ -4,7 +4,7 @@
     notifications: LISTEN/NOTIFY;  change_detection: which logs changed;  session_checks: a primary with our history
 
 Owns the schema, the SQL, group commit, and the outcome of work on a lost connection. Repeats the rules of the contract
-(`transitions`) in SQL; does not own them.
+(`operations`) in SQL; does not own them.
 
 READ COMMITTED throughout: one conditional UPDATE decides every write and locks the row that it judges. Rows are locked
 in one global order (logs by id, registers by key, new registers by key), so groups do not deadlock. Leases expire by

@@ -12,9 +12,8 @@ from collections import deque
 from typing import Any
 
 from tidemill.base.errors import UnavailableError
-from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, Versioned
-from tidemill.consensus.operations import Append, Cas
+from tidemill.consensus.operations import Append, Cas, append_conflict_error, cas_conflict_error, fenced_error
 from tidemill.consensus.postgres import sql
 from tidemill.consensus.postgres.connections import Connection
 
@@ -150,13 +149,11 @@ async def commit_group(connection: Connection, group: CommitGroup, log_ids: dict
         first, *rest = chains[log_id]
         head, op = heads[log_id], first.op
         stale = head.term > op.term
-        first.fail(
-            transitions.fenced_error(head, op.log, op.term) if stale else transitions.append_conflict_error(head, op)
-        )
+        first.fail(fenced_error(head, op) if stale else append_conflict_error(head, op))
         again.extend(rest)
     for key in lost_keys:
         queued = group.registers[key]
-        queued.fail(transitions.cas_conflict_error(currents.get(key), queued.op))
+        queued.fail(cas_conflict_error(currents.get(key), queued.op))
     return again
 
 

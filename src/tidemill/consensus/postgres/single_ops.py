@@ -6,12 +6,26 @@ from collections.abc import Collection
 from typing import Any
 
 from tidemill.base.errors import UnavailableError
-from tidemill.consensus import transitions
 from tidemill.consensus.api import Lease, LogHead, LogRecord, LogSlice, Versioned
-from tidemill.consensus.operations import Acquire, Drop, Fence, Head, HeadOfLog, Leases, Read, Release, Scan, Truncate
+from tidemill.consensus.engine_state import UNWRITTEN, LeaseRow
+from tidemill.consensus.operations import (
+    Acquire,
+    Drop,
+    Fence,
+    Head,
+    HeadOfLog,
+    Leases,
+    Read,
+    Release,
+    Scan,
+    Truncate,
+    cas_conflict_error,
+    fenced_error,
+    lease_conflict_error,
+    truncated_error,
+)
 from tidemill.consensus.postgres import group_commit, sql
 from tidemill.consensus.postgres.connections import Connection
-from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 
 SWEEP_ROWS = 5_000
 
@@ -26,12 +40,12 @@ async def execute_write(connection: Connection, op: SingleOp, log_ids: dict[str,
             rows = await _rows(connection, sql.FENCE, (term, log_id, term))
             if rows:
                 return LogHead(*rows[0])
-            raise transitions.fenced_error((await read_heads(connection, [log]))[log], log, term)
+            raise fenced_error((await read_heads(connection, [log]))[log], op)
         case Truncate(log=log, before=before):
             rows = await _rows(connection, sql.TRUNCATE, (before, log, before))
             if rows:
                 return LogHead(*rows[0][1:])
-            return transitions.truncate((await read_heads(connection, [log])).get(log, UNWRITTEN), op)
+            return op.cut((await read_heads(connection, [log])).get(log, UNWRITTEN))
         case Acquire(name=name, holder=holder, ttl_ms=ttl_ms, info=info):
             rows = await _rows(connection, sql.ACQUIRE, (name, holder, ttl_ms, ttl_ms, info))
             if rows:
@@ -39,11 +53,11 @@ async def execute_write(connection: Connection, op: SingleOp, log_ids: dict[str,
             rows = await _rows(connection, sql.LEASE, (name,))
             if not rows:
                 raise UnavailableError(f"the lease vanished: name={name!r}.")
-            raise transitions.lease_conflict_error(_lease(rows[0]))
+            raise lease_conflict_error(_lease(rows[0]))
         case Drop(key=key, expected_seq=expected):
             if await _rows(connection, sql.DROP, (key, expected)):
                 return None
-            raise transitions.cas_conflict_error((await group_commit.read_registers(connection, [key])).get(key), op)
+            raise cas_conflict_error((await group_commit.read_registers(connection, [key])).get(key), op)
         case Release(name=name, holder=holder, term=term):
             await connection.execute(sql.RELEASE, (name, holder, term))
             return None
@@ -82,7 +96,7 @@ async def _read(connection: Connection, op: Read) -> Any:
     rows = await _rows(connection, sql.READ, (op.start, op.limit_records, op.limit_bytes, op.log))
     head = LogHead(*rows[0][:3]) if rows else UNWRITTEN
     if op.start < head.start:
-        return transitions.truncated_error(head, op)
+        return truncated_error(head, op)
     return LogSlice(tuple(LogRecord(*row[3:]) for row in rows if row[3] is not None), head)
 
 

@@ -1,4 +1,4 @@
-"""The synchronous engine: many operations decided by `transitions`, one transaction, one fsync.
+"""The synchronous engine: many operations that apply themselves, one transaction, one fsync.
 
     commit(ops)   decide each against stored and staged state → BEGIN IMMEDIATE … COMMIT → outcomes
     answer(op)    a read of committed, durable state
@@ -18,31 +18,13 @@ import apsw
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError, UnavailableError
-from tidemill.consensus import transitions
-from tidemill.consensus.api import LogHead, LogSlice, Versioned
+from tidemill.consensus.api import Changes, LogHead, LogRecord, Versioned
 from tidemill.consensus.change_journal import ChangeJournal
-from tidemill.consensus.operations import (
-    Acquire,
-    AnyOp,
-    Append,
-    Cas,
-    Changed,
-    Drop,
-    Fence,
-    Head,
-    HeadOfLog,
-    Leases,
-    Read,
-    Release,
-    Scan,
-    Truncate,
-    Wait,
-    WriteOp,
-)
+from tidemill.consensus.engine_state import UNWRITTEN, EngineClock, LeaseRow
+from tidemill.consensus.operations import Append, Changed, Op, Read, WriteOp
 from tidemill.consensus.sqlite import schema
 from tidemill.consensus.sqlite.record_storage import LOG_IDS, PlacedRecord, RecordStorage
 from tidemill.consensus.sqlite.schema import register_context, seal, unseal_register
-from tidemill.consensus.transitions import UNWRITTEN, EngineClock, LeaseRow
 
 Outcome = Any
 """A result, or the TidemillError that is the operation's outcome."""
@@ -76,9 +58,10 @@ class CommitOutcomeUnknownError(Exception):
 
 
 class _StagedChanges:
-    """Changes of a group, over the stored state."""
+    """State as one group of operations sees it: its changes, over the stored state (`operations.EngineState`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: SqliteEngine) -> None:
+        self._engine = engine
         self.registers: dict[str, Versioned | None] = {}
         self.heads: dict[str, LogHead] = {}
         self.leases: dict[str, LeaseRow] = {}
@@ -87,6 +70,40 @@ class _StagedChanges:
 
     def __bool__(self) -> bool:
         return bool(self.registers or self.heads or self.leases)
+
+    def head(self, log: str) -> LogHead:
+        return self.heads.get(log) or self._engine.read_head(log)
+
+    def put_head(self, log: str, head: LogHead, appended: Append | None = None) -> None:
+        self.heads[log] = head
+        if appended is not None:
+            self.appends.append(appended)
+        else:
+            self.marked.add(log)
+
+    def records_of(self, op: Read, head: LogHead) -> list[LogRecord]:
+        return self._engine.read_records(op, head)
+
+    def changes(self, op: Changed) -> Changes:
+        return self._engine.read_changes(op)
+
+    def version(self, key: str) -> Versioned | None:
+        return self.registers[key] if key in self.registers else self._engine.read_register(key)
+
+    def put_version(self, key: str, version: Versioned | None) -> None:
+        self.registers[key] = version
+
+    def versions(self, prefix: str) -> list[tuple[str, Versioned]]:
+        return self._engine.read_registers(prefix)
+
+    def lease(self, name: str) -> LeaseRow | None:
+        return self.leases.get(name) or self._engine.read_lease(name)
+
+    def put_lease(self, row: LeaseRow) -> None:
+        self.leases[row.name] = row
+
+    def leases_of(self, prefix: str) -> list[LeaseRow]:
+        return self._engine.read_leases(prefix)
 
 
 class SqliteEngine:
@@ -122,14 +139,14 @@ class SqliteEngine:
         Raises CommitOutcomeUnknownError, or UnavailableError if nothing happened.
         """
         look = self._check_space()
-        staged = _StagedChanges()
+        staged = _StagedChanges(self)
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._invalidate_if_changed()
             outcomes: list[Outcome] = []
             for op in ops:
                 try:
-                    outcomes.append(self._decide(op, staged))
+                    outcomes.append(self._apply(op, staged))
                 except TidemillError as refused:
                     outcomes.append(refused)
             if staged:
@@ -172,49 +189,8 @@ class SqliteEngine:
         if free > FREE_PAGES and free > pages // 4:
             self._rows(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
 
-    def _decide(self, op: WriteOp, staged: _StagedChanges) -> Any:
-        match op:
-            case Append(log=log):
-                head = staged.heads.get(log) or self._read_head(log)
-                grown = transitions.append(head, op)
-                staged.heads[log] = grown
-                staged.appends.append(op)
-                return grown
-            case Cas(key=key):
-                version = transitions.cas(self._staged_version(key, staged), op)
-                staged.registers[key] = version
-                return version
-            case Drop(key=key):
-                transitions.drop(self._staged_version(key, staged), op)
-                staged.registers[key] = None
-                return None
-            case Fence(log=log):
-                head = staged.heads.get(log) or self._read_head(log)
-                raised = transitions.fence(head, op)
-                if raised is not head:
-                    staged.heads[log] = raised
-                    staged.marked.add(log)
-                return raised
-            case Truncate(log=log):
-                head = staged.heads.get(log) or self._read_head(log)
-                cut = transitions.truncate(head, op)
-                if cut is not head:
-                    staged.heads[log] = cut
-                    staged.marked.add(log)
-                return cut
-            case Acquire(name=name):
-                now_ms = self._clock.now_ms()
-                row = transitions.acquire(staged.leases.get(name) or self._read_lease(name), op, now_ms)
-                staged.leases[name] = row
-                return row.view(now_ms)
-            case Release(name=name):
-                given_up = transitions.release(staged.leases.get(name) or self._read_lease(name), op)
-                if given_up is not None:
-                    staged.leases[name] = given_up
-                return None
-
-    def _staged_version(self, key: str, staged: _StagedChanges) -> Versioned | None:
-        return staged.registers[key] if key in staged.registers else self._read_register(key)
+    def _apply(self, op: Op[Any], staged: _StagedChanges) -> Any:
+        return op.apply(staged, self._clock.now_ms())
 
     def _write(self, staged: _StagedChanges) -> None:
         execute = self._db.executemany
@@ -291,44 +267,30 @@ class SqliteEngine:
 
     # reads ---------------------------------------------------------------------------------------
 
-    def execute_read(self, op: AnyOp) -> Any:
+    def execute_read(self, op: Op[Any]) -> Any:
         """Read committed state. Raises MissingError, CorruptError or UnavailableError."""
+        if op.writes:
+            raise UnavailableError(f"not a read: op={type(op).__name__}.")
         try:
             self._invalidate_if_changed()
-            match op:
-                case Head(key=key):
-                    return self._read_register(key)
-                case HeadOfLog(log=log):
-                    return self._read_head(log)
-                case Read():
-                    return self._read(op)
-                case Changed():
-                    return self._journal.changes_since(op, self._list_heads, self._read_head)
-                case Wait(log=log, beyond=beyond):
-                    return self._read_head(log).next > beyond
-                case Scan(prefix=prefix):
-                    sql = "SELECT key, seq, nonce, data FROM registers WHERE {} ORDER BY key"
-                    rows = self._rows_with_prefix(sql, "key", prefix)
-                    return [
-                        (key, Versioned(seq, unseal_register(key, seq, nonce, data), nonce))
-                        for key, seq, nonce, data in rows
-                    ]
-                case Leases(prefix=prefix):
-                    now_ms = self._clock.now_ms()
-                    sql = "SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE {} ORDER BY name"
-                    return [LeaseRow(*row).view(now_ms) for row in self._rows_with_prefix(sql, "name", prefix)]
-                case _:
-                    raise UnavailableError(f"not a read: op={type(op).__name__}.")
+            return self._apply(op, _StagedChanges(self))
         except apsw.Error as error:
             raise schema.translate_sqlite_error(error, self._path) from error
 
-    def _read(self, op: Read) -> LogSlice:
-        head = self._read_head(op.log)
-        transitions.check_read(head, op)
-        if op.start >= head.next:
-            return LogSlice((), head)
-        records = self._records.read(self._ids[op.log], head, op.start, op.limit_records, op.limit_bytes)
-        return LogSlice(tuple(records), head)
+    def read_records(self, op: Read, head: LogHead) -> list[LogRecord]:
+        return self._records.read(self._ids[op.log], head, op.start, op.limit_records, op.limit_bytes)
+
+    def read_changes(self, op: Changed) -> Changes:
+        return self._journal.changes_since(op, self._list_heads, self.read_head)
+
+    def read_registers(self, prefix: str) -> list[tuple[str, Versioned]]:
+        sql = "SELECT key, seq, nonce, data FROM registers WHERE {} ORDER BY key"
+        rows = self._rows_with_prefix(sql, "key", prefix)
+        return [(key, Versioned(seq, unseal_register(key, seq, nonce, data), nonce)) for key, seq, nonce, data in rows]
+
+    def read_leases(self, prefix: str) -> list[LeaseRow]:
+        sql = "SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE {} ORDER BY name"
+        return [LeaseRow(*row) for row in self._rows_with_prefix(sql, "name", prefix)]
 
     def _list_heads(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
         sql = "SELECT name, id, term, start, next FROM logs WHERE name >= ? AND name < ? AND name > ?"
@@ -349,7 +311,7 @@ class SqliteEngine:
             self._data_version = data_version
             self._clear_caches()
 
-    def _read_head(self, log: str) -> LogHead:
+    def read_head(self, log: str) -> LogHead:
         head = self._heads.get(log)
         if head is None:
             rows = self._rows("SELECT id, term, start, next FROM logs WHERE name = ?", (log,))
@@ -359,7 +321,7 @@ class SqliteEngine:
             head = self._heads[log] = self._records.head_with_recent(rows[0][0], LogHead(*rows[0][1:]))
         return head
 
-    def _read_register(self, key: str) -> Versioned | None:
+    def read_register(self, key: str) -> Versioned | None:
         cached = self._versions.get(key)
         if cached is not None:
             return cached
@@ -369,7 +331,7 @@ class SqliteEngine:
         seq, data, nonce = rows[0]
         return Versioned(seq, unseal_register(key, seq, nonce, data), nonce)
 
-    def _read_lease(self, name: str) -> LeaseRow | None:
+    def read_lease(self, name: str) -> LeaseRow | None:
         rows = self._rows("SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE name = ?", (name,))
         return LeaseRow(*rows[0]) if rows else None
 

@@ -10,7 +10,7 @@ All messages of one side in one turn form one frame, so that one call encodes ma
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -25,25 +25,7 @@ from tidemill.base.errors import (
     UnavailableError,
     UnknownOutcomeError,
 )
-from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice, Versioned
-from tidemill.consensus.operations import (
-    Acquire,
-    AnyOp,
-    Append,
-    Cas,
-    Changed,
-    Drop,
-    Fence,
-    Head,
-    HeadOfLog,
-    Leases,
-    Op,
-    Read,
-    Release,
-    Scan,
-    Truncate,
-    Wait,
-)
+from tidemill.consensus.operations import AnyOp, Op
 
 WIRE_VERSION = 3
 FRAME_BYTES = 96 << 20
@@ -53,14 +35,14 @@ OK = 0
 GOODBYE_OUTCOME = 99
 
 
-class Hello(Op, frozen=True, tag=20):
+class Hello(Op[None], frozen=True, tag=20):
     """First request on a connection. Ends the client's earlier connection; requests not yet read from it are void."""
 
     version: int
     client: str
 
 
-class CancelWait(Op, frozen=True, tag=21):
+class CancelWait(Op[None], frozen=True, tag=21):
     """Cancel the wait with this request id."""
 
     request: int
@@ -95,37 +77,16 @@ ERRORS: dict[int, type[TidemillError]] = {
 }
 _OUTCOMES = {kind: number for number, kind in ERRORS.items()}
 
-_RESULTS: dict[type, Any] = {
-    Head: Versioned | None,
-    Cas: Versioned,
-    Drop: None,
-    Scan: list[tuple[str, Versioned]],
-    HeadOfLog: LogHead,
-    Fence: LogHead,
-    Append: LogHead,
-    Read: LogSlice,
-    Truncate: LogHead,
-    Wait: bool,
-    Acquire: Lease,
-    Release: None,
-    Leases: list[Lease],
-    Changed: Changes,
-    Hello: None,
-}
-_CURRENTS: dict[type, Any] = {
-    Cas: Versioned | None,
-    Drop: Versioned | None,
-    Append: LogHead,
-    Fence: LogHead,
-    Acquire: Lease | None,
-}
+_OPERATIONS: list[type[Op[Any]]] = [*get_args(AnyOp), Hello]
 
 _encoder = msgspec.msgpack.Encoder()
 _requests_decoder = msgspec.msgpack.Decoder(list[Request])
 _answers_decoder = msgspec.msgpack.Decoder(list[Answer])
 _refusal_decoder = msgspec.msgpack.Decoder(ErrorAnswer)
-_result_decoders = {op: msgspec.msgpack.Decoder(kind) for op, kind in _RESULTS.items()}
-_current_decoders = {op: msgspec.msgpack.Decoder(kind) for op, kind in _CURRENTS.items()}
+_result_decoders = {
+    kind: msgspec.msgpack.Decoder(get_args(kind.__dict__["__orig_bases__"][0])[0]) for kind in _OPERATIONS
+}
+_current_decoders = {kind: msgspec.msgpack.Decoder(kind.current) for kind in _OPERATIONS if kind.current is not None}
 
 
 Message = tuple[int, Any] | tuple[int, int, Any]
@@ -161,11 +122,11 @@ def decode_answers(body: bytes) -> list[Answer]:
     return _answers_decoder.decode(body)
 
 
-def decode_result(op: Op, answer: Answer) -> Any:
+def decode_result(op: Op[Any], answer: Answer) -> Any:
     return _result_decoders[type(op)].decode(answer.body)
 
 
-def decode_error(op: Op, answer: Answer) -> TidemillError:
+def decode_error(op: Op[Any], answer: Answer) -> TidemillError:
     refusal = _refusal_decoder.decode(answer.body)
     kind = ERRORS.get(answer.outcome, UnknownOutcomeError)
     if kind is ConflictError or kind is FencedError:

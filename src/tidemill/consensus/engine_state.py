@@ -1,0 +1,51 @@
+"""State that every engine stores in the same form: rows of leases, and the clock by which they expire."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.base.clock import Clock
+from tidemill.consensus.api import Lease, LogHead, LogRecord
+
+UNWRITTEN = LogHead(0, 0, 0)
+
+
+class LeaseRow(msgspec.Struct, frozen=True):
+    """A lease as stored. A released one has holder "" and is never live; its term is not reused."""
+
+    name: str
+    holder: str
+    term: int
+    ttl_ms: int
+    expires_ms: int
+    info: bytes = b""
+
+    def view(self, now_ms: int) -> Lease:
+        remaining_ms = max(0, self.expires_ms - now_ms) if self.holder else 0
+        return Lease(self.name, self.holder, self.term, self.ttl_ms, remaining_ms, remaining_ms > 0, self.info)
+
+
+class EngineClock:
+    """Clock that starts at the later of the wall clock and the last time ever seen, then runs monotonically.
+
+    Steps of the wall clock during a life therefore neither expire a lease early nor prolong one. The clock never goes
+    back, within a process life or across them.
+    """
+
+    def __init__(self, clock: Clock, last_seen_ms: int = 0) -> None:
+        self._clock = clock
+        self._base_ms = max(clock.now_ms(), last_seen_ms)
+        self._started_s = clock.monotonic_s()
+
+    def now_ms(self) -> int:
+        return self._base_ms + round((self._clock.monotonic_s() - self._started_s) * 1000)
+
+
+def prefix_within(records: list[LogRecord], limit_bytes: int) -> tuple[LogRecord, ...]:
+    """Return the longest prefix of at most limit_bytes, but at least one record."""
+    total = 0
+    for index, record in enumerate(records):
+        total += len(record.data)
+        if total > limit_bytes and index > 0:
+            return tuple(records[:index])
+    return tuple(records)
