@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from sim.scenarios.shard_upserts import RestashingOperator
 from support.spark.upsert_world import SCHEMA, ModelShard, Writer, commands, oracle, updates
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import Column, ShardSchema
@@ -14,7 +15,7 @@ from tidemill.shards.parts.schema import contents_schema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands
 from tidemill.spark.upsert.diff import check_distinct
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import Fault, UpsertOperator
+from tidemill.spark.upsert.operator import UpsertOperator
 from tidemill.spark.upsert.resolve import resolve
 
 
@@ -24,9 +25,9 @@ def fed(*rows: tuple[int, int, int, int]) -> pa.Table:
     return pa.table({n: pa.array([r[i] for r in rows], pa.int64()) for i, n in enumerate(names)})
 
 
-def lagging(fault: Fault, *, feedback_first: bool) -> UpsertOperator:
+def lagging(operator_type: type[UpsertOperator], *, feedback_first: bool) -> UpsertOperator:
     """Seed 001's exact shape: the upper jumps to 10 without output of ours; rows at 5 and 7; source frontier 11."""
-    operator = UpsertOperator(SCHEMA, Mirror(SCHEMA), fault=fault)
+    operator = operator_type(SCHEMA, Mirror(SCHEMA))
     late = commands([(0, 1, 5, 1), (1, 2, 7, 2)])
     if feedback_first:
         operator.apply_peer(fed(), 0, 10)
@@ -40,7 +41,7 @@ def lagging(fault: Fault, *, feedback_first: bool) -> UpsertOperator:
 
 @pytest.mark.parametrize("feedback_first", [True, False])
 def test_m4101_lagging_replacement_below_upper_strands_data(feedback_first: bool) -> None:
-    operator = lagging(Fault.NONE, feedback_first=feedback_first)
+    operator = lagging(UpsertOperator, feedback_first=feedback_first)
     pending = operator.drain()
     assert updates(pending.updates) == []
     assert (pending.lower, pending.upper) == (10, 11)
@@ -51,7 +52,7 @@ def test_m4101_lagging_replacement_below_upper_strands_data(feedback_first: bool
 
 @pytest.mark.parametrize("feedback_first", [True, False])
 def test_m4101_the_planted_fault_pins_the_output_frontier_at_5(feedback_first: bool) -> None:
-    operator = lagging(Fault.KEEP_BELOW_UPPER, feedback_first=feedback_first)
+    operator = lagging(RestashingOperator, feedback_first=feedback_first)
     assert operator.drain().upper == 5
     operator.advance(1_000)
     assert operator.output_frontier == 5, "the fault is permanent: more input does not move it"

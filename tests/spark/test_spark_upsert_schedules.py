@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.scenarios.shard_upserts import RestashingOperator
 from support.spark.upsert_world import SCHEMA, ModelShard, Set, Writer, commands, oracle
 from tidemill.spark.upsert.commands import Truncate
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import Fault, UpsertOperator
+from tidemill.spark.upsert.operator import UpsertOperator
 
 TIMES = 12
 
@@ -44,9 +45,11 @@ ACTIONS = st.lists(
 class Racer:
     """A writer whose pending result may be computed now and tried later."""
 
-    def __init__(self, shard: ModelShard, sets: list[Set], truncates: list[Truncate], fault: Fault) -> None:
-        self.sets, self.truncates, self.fault = sets, truncates, fault
-        self.writer = Writer(shard, fault=fault)
+    def __init__(
+        self, shard: ModelShard, sets: list[Set], truncates: list[Truncate], operator_type: type[UpsertOperator]
+    ) -> None:
+        self.sets, self.truncates, self.operator_type = sets, truncates, operator_type
+        self.writer = Writer(shard, operator_type=operator_type)
         self.ingested = 0
 
     def read_to(self, frontier: int) -> None:
@@ -60,19 +63,21 @@ class Racer:
     def crash(self) -> None:
         """Restart from the shard alone: at its upper, with a rehydrated mirror."""
         shard = self.writer.shard
-        writer = Writer(shard, fault=self.fault)
+        writer = Writer(shard, operator_type=self.operator_type)
         writer.sync()
-        writer.operator = UpsertOperator(SCHEMA, writer.operator.mirror, fault=self.fault)
+        writer.operator = self.operator_type(SCHEMA, writer.operator.mirror)
         rows = writer.operator.mirror.live_rows()
-        writer.operator = UpsertOperator(SCHEMA, Mirror.hydrate(SCHEMA, rows, shard.upper), fault=self.fault)
+        writer.operator = self.operator_type(SCHEMA, Mirror.hydrate(SCHEMA, rows, shard.upper))
         self.writer = writer
         self.ingested = shard.upper
 
 
-def run(topic: tuple[list[Set], list[Truncate]], actions: list[tuple[int, str, int]], fault: Fault) -> ModelShard:
+def run(
+    topic: tuple[list[Set], list[Truncate]], actions: list[tuple[int, str, int]], operator_type: type[UpsertOperator]
+) -> ModelShard:
     sets, truncates = topic
     shard = ModelShard()
-    racers = [Racer(shard, sets, truncates, fault) for _ in range(3)]
+    racers = [Racer(shard, sets, truncates, operator_type) for _ in range(3)]
     held: dict[int, object] = {}
     for number, action, span in actions:
         racer = racers[number]
@@ -107,7 +112,7 @@ def run(topic: tuple[list[Set], list[Truncate]], actions: list[tuple[int, str, i
 def test_three_writers_equal_one_reader_at_every_time(
     topic: tuple[list[Set], list[Truncate]], actions: list[tuple[int, str, int]]
 ) -> None:
-    shard = run(topic, actions, Fault.NONE)
+    shard = run(topic, actions, UpsertOperator)
     assert shard.upper == TIMES, "no schedule pins the upper"
     for time in range(TIMES):
         assert shard.contents(time) == oracle(topic[0], time, topic[1])
@@ -117,7 +122,7 @@ def test_the_planted_fault_is_found_by_such_schedules() -> None:
     """The suite can fail: with seed 001's fault a lagging writer freezes, though contents stay right."""
     sets: list[Set] = [(0, 1, 5, 1), (1, 2, 7, 2), (2, 3, 10, 3)]
     shard = ModelShard()
-    lagging, peer = (Racer(shard, sets, [], Fault.KEEP_BELOW_UPPER) for _ in range(2))
+    lagging, peer = (Racer(shard, sets, [], RestashingOperator) for _ in range(2))
     lagging.read_to(8)
     peer.read_to(10)
     assert peer.writer.commit(peer.writer.operator.drain())

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from sim.scenarios.group_plants import planted, store_offsets_checked_once
 from sim.scenarios.topic_transactions import batch_of
 from sim.scenarios.transactions import (
     AGAIN,
@@ -299,9 +300,9 @@ class Worker:
         async def commit(node: Broker) -> int:
             if self._cluster.two_minds:
                 await self._beat(node)  # as clients do concurrently; else the session may end
-            return await store_offsets(
-                node.groups, node.transactions, identity, GROUP, member, offsets, adds=self._bumps,
-                faults=self._cluster.faults,
+            store = store_offsets_checked_once if self._cluster.fault == "checked-once" else store_offsets
+            return await store(
+                node.groups, node.transactions, identity, GROUP, member, offsets, adds=self._bumps
             )  # fmt: skip
 
         self._told(await self._group(commit))
@@ -325,6 +326,11 @@ class Worker:
 
 
 async def run(world: World, fault: str = "") -> None:
+    with planted(fault):
+        await _run(world, fault)
+
+
+async def _run(world: World, fault: str) -> None:
     source = world.source
     cluster = Cluster(world, fault)
     partitions = source.randint(1, 3)

@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
+from sim.scenarios.group_plants import planted
 from sim.world import Actor, Crew, Down, Link, Violated, World
 from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import StatusTracker
@@ -53,7 +54,6 @@ class Shared:
         source = world.source
         self.world = world
         self.quarrel = world.seed % 3 == 2
-        self.faults = frozenset({fault} if fault else ())
         self.partitions = source.randint(1, 4)
         self.patience_s = source.choice((3.0, 8.0))
         """Time without an answer after which a client hangs up."""
@@ -104,7 +104,7 @@ class Shared:
 
         coordinator = GroupCoordinator(
             metastore, is_own, actor.clock, rand, node=actor.name, limits=lambda _: self.limits, groups_max=10,
-            groups_bytes_max=1 << 20, tracker=StatusTracker(), faults=self.faults,
+            groups_bytes_max=1 << 20, tracker=StatusTracker(),
         )  # fmt: skip
         if membership is not None:
             membership.on_change(coordinator.apply_ownership)
@@ -369,6 +369,11 @@ async def nemesis(shared: Shared) -> None:
 
 
 async def run(world: World, fault: str = "") -> None:
+    with planted(fault):
+        await _run(world, fault)
+
+
+async def _run(world: World, fault: str) -> None:
     from sim.scenarios.group_members import Modern
 
     shared = Shared(world, fault)

@@ -31,7 +31,7 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import arrow_type, contents_schema
 from tidemill.spark.upsert.commands import Commands, command_schema, filter_commands, times_of
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import Fault, UpsertOperator
+from tidemill.spark.upsert.operator import UpsertOperator
 from tidemill.spark.upsert.resolve import MirrorLookup, Resolved, resolve
 
 FAULTS = ("restash-below-upper", "trim-batch", "drain-twice", "trust-checkpoint")
@@ -76,6 +76,13 @@ class Upserts(Shared):
         return Model(folded(stands, evolved_at))
 
 
+class RestashingOperator(UpsertOperator):
+    """Planted fault restash-below-upper: commands below the upper stay stashed, and pin the output frontier."""
+
+    def _drop_below(self, commands: Commands, *, lost: bool = True) -> Commands:
+        return commands
+
+
 class Writer:
     """One life of an upsert writer."""
 
@@ -83,7 +90,7 @@ class Writer:
         self._shared = shared
         self._node = node
         self._remap = remap
-        self._fault = Fault.KEEP_BELOW_UPPER if shared.fault == "restash-below-upper" else Fault.NONE
+        self._operator_type = RestashingOperator if shared.fault == "restash-below-upper" else UpsertOperator
         self._operator: UpsertOperator | None = None
         self._seen: set[Command] = set()
         self._skip_to = shared.checkpoints.get(node.actor.name, 0) if shared.fault == "trust-checkpoint" else 0
@@ -199,7 +206,7 @@ class Writer:
             except HistoryLostError:
                 continue
         kept = self._operator
-        self._operator = UpsertOperator(schema, Mirror.hydrate(schema, rows, upper), fault=self._fault)
+        self._operator = self._operator_type(schema, Mirror.hydrate(schema, rows, upper))
         if kept is not None:
             self._shared.world.trace(f"{self._node.actor.life} started over at {upper}")
             self._operator.adopt_stash(kept)

@@ -137,7 +137,7 @@ class Cluster:
             cache_bytes=source.choice((0, 1 << 20)),
             fault=fault,
         )
-        self.faults = frozenset({fault} if fault else ())
+        self.fault = fault
         self.session_ms = source.choice((600, 600, 600) if fault == "checked-once" else (100, 600, 2_000))
         self.brokers = [Actor(world, name, self._build) for name in ("broker-a", "broker-b")]
         self.sent: dict[bytes, Sent] = {}
@@ -204,12 +204,11 @@ class Cluster:
             groups_max=10,
             groups_bytes_max=1 << 20,
             tracker=StatusTracker(),
-            faults=self.faults,
         )
         groups.apply_ownership()
         tasks = Tasks(self._broke)
         store = CoordinatedOffsets(groups, group_owner, actor.clock)
-        if "untold-offsets" in self.faults:
+        if self.fault == "untold-offsets":
             store = Untold(groups, group_owner, actor.clock, actor.name, tasks)
         transactions = Dozing(
             consensus,
@@ -234,7 +233,7 @@ class Cluster:
 
     async def _doze(self) -> None:
         # The planted fault is rarely visible: another member must read the offsets before this one continues.
-        often, least, most = (0.3, 1.0, 2.0) if "checked-once" in self.faults else (0.1, 0.5, 3.0)
+        often, least, most = (0.3, 1.0, 2.0) if self.fault == "checked-once" else (0.1, 0.5, 3.0)
         if not self.world.faults.healed and self.world.source.random() < often:
             await asyncio.sleep(self.session_ms / 1000 * self.world.source.uniform(least, most))
 
@@ -363,7 +362,7 @@ class Producer:
         await self._coded(lambda t: t.add(self._id, *self._identity, partitions=places))
         late: list[asyncio.Future[Any]] = []
         # The planted fault is rarely visible: an abort must overtake records in flight.
-        hasty = "marker-before-data" in self._cluster.faults
+        hasty = self._cluster.fault == "marker-before-data"
         commit = source.random() < (0.1 if hasty else 0.6)
         for partition in partitions if commit and self._extra.random() < 0.4 else ():
             await self._fly(partition, [self._batch(sent, prefix, partition) for _ in range(self._extra.randint(2, 4))])

@@ -9,7 +9,7 @@ import pyarrow as pa
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import Fault, UpsertOperator
+from tidemill.spark.upsert.operator import UpsertOperator
 from tidemill.spark.upsert.resolve import Resolved
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "int64")), ("k",))
@@ -68,11 +68,13 @@ class ModelShard:
 class Writer:
     """One writer on a model shard: applies what peers appended before it drains."""
 
-    def __init__(self, shard: ModelShard, *, fault: Fault = Fault.NONE, hasher=None) -> None:  # type: ignore[no-untyped-def]
+    def __init__(  # type: ignore[no-untyped-def]
+        self, shard: ModelShard, *, operator_type: type[UpsertOperator] = UpsertOperator, hasher=None
+    ) -> None:
         more = {"hasher": hasher} if hasher else {}
         self.shard = shard
         self.seen = 0
-        self.operator = UpsertOperator(SCHEMA, Mirror(SCHEMA, **more), fault=fault, **more)
+        self.operator = operator_type(SCHEMA, Mirror(SCHEMA, **more), **more)
 
     def sync(self) -> None:
         for lower, upper, rows in self.shard.log[self.seen :]:

@@ -20,7 +20,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits
 from tidemill.kafka.groups.group_runner import GroupRunner
-from tidemill.kafka.groups.group_store import NO_FAULTS, GroupFencedError, GroupStore
+from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUPS
 
@@ -69,9 +69,8 @@ class GroupCoordinator:
         groups_max: int,
         groups_bytes_max: int,
         tracker: StatusTracker,
-        faults: frozenset[str] = NO_FAULTS,
     ) -> None:
-        self.rows = GroupStore(metastore, f"{node}/{rand.nonce()[:12]}", clock, rand, faults)
+        self.rows = GroupStore(metastore, f"{node}/{rand.nonce()[:12]}", clock, rand)
         self._rand = rand
         self._is_own = is_own
         self._clock = clock

@@ -153,9 +153,6 @@ class GroupRunner:
             return waiter
         if ask.epoch == 0:
             self._choose_protocol(CONSUMER)
-            if "empty-handed" in self._rows.faults and isinstance(self.group, ClassicGroup):
-                for member in self.group.members.values():
-                    member.assignment = b""
         self.group = group = protocol_dispatch.consumer_heartbeat(self.group, self._now(), ask, waiter, seen)
         session_end_s = self._loop.time() + group.limits.consumer_session_ms / 1000
         if self.group.unstored or self._timer is None or self._timer.when() > session_end_s:
@@ -182,8 +179,6 @@ class GroupRunner:
         self, member_id: str, instance_id: str | None, generation: int, *, in_transaction: bool = False
     ) -> int:
         self._used_s = self._clock.monotonic_s()
-        if isinstance(self.group, ConsumerGroup) and "stale-commit" in self._rows.faults:
-            return 0
         return protocol_dispatch.commit_error(
             self.group, self._now(), member_id, instance_id, generation, in_transaction=in_transaction
         )
@@ -196,7 +191,7 @@ class GroupRunner:
         heartbeats alone write nothing that would be rejected. Raises UnavailableError.
         """
         head = await self._rows.head(self.group.name)
-        if (head is None or not self._rows.is_own_head(head)) and "stays-replaced" not in self._rows.faults:
+        if head is None or not self._rows.is_own_head(head):
             self.end(error_codes.NOT_COORDINATOR)
         return head is not None and self._rows.is_own_head(head) and not self.is_closed
 
@@ -352,9 +347,6 @@ class GroupRunner:
     def _membership_part(self, group: ClassicGroup | ConsumerGroup) -> _WritePart:
         members = set(group.members)
         rows, stored = self._begin_store(group)
-        if "early-assignment" in self._rows.faults:
-            stored(0)
-            _send_answers(group)
 
         def completed(code: int) -> None:
             stored(code)

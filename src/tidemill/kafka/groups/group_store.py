@@ -21,14 +21,6 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow
 
-NO_FAULTS: frozenset[str] = frozenset()
-"""Faults that the simulation injects and must find.
-
-unfenced-offset     offsets are written even by a replaced coordinator: newer ones are lost at a move
-early-assignment    members receive their assignment before it is durable
-stale-commit        commits of the consumer protocol are accepted with any epoch
-empty-handed        a group changes to the consumer protocol without the partitions that its members hold
-"""
 PAUSE_S = 0.05
 READ_ROWS_MAX = 1_000
 
@@ -48,10 +40,7 @@ class GroupTakeover(NamedTuple):
 class GroupStore:
     """Rows of all groups, for one life of a node. Methods may raise UnavailableError, ClosedError, CorruptError."""
 
-    def __init__(
-        self, metastore: Metastore, owner: str, clock: Clock, rand: Rand, faults: frozenset[str] = NO_FAULTS
-    ) -> None:
-        self.faults = faults
+    def __init__(self, metastore: Metastore, owner: str, clock: Clock, rand: Rand) -> None:
         self._metastore = metastore
         self._clock = clock
         self._rand = rand
@@ -115,12 +104,8 @@ class GroupStore:
 
         Raises GroupFencedError, FencedError, UnknownOutcomeError, InvalidError.
         """
-        key = GROUPS.key(group)
-        expects = {key: seqno}
-        if "unfenced-offset" in self.faults and not any(row[0] == key for row in rows):
-            expects = {}
         try:
-            return await self._metastore.commit(rows, expects=expects)
+            return await self._metastore.commit(rows, expects={GROUPS.key(group): seqno})
         except ConflictError as conflict:
             raise GroupFencedError from conflict
 

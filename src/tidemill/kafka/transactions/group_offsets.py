@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 
 _NEVER = (error_codes.INVALID_GROUP_ID, error_codes.INVALID_REQUEST)
-NO_FAULTS: frozenset[str] = frozenset()
-"""Faults that the simulation injects: `checked-once` omits the second check of the membership."""
 
 Identity = tuple[str, int, int]
 """Transactional id, producer id, epoch."""
@@ -49,7 +47,6 @@ async def store_offsets(
     offsets: Offsets,
     *,
     adds: bool,
-    faults: frozenset[str] = NO_FAULTS,
 ) -> int:
     """Process a TxnOffsetCommit at the group's coordinator and return a code.
 
@@ -61,7 +58,7 @@ async def store_offsets(
         return refused.code
     code = led.commit_error(*member, in_transaction=True)
     code = code or await transactions.commit_offsets(*identity, group, offsets, adds=adds)
-    if code or "checked-once" in faults:
+    if code:
         return code
     if not await led.check_leadership():
         return error_codes.NOT_COORDINATOR

@@ -24,7 +24,7 @@ from tidemill.spark.ingest.fetch_decode import mirror_identity
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.stores import Stores
 from tidemill.spark.upsert.mirror import Mirror, build_mirror
-from tidemill.spark.upsert.operator import Fault, UpsertOperator
+from tidemill.spark.upsert.operator import UpsertOperator
 from tidemill.spark.upsert.resolve import KeyChanges, Resolved
 
 SAVE_EVERY = 500
@@ -81,7 +81,6 @@ class TableWriter:
         shard: LogShard,
         mirror_dir: Path,
         feed: TopicFeed | None = None,
-        fault: Fault = Fault.NONE,
     ) -> None:
         self.portal = portal
         self.stores = stores
@@ -95,10 +94,9 @@ class TableWriter:
         self.rows = 0
         self.progress = CatchUpProgress(stores.clock)
         self.dead_run = DeadLetterRun()
-        self._fault = fault
         self._tokens = 0
         self._prefix = stores.rand.nonce()
-        self.operator = UpsertOperator(shard.schema, Mirror(shard.schema, directory=mirror_dir), fault=fault)
+        self.operator = UpsertOperator(shard.schema, Mirror(shard.schema, directory=mirror_dir))
 
     @property
     def name(self) -> str:
@@ -124,7 +122,7 @@ class TableWriter:
             self.mirror_dir, self.schema, self.shard.shard_id, mirror_identity(self.stores.consensus_life)
         )
         if saved is not None:
-            self.operator = UpsertOperator(self.schema, saved, fault=self._fault)
+            self.operator = UpsertOperator(self.schema, saved)
         self.operator.mirror.sweep()  # files of an earlier process: it may have been killed again and again
         self.follow()
         key, mirror = self.schema.key, self.operator.mirror
@@ -186,7 +184,7 @@ class TableWriter:
         else:
             raise UnavailableError(f"the shard's history expires while it is read: shard={self.name}.")
         kept = self.operator
-        self.operator = UpsertOperator(self.schema, mirror, fault=self._fault)
+        self.operator = UpsertOperator(self.schema, mirror)
         self.operator.adopt_stash(kept)
         mirror.sweep()
 

@@ -23,8 +23,6 @@ trimmed.
 
 from __future__ import annotations
 
-from enum import Enum
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -49,18 +47,8 @@ def classify(times: npt.NDArray[np.int64], upper: int, through: int) -> npt.NDAr
     return out
 
 
-class Fault(Enum):
-    """Deliberate faults, for tests and the simulation only."""
-
-    NONE = "none"
-    KEEP_BELOW_UPPER = "keep below upper"
-    """Commands below the upper are stashed for later, and pin the output frontier."""
-
-
 class UpsertOperator:
-    def __init__(
-        self, schema: ShardSchema, mirror: Mirror, *, hasher: HashRows = hash_rows, fault: Fault = Fault.NONE
-    ) -> None:
+    def __init__(self, schema: ShardSchema, mirror: Mirror, *, hasher: HashRows = hash_rows) -> None:
         if not schema.key:
             raise InvalidError("an upsert needs a key.", fix="Name the key columns of the table.")
         self.schema = schema
@@ -70,7 +58,6 @@ class UpsertOperator:
         """Number of commands that were found below the upper because a peer moved it."""
         self._stash = no_commands(schema)
         self._hasher = hasher
-        self._fault = fault
 
     @property
     def upper(self) -> int:
@@ -134,7 +121,7 @@ class UpsertOperator:
         self._stash = self._drop_below(self._stash)
 
     def _drop_below(self, commands: Commands, *, lost: bool = True) -> Commands:
-        if self._fault is Fault.KEEP_BELOW_UPPER or not len(commands):
+        if not len(commands):
             return commands
         times = times_of(commands)
         below = classify(times, self.upper, max(self.upper, self.source_frontier)) == BELOW
