@@ -15,6 +15,7 @@ from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.runtime.tasks import error_sentence, is_own_fault_of_await
 from tidemill.kafka.api.required_operations import authorize_and_handle
 from tidemill.kafka.error_codes import UNKNOWN_SERVER_ERROR
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body, decode_request, encode_response, is_flexible
 from tidemill.kafka.schema.primitives import I32, MalformedFrameError, read_i16, reset_element_count, skip_tags
 from tidemill.objects.store import Buffer
@@ -121,13 +122,17 @@ def begin_decoded(handle: Handle, failed: ErrorAnswer) -> Begin:
     """Return the `begin` of a handler on decoded dicts, which does nothing before its turn on the connection.
 
     `handle` receives the authorized part of the request (`required_operations`), and is not called if that is empty.
-    Any error of `handle` fails only this request: the answer is UNKNOWN_SERVER_ERROR, and the connection continues.
+    A GroupUnavailableError of `handle` is answered with its code. Any other error fails only this request: the answer
+    is UNKNOWN_SERVER_ERROR, and the connection continues.
     """
 
     async def begin_request(context: Context, request: Request) -> Reply:
         body = await decode_body(context.pace, request, _decode)
         try:
-            answer = await authorize_and_handle(context, request, body, partial(handle, context, request), failed)
+            try:
+                answer = await authorize_and_handle(context, request, body, partial(handle, context, request), failed)
+            except GroupUnavailableError as unavailable:
+                answer = failed(body, unavailable.code)
             return await encode_answer(context.pace, request, answer)
         except BaseException as error:
             if not is_own_fault_of_await(error):

@@ -14,7 +14,6 @@ from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.classic.state import JoinAnswer, JoinRequest
 from tidemill.kafka.groups.consumer.state import ConsumerGroup
-from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import decode_subscription
 from tidemill.kafka.groups.topic_patterns import TopicView
@@ -31,8 +30,6 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         led = await context.groups.get(body["group_id"] or "", growing=True)
         seen = await _topics_view(context, request, led, body)
-    except GroupUnavailableError as refused:
-        return error_answer(body, refused.code)
     except TidemillError:
         return error_answer(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)
     instance_id = body.get("group_instance_id")

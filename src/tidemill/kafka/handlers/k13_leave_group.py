@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
-from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    try:
-        led = await context.groups.get(body["group_id"] or "")
-    except GroupUnavailableError as refused:
-        return error_answer(body, refused.code)
+    led = await context.groups.get(body["group_id"] or "")
     if request.version < 3:
         return {"error_code": led.remove_members([(body["member_id"] or "", None)])[0], "members": []}
     members = [(member["member_id"] or "", member["group_instance_id"]) for member in body["members"]]

@@ -5,15 +5,11 @@ from __future__ import annotations
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.classic.state import SyncAnswer, SyncRequest
-from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    try:
-        led = await context.groups.get(body["group_id"] or "")
-    except GroupUnavailableError as refused:
-        return error_answer(body, refused.code)
+    led = await context.groups.get(body["group_id"] or "")
     ask = SyncRequest(
         member_id=body["member_id"] or "",
         instance_id=body.get("group_instance_id"),

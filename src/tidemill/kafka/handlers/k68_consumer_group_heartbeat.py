@@ -17,7 +17,6 @@ from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.groups.classic.state import ClassicGroup, HeartbeatAnswer
 from tidemill.kafka.groups.consumer.assignors import Partitions
 from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest
-from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_topics
 from tidemill.kafka.groups.topic_patterns import TopicView
@@ -32,8 +31,6 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         led = await context.groups.get(body["group_id"] or "", growing=ask.epoch == 0)
         seen = await topics_view(context, request, led, _required_topics(led.group, ask), ask.pattern)
-    except GroupUnavailableError as refused:
-        return error_answer(body, refused.code)
     except InvalidError as error:
         return _body(HeartbeatAnswer(error_codes.INVALID_REGULAR_EXPRESSION, str(error)))
     except TidemillError:
