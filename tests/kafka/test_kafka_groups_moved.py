@@ -352,7 +352,7 @@ def test_a_group_is_deleted_with_everything_and_begins_anew() -> None:
         led = await node.get("g")
         member = await stable(led)
         assert await led.delete(nothing) == error_codes.NON_EMPTY_GROUP
-        assert led.leave([(member, None)]) == [0]
+        assert led.remove_members([(member, None)]) == [0]
         writes = [asyncio.ensure_future(led.write(committed(n))) for n in range(3)]
         await asyncio.sleep(0)
         assert await led.delete(nothing) == 0

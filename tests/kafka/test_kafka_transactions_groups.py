@@ -267,7 +267,7 @@ def test_offsets_that_were_kept_after_their_member_was_replaced_are_refused(
     async def while_it_leaves(*what: Any, **more: Any) -> int:
         code = await keep(*what, **more)
         led = endpoint.server._groups.loaded_group(GROUP)  # type: ignore[union-attr]
-        assert led is not None and led.leave([(mine.member, None)]) == [0]
+        assert led is not None and led.remove_members([(mine.member, None)]) == [0]
         return code
 
     with RawClient(endpoint.port) as client:
