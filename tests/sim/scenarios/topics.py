@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sim.oracles.topics import Durable, Place, check_acknowledged, check_log, check_producer, check_stable
+from sim.scenarios.maintenance_plants import COLLECTORS, COMPACTIONS, ForgottenLog
 from sim.scenarios.topic_lives import Lives
 from sim.scenarios.topic_times import ask_for_times
 from sim.scenarios.topic_transactions import Transactor, confirmed, consume_committed
@@ -147,17 +148,16 @@ class Cluster:
         metastore = create_metastore(consensus, objects, actor.clock, rand, holder=str(actor.life), settings=EAGER)
         retention = Retention(collect_after_s=self.world.source.choice((0.0, 0.5)), orphans_after_s=1.0)
         grounds = JobContext(consensus, objects, metastore, actor.clock, rand, retention)
-        keeper = L0GarbageCollector(grounds, quiet_s=2.0, fault=self.collection_fault)
+        keeper = COLLECTORS.get(self.fault, L0GarbageCollector)(grounds, quiet_s=2.0)
         l1 = L1GarbageCollector(grounds, registered_s=1.0)
         levels = L1Merger(grounds, target_bytes=self.world.source.choice((300, 1 << 20)), fanout=2)
-        compaction = TopicCompaction(
+        compaction = COMPACTIONS.get(self.fault, TopicCompaction)(
             grounds,
             no_retention_holds,
             room=self.extra.choice((1, 3, 1 << 20)),
             target_bytes=self.extra.choice((300, 1 << 20)),
-            fault=self.fault,
         )
-        rollups = RollupCollector(grounds, fault=self.fault)
+        rollups = (ForgottenLog if self.fault == "forgotten-log" else RollupCollector)(grounds)
         stages = [PartitionsStage(consensus, objects, metastore, actor.clock)]
         checkpoint = Checkpointer(metastore, stages, actor.clock, holder=str(actor.life))
 

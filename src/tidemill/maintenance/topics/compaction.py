@@ -72,11 +72,7 @@ class TopicCompaction:
         *,
         room: int = KEYS_PER_PASS,
         target_bytes: int = L1_OBJECT_BYTES,
-        fault: str = "",
     ) -> None:
-        """Initialise. `fault` is for tests only: `clean-last` treats the last batch like the others;
-        `aborted-supersedes` lets aborted records count."""
-        self._fault = fault
         self._g = grounds
         self._holds = holds
         self._room = room
@@ -212,11 +208,10 @@ class TopicCompaction:
             if index is not None and oldest_ms is None:
                 first = index.find(cleaned.cleaned)
                 dirty -= int(index.sizes[:first].sum())
-                if first < len(index) - (ends and self._fault != "clean-last"):
+                if first < len(index) - ends:
                     oldest_ms = int(index.timestamps[first])
-            if index is not None and ends and self._fault != "clean-last":
+            if index is not None and ends:
                 last, last_bytes = int(index.bases[-1]), int(index.sizes[-1])
-        last = row.next if self._fault == "clean-last" else last
         return DirtyPart(last, max(dirty - last_bytes, 0), max(row.size_bytes - last_bytes, 0), oldest_ms)
 
     async def _restrict_bounds(self, bounds: Bounds, holds: Mapping[int, int] | None) -> Bounds:
@@ -232,6 +227,6 @@ class TopicCompaction:
             bounds,
             below=min(bounds.below, held, state.last_stable),
             delete_below=min(bounds.delete_below, held),
-            aborted=AbortedIndex() if self._fault == "aborted-supersedes" else state.aborted,
+            aborted=state.aborted,
             markers_below=stored.aborted_start if stored is not None else 0,
         )

@@ -89,13 +89,9 @@ class L0GarbageCounters(msgspec.Struct):
 class L0GarbageCollector:
     """The job `topic-objects`."""
 
-    def __init__(self, grounds: JobContext, *, quiet_s: float = IDLE_INTERVAL_S, fault: str = "") -> None:
+    def __init__(self, grounds: JobContext, *, quiet_s: float = IDLE_INTERVAL_S) -> None:
         self._g = grounds
         self._quiet_s = quiet_s
-        self._fault = fault
-        """Fault for tests only: `first-region` takes the first partition in an object for the only one, `undecided`
-        assumes that an object without a name in any log never gets one, `one-report` assumes that an unreadable log
-        names nothing."""
         self._persisted = RestoreHorizon(grounds.metastore)
         self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
         self._states: dict[Place, PartitionState] = {}
@@ -150,7 +146,7 @@ class L0GarbageCollector:
         rows = {(row.topic_id, row.partition): row.hot_start for row in await self._g.metastore.rows(PARTITIONS)}
         undecided: dict[Place, float] = {}
         for key, garbage in list(self._garbage.items()):
-            if key in live and self._fault != "first-region":
+            if key in live:
                 # Its placeholder was not in the log yet when the object was listed.
                 del self._garbage[key]
             elif waits := self._undecided_partitions(garbage):
@@ -171,15 +167,8 @@ class L0GarbageCollector:
             place = parse_log_name(name)
             known = self._states[place]
             state = PartitionState() if known is NEVER_WRITTEN else known
-            try:
-                found = await catch_up(self._g.consensus, self._g.objects, partition_log(*place), state)
-            except TidemillError:
-                if self._fault != "one-report":
-                    raise
-                self._states.pop(place, None)
-            else:
-                self._states[place] = found[0]
-                self._logs.done([name])
+            self._states[place], _ = await catch_up(self._g.consensus, self._g.objects, partition_log(*place), state)
+            self._logs.done([name])
 
     def _record_writers(self, found: list[ObjectMeta]) -> None:
         newest: dict[str, int] = {}
@@ -200,7 +189,7 @@ class L0GarbageCollector:
         for meta in found:
             if meta.key in self._garbage or meta.key in self._strange:
                 continue
-            if meta.key in live and self._fault != "first-region":
+            if meta.key in live:
                 continue
             if read >= FOOTERS_MIN and not budget.has_budget:
                 return True
@@ -212,11 +201,6 @@ class L0GarbageCollector:
             except CorruptError:
                 self._strange.add(meta.key)
                 continue
-            if self._fault == "first-region":
-                state = self._states.get(places[0])
-                if state is not None and meta.key in state.live_objects():
-                    continue
-                places = places[:1]
             at = {place: self._states[place].applied for place in places if place in self._states}
             self._garbage[meta.key] = _GarbageObject(meta, places, self._g.clock.monotonic_s(), at)
         return False
@@ -239,8 +223,6 @@ class L0GarbageCollector:
 
     def _undecided_partitions(self, garbage: _GarbageObject) -> list[Place]:
         """Return the partitions whose logs may still come to name the object."""
-        if self._fault == "undecided":
-            return []
         writer, number = parse_writer(garbage.meta.key)
         seen = self._seen.get(writer)
         waits = []

@@ -50,11 +50,9 @@ class L1GarbageCounters(msgspec.Struct):
 class L1GarbageCollector:
     """The job `topic-l1`."""
 
-    def __init__(self, grounds: JobContext, *, registered_s: float = REGISTRATION_TIMEOUT_S, fault: str = "") -> None:
+    def __init__(self, grounds: JobContext, *, registered_s: float = REGISTRATION_TIMEOUT_S) -> None:
         self._g = grounds
         self._registered_s = registered_s
-        self._fault = fault
-        """Fault for tests only: `unpersisted` deletes before the row that marks the removal is in the bucket."""
         self._persisted = RestoreHorizon(grounds.metastore)
         self._rows = ExtentStore(grounds.metastore, grounds.clock, grounds.rand)
         self._seen: dict[bytes, tuple[L1ObjectRow, float]] = {}
@@ -120,7 +118,7 @@ class L1GarbageCollector:
                 [L1_OBJECTS.encode(expired)], {key: found.seqno}
             ):
                 self._figures.expired += 1
-        elif self._fault == "unpersisted" or await self._persisted.is_row_persisted(key, found.seqno):
+        elif await self._persisted.is_row_persisted(key, found.seqno):
             await self._g.objects.delete(l1_key(row.topic_id, row.object_id))
             if await self._commit_if_unchanged([(key, b"")], {key: found.seqno}):
                 self._figures.deleted_objects += 1

@@ -35,10 +35,8 @@ PREFIX = "rollup/topic/"
 class RollupCollector:
     """The job `topic-rollups`."""
 
-    def __init__(self, grounds: JobContext, *, fault: str = "") -> None:
+    def __init__(self, grounds: JobContext) -> None:
         self._g = grounds
-        self._fault = fault
-        """Fault for tests only: `forgotten-log` never ends the log of a deleted topic."""
         self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
         self._written: defaultdict[str, set[int]] = defaultdict(set)
         """Topic id → its partitions whose logs hold records."""
@@ -79,7 +77,7 @@ class RollupCollector:
                 topic_id, partition = parse_log_name(name)
                 self._written[topic_id].add(partition)
         self._logs.done(heads)
-        for topic_id in sorted(self._written.keys() - there) if self._fault != "forgotten-log" else ():
+        for topic_id in sorted(self._written.keys() - there):
             for partition in sorted(self._written[topic_id]):
                 if not budget.has_budget:
                     return True
