@@ -27,7 +27,7 @@ def demo(
         typer.Option("--for", help="Seconds of load, followed by drain and verification. Default: run until Ctrl-C."),
     ] = None,
     crash: Annotated[
-        bool, typer.Option(help="Kill (SIGKILL) the node and the Spark driver in turn during the load.")
+        bool, typer.Option(help="Kill (SIGKILL) the node and the Spark driver alternately during the load.")
     ] = False,
     fresh: Annotated[bool, typer.Option(help="Start from scratch instead of resuming.")] = False,
     data: Annotated[Path, typer.Option(help="Directory for the demo's data.")] = Path(".tidemill/demo"),

@@ -1,7 +1,7 @@
 """`python -m demo.clicks`: a click stream through confluent-kafka until SIGTERM.
 
-1 % of the clicks are sent twice (same click_id) and 0.1 % of the records are not JSON. Prints one JSON
-line a second and one at the end; its counts are of records acknowledged by the broker.
+1 % of the clicks are sent twice with the same click_id, and 0.1 % of the records are not JSON. The process prints one
+JSON line per second and one at the end, with the number of records that the broker acknowledged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Clicks:
         self._stopping = True
 
     def run(self) -> int:
-        """Produce until stopped, then flush; returns how many records were left unacknowledged."""
+        """Produce until stopped, then flush. Return the number of unacknowledged records."""
         started_s = self._clock.monotonic_s()
         printed_s = started_s
         sent = 0
@@ -81,7 +81,7 @@ class Clicks:
             try:
                 self._producer.produce(self._topic, value, key or None, on_delivery=acknowledged)
                 return 1
-            except BufferError:  # the local queue is full while the broker is away: wait for room
+            except BufferError:  # the local queue is full: wait for acknowledgements
                 self._producer.poll(0.1)
 
     def _print(self) -> None:

@@ -1,7 +1,7 @@
-"""The demo's world on disk: one directory with Postgres, the bucket, consensus, logs and a real tidemill.toml.
+"""The demo's directory: data of Postgres, the bucket and consensus, logs, and a configuration file.
 
-A second run resumes what the directory holds; `--fresh` removes it first. The file is an ordinary
-configuration: `tidemill --config DIR/tidemill.toml status` works beside the demo.
+A second run resumes the directory; `--fresh` removes it first. A marker file protects directories of other programs.
+The configuration is an ordinary one: `tidemill status --config DIR/tidemill.toml` works during the run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def prepare(
     objects_url: str = "",
     master: str = "local[*]",
 ) -> Environment:
-    """Start Postgres, create the shop if needed, write the configuration. Raises InvalidError on an unusable
-    directory."""
+    """Start Postgres, create the shop if needed, and write the configuration.
+
+    Raises InvalidError for an unusable directory.
+    """
     directory = directory.absolute()
     _claim(directory, fresh=fresh)
     resumed = (directory / "postgres" / "PG_VERSION").exists()

@@ -1,7 +1,7 @@
-"""A small client of the shape protocol, for the demo's own measurement: what a live app would see, and how late.
+"""A small client of the shape protocol, which measures the latency that a live app would see.
 
-Follows one shape by long-polling on a thread of its own. A lost connection is retried; a must-refetch
-(409) starts over, as the protocol asks of every client.
+It follows one shape by long-polling on a separate thread. A lost connection is retried. A must-refetch (409) starts
+over, as the protocol requires of every client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RETRY_S = 0.2
 
 
 class Follower:
-    """`rows` mirrors the shape; `on_row(operation, row, received_ms)` hears of every live change."""
+    """`rows` mirrors the shape. Every live change is passed to `on_row(operation, row, received_ms)`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Follower:
                 connection = None
                 self._stopping.wait(RETRY_S)
                 continue
-            self._take(json.loads(body) if body else [], live)
+            self._apply(json.loads(body) if body else [], live)
             position = {
                 "offset": answer.headers["electric-offset"],
                 "handle": answer.headers["electric-handle"],
@@ -89,11 +89,11 @@ class Follower:
             live = live or "electric-up-to-date" in answer.headers
 
     def _redirect(self, location: str) -> None:
-        """Another node captures this table: ask it until it goes away, then the first node again."""
+        """Follow another node, which captures this table. After an error the first node is used again."""
         url = urlsplit(location)
         self._host, self._port = url.hostname or self._host, url.port or self._port
 
-    def _take(self, items: list[dict[str, Any]], live: bool) -> None:
+    def _apply(self, items: list[dict[str, Any]], live: bool) -> None:
         received_ms = self._clock.now_ms()
         for item in items:
             operation = item["headers"].get("operation")

@@ -1,8 +1,8 @@
-"""The invariant strip: the shop's money in Postgres and in the shard, at exactly one commit.
+"""The invariant strip of the page: the shop's money in Postgres and in the shard, at exactly one commit.
 
-A transaction locks `payment` and `warehouse` against writers for a moment, sums the takings, and
-carries a marker. Capture mints a binding exactly at that commit, so the shard at the binding's time
-must hold the same sum. The page adds the browser's own sum at the same LSN.
+A transaction locks `payment` and `warehouse` against writers for a moment, sums the takings, and writes a marker into
+the WAL. Capture mints a binding exactly at that commit, so the shard must have the same sum at the binding's time. The
+page adds the sum of the browser at the same LSN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MoneyCheck(msgspec.Struct, frozen=True):
         return self.postgres == self.payments == self.shard
 
 
-class Money:
+class MoneyChecker:
     def __init__(self, dsn: str, remap: Remap, warehouse: Shard, rand: Rand) -> None:
         self._dsn = dsn
         self._remap = remap
@@ -42,7 +42,7 @@ class Money:
         self._rand = rand
 
     async def check(self) -> MoneyCheck | None:
-        """One comparison, or None: writers did not let the lock through, nobody minted in time, storage was away."""
+        """Compare once. Return None on a lock timeout, without a binding in time, and while storage is unavailable."""
         nonce = self._rand.nonce()
         try:
             before = await self._remap.latest()
@@ -51,7 +51,7 @@ class Money:
                 return None
             binding = await self._binding(nonce, before.time_ms if before else 0)
             if binding is None or not sums[2] <= binding.lsn <= sums[3]:
-                return None  # while a snapshot is stitched in, capture carries markers on to where it ends
+                return None  # during a snapshot capture moves markers to its end
             rows = await self._warehouse.snapshot(binding.time_ms, timeout_s=WAIT_S)
         except (UnavailableError, UnknownOutcomeError, TimeoutError):
             return None
@@ -59,13 +59,13 @@ class Money:
         return MoneyCheck(binding.lsn, binding.time_ms, f"{sums[0]:.2f}", f"{sums[1]:.2f}", f"{shard:.2f}")
 
     async def _source(self, nonce: str) -> tuple[Decimal, Decimal, int, int] | None:
-        """(sum of warehouses, sum of payments, and between which LSNs the marker's commit is), or None."""
+        """Return the sums of warehouses and payments, and the LSNs around the marker's commit; None on a timeout."""
         import psycopg
 
         async with await psycopg.AsyncConnection.connect(self._dsn) as connection:
             try:
                 await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'".encode())
-                # payment before warehouse, the order in which the shop's transactions take them: no deadlock
+                # in the lock order of the shop's transactions, which excludes a deadlock
                 await connection.execute("LOCK TABLE payment IN SHARE MODE")
                 await connection.execute("LOCK TABLE warehouse IN SHARE MODE")
                 cursor = await connection.execute(

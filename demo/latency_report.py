@@ -1,4 +1,4 @@
-"""Latency figures and the demo's final report."""
+"""Latency percentiles, and the final report of the demo with its verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_SAMPLES = 200_000
 
 
 class Latencies:
-    """Samples in ms; past MAX_SAMPLES every other one is dropped, so memory stays bounded."""
+    """Samples in ms. Above MAX_SAMPLES every second sample is dropped, which bounds the memory."""
 
     def __init__(self) -> None:
         self._samples: list[float] = []
@@ -31,7 +31,7 @@ class Latencies:
 
 
 def percentile(samples: Sequence[float], fraction: float) -> float | None:
-    """Nearest-rank percentile, one decimal; None of nothing."""
+    """Return the nearest-rank percentile with one decimal; None without samples."""
     if not samples:
         return None
     ordered = sorted(samples)
@@ -39,8 +39,8 @@ def percentile(samples: Sequence[float], fraction: float) -> float | None:
 
 
 class Report(msgspec.Struct):
-    """What `--json` prints. `stuck` names marks that stood still past their budget at any
-    moment of the run, and those that did not reach their target while draining."""
+    """The report that `--json` prints. `stuck` names the stages that were stuck at any moment of the run, and the
+    tables that did not reach their target during the drain."""
 
     verify: dict[str, dict[str, int]] = {}
     equal: bool = False

@@ -1,7 +1,7 @@
-"""`python -m demo.load`: drives the shop's transactions at a steady rate until SIGTERM.
+"""`python -m demo.load`: the shop's transactions at a steady rate until SIGTERM.
 
-Prints one JSON line a second ({"transactions": n, "errors": n}) and one at the end. A process of its
-own, so that killing tidemill's processes never touches the source of truth.
+The process prints one JSON line per second ({"transactions": n, "errors": n}) and one at the end. It is separate from
+tidemill's processes, so that killing those does not affect the source.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Load:
         self._stopping.set()
 
     def _lost(self, name: str, error: BaseException) -> None:
-        """Fewer connections than asked for would be another load: it ends, and its exit code says so."""
+        """End the load, since fewer connections than requested would be another load."""
         print(f"{name}: {error!r}", file=sys.stderr)
         self.errors += 1
         self._stopping.set()
 
     async def run(self) -> None:
-        """Open loop: work is due by the clock, so a slow database shows as a backlog, not as a lower rate."""
+        """Run an open loop: the clock makes work due, so a slow database causes a backlog and not a lower rate."""
         due: asyncio.Queue[tuple[str, tuple[object, ...]]] = asyncio.Queue(maxsize=1000)
         async with Tasks(self._lost) as tasks:
             for number in range(CONNECTIONS):

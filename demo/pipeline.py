@@ -1,7 +1,7 @@
-"""Harbour Shop's pipeline: every table of the shop, the click stream, and one joined table, kept exact.
+"""Harbour Shop's pipeline: every table of the shop, the click stream, and one table derived from both.
 
-Run by `tidemill up` in a PySpark driver of its own. The tables of `shop` agree with each other at every
-time; a click that arrives twice is one row; what is not a click goes to the dead letters.
+`tidemill up` runs it in a separate PySpark driver. The tables of `shop` are consistent with each other at every time.
+A click that arrives twice is one row. A malformed click becomes a dead letter.
 """
 
 from pyspark.sql import DataFrame, SparkSession

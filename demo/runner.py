@@ -2,8 +2,10 @@
 
     prepare → supervise node and driver → load and clicks → (crash) → stop the load → drain → verify → report
 
-Everything observed here is observed from outside: the follower speaks HTTP, the shard latency comes
-from listening to the shard, and verification reads source and shard anew.
+All observations are made from outside: the follower uses HTTP, the latency of shards is measured by listening to one,
+and verification is the command `tidemill verify`, which reads source and shards from the start.
+
+Does not own the processes: `tidemill.node.supervise` starts, restarts and kills them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import msgspec
 from demo import shop
 from demo.environment import Environment
 from demo.follower import Follower
-from demo.invariant_check import Money, MoneyCheck
+from demo.invariant_check import MoneyCheck, MoneyChecker
 from demo.latency_report import Latencies, Report
 from tidemill.base.address import Address
 from tidemill.base.clock import Clock, Rand, SystemClock
@@ -47,10 +49,10 @@ TABLES = (*shop.TABLES, "clicks", "conversion_by_product")
 OPEN_ORDERS = {"table": "public.orders", "where": "w_id = 1 AND status = 'open'"}
 CRASH_EVERY_S = 14.0
 CRASH_GRACE_S = 30.0
-"""What we killed may stand still for so long: a lease, a restart, a JVM."""
+"""Time for a lease to expire and for a killed process and its JVM to start; stages are not counted as stuck in it."""
 MONEY_EVERY_S = 2.0
 DRAIN_TIMEOUT_S = 180.0
-KEPT_CHECKS = 30
+RECENT_CHECKS = 30
 VERIFIED = ("rows", "missing", "extra", "different", "poisoned")
 
 
@@ -82,7 +84,7 @@ class Runner:
         self._dead_letters_before = 0
         self._stuck: dict[str, str] = {}
         self._graced_until_s = 0.0
-        # the follower asks the last node: a table captured elsewhere must be reachable through any of them
+        # the follower uses the last node: every node must serve the tables that another node captures
         last_http = offset_port(environment.config.node.http, nodes - 1)
         self._follower = Follower(last_http, OPEN_ORDERS, self._clock, self._client_row)
 
@@ -90,10 +92,10 @@ class Runner:
         self._stopping.set()
 
     async def run(self, seconds: float | None) -> Report:
-        """`seconds` of load, or load for ever; then drain and verify. Raises what a child refused.
+        """Run the load for `seconds`, or without a limit; then drain and verify. Raises the refusal of a child.
 
-        With kills the seconds count from the first row in a shard, where the kills begin: however slow the
-        machine starts, a run of so many seconds has the same kills.
+        With kills the time counts from the first row in a shard, when the kills begin. So the number of kills does
+        not depend on the start-up time of the machine.
         """
         config = self.environment.config
         objects = await open_objects(config.objects_url, self._clock, self._rand)
@@ -158,7 +160,7 @@ class Runner:
             tasks.spawn(self._read_counts(process, counts), name=arguments[0])
 
     async def _until_ready(self) -> None:
-        """The node serves and the topic `clicks` exists: producers that come now need no luck."""
+        """Wait until the node answers and the topic `clicks` exists, which the producers need."""
         while not self._stopping.is_set():
             with contextlib.suppress(UnavailableError):
                 row = await self._catalogue.get(TopicRow, "clicks")
@@ -193,13 +195,13 @@ class Runner:
         while True:
             with contextlib.suppress(UnavailableError):
                 self.marks = derive_statuses(await self._board.reports(), self._clock.now_ms())
-                self._note_stuck()
-                facts: dict[str, object] = {"money": [msgspec.to_builtins(c) for c in self.checks[-KEPT_CHECKS:]]}
+                self._record_stuck_stages()
+                facts: dict[str, object] = {"money": [msgspec.to_builtins(c) for c in self.checks[-RECENT_CHECKS:]]}
                 await self._board.publish(MarksReport("demo", self._clock.now_ms(), (), facts))
             await asyncio.sleep(1)
 
-    def _note_stuck(self) -> None:
-        """Every mark that is stuck at any moment of the run counts, once; after a kill of ours it has its grace."""
+    def _record_stuck_stages(self) -> None:
+        """Record each stage that is stuck at any moment of the run, except in the grace time after a kill."""
         if self._clock.monotonic_s() < self._graced_until_s:
             return
         for name, derived in self.marks.items():
@@ -215,11 +217,11 @@ class Runner:
             self._to_client.add(received_ms - datetime.fromisoformat(placed_at).timestamp() * 1000)
 
     async def _watch_shard(self) -> None:
-        """Commit to visible: every payment's own time against the moment a listener of the shard received it."""
+        """Measure the time from the commit of a payment until a listener of the shard receives it."""
         shard = await self._await_shard("payment")
         upper = 0
         while True:
-            # an observer outlives what it observes: storage may be away for a while
+            # the measurement continues after storage was unavailable
             with contextlib.suppress(UnavailableError):
                 if not upper:
                     _, upper = await shard.frontiers()
@@ -245,11 +247,11 @@ class Runner:
     async def _watch_money(self) -> None:
         warehouse = await self._await_shard("warehouse")
         remap = await open_remap(self._consensus, self._clock, self._rand, "capture/shop")
-        money = Money(self.environment.dsn, remap, warehouse, self._rand)
+        checker = MoneyChecker(self.environment.dsn, remap, warehouse, self._rand)
         while True:
-            check = await money.check()
+            check = await checker.check()
             if check is not None:
-                self.checks = [*self.checks[-KEPT_CHECKS:], check]
+                self.checks = [*self.checks[-RECENT_CHECKS:], check]
                 self.report.money_checks += 1
                 self.report.money_unequal += not check.equal
             await asyncio.sleep(MONEY_EVERY_S)
@@ -297,7 +299,7 @@ class Runner:
         self.phase = "done"
 
     async def _verify(self) -> None:
-        """By the command, in a process of its own: this one may host the sequencer that everybody asks."""
+        """Run `tidemill verify` in another process, since this one may host the sequencer of all processes."""
         command = [sys.executable, "-m", "tidemill", "verify", "--json", "--config", str(self.environment.config_path)]
         verify = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True
@@ -326,7 +328,7 @@ class Runner:
         return 0
 
     async def _drain(self) -> None:
-        """Wait until every table's upper passed the end of the load; those that do not in time are named as stuck."""
+        """Wait until the upper of every table has passed the end of the load. Report late tables as stuck."""
         stopped_ms = self._clock.now_ms()
         deadline_s = self._clock.monotonic_s() + DRAIN_TIMEOUT_S
         while True:

@@ -1,7 +1,7 @@
 """The shop's tables and its weighted transactions, all drawn from one seeded source.
 
-Weights follow TPC-C's idea: orders and payments dominate; deliveries keep the open orders few;
-cancellations delete, and notes rewrite a TOASTed column that every payment leaves untouched.
+The weights follow TPC-C: orders and payments dominate. Deliveries limit the number of open orders, cancellations delete
+rows, and notes rewrite a TOASTed column that payments leave unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def create(dsn: str, rand: Rand) -> bool:
-    """Make schema and initial rows in one transaction, unless they are there. True when made now."""
+    """Create the schema and its initial rows in one transaction. Return False if they exist already."""
     with psycopg.connect(dsn) as connection:
         found = connection.execute("SELECT to_regclass('public.payment') IS NOT NULL").fetchone()
         if found and found[0]:
@@ -48,13 +48,13 @@ def create(dsn: str, rand: Rand) -> bool:
 
 
 def note(rand: Rand) -> str:
-    """About 4 kB: larger than a row may hold in line, so PostgreSQL stores it out of line."""
+    """Return a text of about 4 kB, which PostgreSQL stores out of line (TOAST)."""
     word = "".join(_LETTERS[rand.below(len(_LETTERS))] for _ in range(64))
     return word * 64
 
 
 def next_transaction(rand: Rand) -> tuple[str, tuple[object, ...]]:
-    """One weighted transaction as (SQL, parameters)."""
+    """Draw one weighted transaction as (SQL, parameters)."""
     w = 1 + rand.below(WAREHOUSES)
     d = 1 + rand.below(DISTRICTS)
     c = 1 + rand.below(CUSTOMERS)

@@ -1,4 +1,4 @@
--- Harbour Shop: a TPC-C-like schema. Each business transaction is one function, so one round trip.
+-- Harbour Shop: a TPC-C-like schema. Each business transaction is one function, which costs one round trip.
 -- Invariant: sum(warehouse.ytd) = sum(district.ytd) = sum(payment.amount), in every snapshot.
 
 CREATE TABLE warehouse (

@@ -1,4 +1,4 @@
-"""The demo in the terminal: a live table of marks and rates on stderr, or plain lines where there is no terminal."""
+"""The demo's view on stderr: a live table of stages and rates in a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN_EVERY_S = 5.0
 
 @asynccontextmanager
 async def live_view(runner: Runner) -> AsyncIterator[None]:
-    """Show `runner` while the body runs."""
+    """Show the state of `runner` while the body runs."""
     async with Tasks(lambda _, error: runner.fail(error)) as tasks:
         tasks.spawn(_live(runner) if sys.stderr.isatty() else _plain(runner), name="demo-view")
         yield

@@ -9,7 +9,7 @@ import pytest
 from prose import findings_of
 
 SOURCE = Path(__file__).parents[2] / "src" / "tidemill"
-FILES = sorted(SOURCE.rglob("*.py"))
+FILES = sorted([*SOURCE.rglob("*.py"), *(SOURCE.parents[1] / "demo").rglob("*.py")])
 
 ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text
@@ -26,7 +26,7 @@ CONTROL_FLOW = frozenset({"Stall"})
 
 
 def relative(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+    return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else SOURCE.parents[1]))
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

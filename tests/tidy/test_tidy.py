@@ -158,6 +158,17 @@ def imported_modules(tree: ast.AST) -> set[str]:
     return found
 
 
+def test_the_demo_imports_nothing_of_the_tests_and_only_its_own_tests_import_it() -> None:
+    names = {path.name for path in (ROOT / "tests").iterdir()}
+    for path in sorted((ROOT / "demo").rglob("*.py")):
+        packages = {module.partition(".")[0] for module in imported_modules(ast.parse(path.read_text()))}
+        assert not packages & {*names, "tests"}, f"{relative(path)} imports a helper of the tests"
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if "node_modules" not in path.parts and path.parent.name != "e2e":
+            packages = {module.partition(".")[0] for module in imported_modules(ast.parse(path.read_text()))}
+            assert "demo" not in packages, f"{relative(path)} imports the demo: use tests/support"
+
+
 def test_an_import_of_a_test_file_is_found() -> None:
     name = min(TEST_MODULES)
     for line in (f"import {name}", f"from {name} import World", f"from tests.base import {name}"):
