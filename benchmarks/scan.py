@@ -94,7 +94,7 @@ def measure(spark: Any, root: Path, count: int, share: float, rounds: int) -> No
     ways: dict[str, Callable[[], Any]] = {
         "plain": lambda: spark.read.parquet(f"file://{plain}"),
         "plan": lambda: read(spark, "scanned", as_of=upper - 1, **where),
-        "data source": lambda: spark.read.format("tidemill").options(shard="scanned", as_of=upper - 1, **where).load(),
+        "data source": lambda: spark.read.format("tidemill").options(table="scanned", as_of=upper - 1, **where).load(),
     }
     work: dict[str, Callable[[Any], Any]] = {
         "count": lambda frame: frame.count(),

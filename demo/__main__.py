@@ -112,7 +112,7 @@ def _print_report(report: Report) -> None:
         f"transactions {report.transactions:,}  records {report.produced:,}  malformed {report.malformed}"
         f"  dead letters {report.dead_letters}  crashes {report.crashes}  money checks {report.money_checks}"
     )
-    print(f"commit to shard  p50 {report.commit_to_shard_ms['p50']} ms  p99 {report.commit_to_shard_ms['p99']} ms")
+    print(f"commit to table  p50 {report.commit_to_shard_ms['p50']} ms  p99 {report.commit_to_shard_ms['p99']} ms")
     print(f"commit to client p50 {report.commit_to_client_ms['p50']} ms  p99 {report.commit_to_client_ms['p99']} ms")
     print("clean" if report.clean else f"NOT CLEAN {' '.join(report.stuck)}")
 

@@ -137,7 +137,7 @@ def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_for_som
                 return row is not None and "exceeds copy_again_max_mb" in row.fix
 
             await until(told, "it is told")
-            assert "tidemill capture recopy" in stuck(world, "large")
+            assert "tidemill capture resnapshot" in stuck(world, "large")
         later = 1 << 50  # the clock was wrong
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
             for name in ("other", "off"):

@@ -134,7 +134,7 @@ def test_f462_where_older_rows_cannot_be_known_the_table_parks_alone(postgres_ds
                     await world.sql(f'DELETE FROM "{name}" WHERE id = 1')
             for name, (_, words) in PARKS.items():
                 row = await world.parked(name)
-                assert words in row.reason and "recopy" in row.fix, (name, row.reason)
+                assert words in row.reason and "resnapshot" in row.fix, (name, row.reason)
                 assert row.parked_lsn >= at and str(Lsn(row.parked_lsn)) in row.reason
             await good_flows(world)
             binding = await world.caught_up()

@@ -124,7 +124,7 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
                     "End that",
                 ):
                     assert words in table.mark.reason
-                assert "capture recopy" not in table.mark.reason, "it was run"
+                assert "capture resnapshot" not in table.mark.reason, "it was run"
                 await good_flows(world)
                 row = await world.table("public.t")
                 assert row is not None and row.state == "parked" and "locked" not in row.reason

@@ -32,7 +32,7 @@ def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_pipeli
             await forgotten(world, "gone")
             assert f"{world.name}.public.gone" not in {t.name for t in await world.catalogue.list(TopicRow)}
             row = await world.parked("kept", "dropped from the database")
-            assert row.state == "dropped" and "shard ends here" in stuck(world, "kept")
+            assert row.state == "dropped" and "the pipeline's table ends here" in stuck(world, "kept")
             await good_flows(world)
             binding = await world.caught_up()
             end = sum(binding.offsets[await world.topic_id("kept")])
@@ -61,7 +61,7 @@ def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to_mend_
             await world.sql("DROP TABLE kept")
             row = await world.parked("kept", "dropped from the database")
             assert (row.state, row.parked_lsn, row.again_ms) == ("dropped", before.parked_lsn, 0)
-            assert "accept" not in row.fix and "shard ends here" in stuck(world, "kept")
+            assert "accept" not in row.fix and "the pipeline's table ends here" in stuck(world, "kept")
             await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")
@@ -133,7 +133,7 @@ def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for_ever_
         await world.catalogue.change_table(world.name, "public.kept", lambda _: noted)
         async with world.capture(table_poll_s=0.1):
             assert (await world.parked("kept", "dropped from the database")).state == "dropped"
-            assert "shard ends here" in stuck(world, "kept")
+            assert "the pipeline's table ends here" in stuck(world, "kept")
             await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")

@@ -88,7 +88,7 @@ def test_f410_a_table_whose_description_changes_parks_before_the_first_such_row(
             )  # fmt: skip
             await world.sql(f"INSERT INTO {table} ({columns}) VALUES ({values[1]})")
             row = await world.parked("t")
-            assert words in row.reason and "recopy" in row.fix
+            assert words in row.reason and "resnapshot" in row.fix
             await good_flows(world)
             binding = await world.caught_up()
             end = sum(binding.offsets[await world.topic_id("t")])
@@ -304,7 +304,7 @@ def test_f415_a_row_that_cannot_be_written_parks_its_table_whatever_is_raised(
                 "INSERT INTO t VALUES (4, 4, 'poison')", "INSERT INTO good VALUES (71, 7)",
             )  # fmt: skip
             row = await world.parked("t", type(error).__name__)
-            assert "recopy" in row.fix
+            assert "resnapshot" in row.fix
             await good_flows(world)
             assert capture._session is session
             binding = await world.caught_up()
@@ -381,7 +381,7 @@ def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are_copie
                     process.wait()
                     process = start()
                     await world.parked("t", f"'x{round_}'")
-                    code, out = await command("capture", "recopy", "t", "--yes")
+                    code, out = await command("capture", "resnapshot", "t", "--yes")
                     assert code == 0, out
                     await asyncio.sleep(rng.random() * 1.5)
                     process.kill()

@@ -120,7 +120,7 @@ def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on
             )
             binding = await world.caught_up()
             row = await world.parked("a", "old row")
-            assert "kind=delete" in row.reason and "recopy" in row.fix
+            assert "kind=delete" in row.reason and "resnapshot" in row.fix
             assert row.parked_lsn < binding.lsn
             found = await world.records("b")
             assert [r.key for r in found] == [b'{"id":1}', b'{"id":2}']

@@ -117,7 +117,7 @@ def test_f407_an_attached_partition_without_full_parks_its_table_alone(postgres_
                 "UPDATE p SET v = 2 WHERE id = 101",
             )
             row = await world.parked("p")
-            assert "old row" in row.reason and "recopy" in row.fix
+            assert "old row" in row.reason and "resnapshot" in row.fix
             await good_flows(world)
         async with world.capture():
             await good_flows(world)

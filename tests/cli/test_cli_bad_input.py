@@ -100,9 +100,9 @@ def test_a_topic_in_use_is_deleted_only_when_told_twice(tmp_path: Path) -> None:
     with open_stores(path) as opened:
         opened.portal.call(opened.catalogue.put(PipelineRow("keep", {"clicks": "topic:clicks"})))
     delete = ("topic", "delete", "clicks", "--config", str(path))
-    refused(tidemill(*delete, cwd=tmp_path), "by=pipeline:keep", "--yes-really")
+    refused(tidemill(*delete, cwd=tmp_path), "by=pipeline:keep", "--force")
     assert tidemill("topic", "describe", "clicks", "--config", str(path), cwd=tmp_path).returncode == 0
-    assert tidemill(*delete, "--yes-really", cwd=tmp_path).returncode == 0
+    assert tidemill(*delete, "--force", cwd=tmp_path).returncode == 0
     refused(tidemill(*delete, cwd=tmp_path), "topic=clicks")
 
 

@@ -83,8 +83,8 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None
         ("SELEKT 1", InvalidError, "the query does not parse"),
         ("SELECT nothing FROM orders", InvalidError, "the query failed"),
         ("PIVOT orders ON v USING count(*)", InvalidError, "PIVOT t ON column IN"),
-        ("SELECT * FROM nothing", MissingError, "no such shard: shard=nothing"),
-        ("SELECT * FROM Orders", MissingError, "no such shard: shard=Orders"),
+        ("SELECT * FROM nothing", MissingError, "no such table: table=nothing"),
+        ("SELECT * FROM Orders", MissingError, "no such table: table=Orders"),
     ):
         with pytest.raises(kind, match=said):
             ask(cluster, query)

@@ -63,10 +63,10 @@ def test_lost_objects_are_listed_and_let_go_by_name(tmp_path: Path) -> None:
     there = f"l0/{files[2].parent.name}/{files[2].name}"
     for wrong in (there, "l0/nothing", "", "../x"):
         with pytest.raises(InvalidError):
-            command(config, "lost", "odd.name", "--let-go", second["object"], "--let-go", wrong)
+            command(config, "lost", "odd.name", "--accept-loss", second["object"], "--accept-loss", wrong)
     assert [row["let_go"] for row in listed(config)] == [False, False], "all of it or nothing"
-    assert [row["let_go"] for row in listed(config, "--let-go", second["object"])] == [False, True]
-    assert [row["let_go"] for row in listed(config, "--let-go", "all")] == [True, True]
-    assert [row["let_go"] for row in listed(config, "--let-go", first["object"])] == [True, True], "again"
+    assert [row["let_go"] for row in listed(config, "--accept-loss", second["object"])] == [False, True]
+    assert [row["let_go"] for row in listed(config, "--accept-loss", "all")] == [True, True]
+    assert [row["let_go"] for row in listed(config, "--accept-loss", first["object"])] == [True, True], "again"
     with pytest.raises(MissingError):
         command(config, "lost", "no.such")

@@ -258,12 +258,12 @@ def test_f418_verify_behind_an_open_transaction_names_it_and_keeps_no_writer_wai
 @pytest.mark.parametrize(
     ("ddl", "words"),
     [
-        ("ALTER TABLE kinds ADD x int", "column 'x' is not in the shard"),
-        ("ALTER TABLE kinds ADD x int GENERATED ALWAYS AS (a * 2) STORED", "generated column 'x' is not in the shard"),
+        ("ALTER TABLE kinds ADD x int", "column 'x' is not in the table"),
+        ("ALTER TABLE kinds ADD x int GENERATED ALWAYS AS (a * 2) STORED", "generated column 'x' is not in the table"),
         ("ALTER TABLE kinds ADD x int GENERATED ALWAYS AS (a * 2) VIRTUAL", "virtual generated column 'x' is not in"),
         ("ALTER TABLE kinds DROP q", "column 'q' is not in the source"),
         ("ALTER TABLE kinds RENAME q TO x", "column 'q' is not in the source"),
-        ("ALTER TABLE kinds ALTER r TYPE int", "column 'r' is integer in the source, int16 in the shard"),
+        ("ALTER TABLE kinds ALTER r TYPE int", "column 'r' is integer in the source, int16 in the table"),
         ("ALTER TABLE kinds DROP CONSTRAINT kinds_pkey", "the primary key is () in the source"),
     ],
 )
@@ -317,7 +317,7 @@ def test_a_shard_that_does_not_reach_the_time_is_named(postgres_dsn: str) -> Non
 
     async def scenario() -> None:
         remap = StreamRemap(postgres_dsn, time_ms=99)
-        with pytest.raises(UnavailableError, match="shard=kinds time_ms=99"):
+        with pytest.raises(UnavailableError, match="table=kinds time_ms=99"):
             await verify_captured(postgres_dsn, remap, [("kinds", shard)], Rand(), timeout_s=0.05)
 
     run(scenario())

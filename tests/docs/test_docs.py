@@ -22,7 +22,8 @@ PAGES = [
 
 
 def commands() -> list[str]:
-    return sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    found = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return sorted(name for name, command in found.items() if not command.hidden)
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -92,7 +92,7 @@ def test_a_topic_that_a_capture_writes_or_a_pipeline_reads_is_deleted_only_when_
     call(catalogue.put(PipelineRow("p", {"reads": "topic:read", "orders": "capture:shop:public.orders"})))
     assert "capture:shop, pipeline:p" in world.run("delete", "shop.orders", code=2)
     assert "pipeline:p" in world.run("delete", "read", code=2)
-    world.run("delete", "read", "--yes-really")
+    world.run("delete", "read", "--force")
     assert "shop.orders" in world.run("list")
 
 

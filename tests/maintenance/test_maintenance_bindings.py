@@ -130,7 +130,7 @@ def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_they_are
         await hold.set_hold("export", stood_ms, 86_400_000)
         await world.write(shard, KEYS)
         mark = await told(1)
-        assert mark is not None and mark.held_by == "shard:t" and "shard describe t" in mark.reason
+        assert mark is not None and mark.held_by == "shard:t" and "table describe t" in mark.reason
 
         world.rows.listed["pipeline"] = []
         assert await told(1) is None

@@ -318,7 +318,7 @@ def test_a_shard_ahead_of_its_bindings_is_named() -> None:
         await persisted(world, 6)
         bindings = await world.metastore.rows(BINDINGS, "topic/clicks")
         found = await break_rows(world, *[(BINDINGS.key_of(binding), b"") for binding in bindings[-2:]])
-        only(found, "shard table", "bindings of topic/clicks", "beyond the newest binding")
+        only(found, "table table", "bindings of topic/clicks", "beyond the newest binding")
 
     run(body)
 
@@ -431,7 +431,7 @@ def test_a_shard_whose_log_is_unreadable_is_named() -> None:
         log = f"shard/{world.table.shard_id}"
         head = await world.consensus.log_head(log)
         await world.consensus.append(log, head.term, head.next, [b"\x07nonsense"], "n")
-        only(await lines(world), f"shard table → log {log}", "unknown kind")
+        only(await lines(world), f"table table → log {log}", "unknown kind")
 
     run(body)
 

@@ -27,7 +27,7 @@ def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> No
         "domain  ",
         " s old",
         "topic   clicks  partitions 2",
-        "shard   table",
+        "table   table",
         "total   topics 1",
     ):
         assert words in planned.stdout, (words, planned.stdout)

@@ -175,7 +175,7 @@ def test_an_incomplete_round_makes_the_checkpoint_no_younger_and_names_what_is_l
         [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert keeper.facts()["checkpoint_late"] == ["shard derived", "shard table", "topic/clicks"]
+        assert keeper.facts()["checkpoint_late"] == ["table derived", "table table", "topic/clicks"]
         assert mark.position == row.gathered_ms
         [after] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
         assert after.gathered_ms == row.gathered_ms

@@ -90,6 +90,9 @@ class Router:
         ('"unterminated', 200, ""),
         ("a.b.c", 200, ""),
         ("shard.orders", 200, ""),
+        ("tidemill.orders", 200, ""),
+        ("shop:tidemill.orders", 307, "http://b"),
+        ("shop:shard.orders", 307, "http://b"),
     ],
 )
 def test_a_table_is_found_as_the_shapes_write_it(table: str, status: int, host: str) -> None:
@@ -114,7 +117,7 @@ def test_while_consensus_is_away_what_was_known_is_used_and_else_the_client_trie
         router = Router()
         router.cluster.away = True
         assert await router.ask("orders") == (503, "")
-        assert await router.ask("shard.orders") == (200, "")
+        assert await router.ask("tidemill.orders") == await router.ask("shard.orders") == (200, "")
         router.cluster.away = False
         router.clock.advance(1_500)
         assert await router.ask("orders") == (307, "http://b")

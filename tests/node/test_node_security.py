@@ -53,7 +53,7 @@ tls = true
 [topics.orders]
 partitions = 1
 [shape.mine]
-table = "shard.orders"
+table = "tidemill.orders"
 where = "owner = $1"
 params = [{{ claim = "sub" }}]
 [security.signing]
@@ -114,7 +114,7 @@ def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Pa
         assert get("/v1/shape?shape=mine&offset=-1&where=true", "root") == 400
         assert get("/v1/shape?shape=mine&offset=-1", "root") == 503, "there is no such shard yet"
         assert get("/v1/shape?shape=yours&offset=-1", "root") == 404
-        signed = runner.invoke(cli, ["shape", "sign", "shard.orders", "--config", str(path)]).output.strip()
+        signed = runner.invoke(cli, ["shape", "sign", "tidemill.orders", "--config", str(path)]).output.strip()
         query = signed.partition("?")[2]
         assert get(f"/v1/shape?{query}&offset=-1") == 400, "it counts, and there is no such shard yet"
         assert get(f"/v1/shape?{query}x&offset=-1") == 401

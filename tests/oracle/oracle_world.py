@@ -332,7 +332,7 @@ class World:
             elif row is not None and row.state == "parked" and not table.listed and self.rand.random() < 0.7:
                 known = len(table.broken)
                 accepts = table.kept and self.rand.random() < 0.6
-                code, told = self.cluster.command("capture", "accept" if accepts else "recopy", name, "--yes")
+                code, told = self.cluster.command("capture", "accept" if accepts else "resnapshot", name, "--yes")
                 if code and table.gone:
                     continue
                 assert code == 0, told

@@ -90,7 +90,7 @@ def test_several_tables_are_read_at_the_newest_time_that_all_have(world: World) 
         with pytest.raises(HistoryLostError, match=r"no time in common: c is readable from 49 on, a before 20.*why a"):
             world.cluster.to_duckdb(connection, ["a", "c"])
         world.portal.call(_made(world, "new"))
-        with pytest.raises(UnavailableError, match="nothing was written yet: shard=new"):
+        with pytest.raises(UnavailableError, match="nothing was written yet: table=new"):
             world.cluster.to_duckdb(connection, ["a", "new"])
         assert world.cluster.to_duckdb(connection, ["new"]) == -1
         assert connection.sql("SELECT count(*) FROM new").fetchall() == [(0,)]

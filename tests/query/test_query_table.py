@@ -267,9 +267,9 @@ def test_which_cluster_is_meant_and_what_is_none(tmp_path: Path, monkeypatch: py
     make_consensus(f"sqlite://{tmp_path}/here/consensus.db")
     with tidemill.connect() as cluster:
         assert cluster.tables() == []
-        with pytest.raises(MissingError, match="no such shard: shard=orders"):
+        with pytest.raises(MissingError, match="no such table: table=orders"):
             cluster.table("orders")
-        with pytest.raises(InvalidError, match="bad shard name"):
+        with pytest.raises(InvalidError, match="bad table name"):
             cluster.table("a b")
     with pytest.raises(ClosedError):
         cluster.tables()

@@ -21,7 +21,7 @@ from tidemill.base.errors import MissingError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
-from tidemill.shapes.definition.planner import ShapeRequest, parse_shard_name
+from tidemill.shapes.definition.planner import FieldError, ShapeRequest, parse_shard_name
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.log import MemoryLog, split_chunk
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL
@@ -175,8 +175,66 @@ def test_table_parameters_that_name_shards() -> None:
     assert parse_shard_name("shard.orders") == "orders"
     assert parse_shard_name("shard:shop/orders by day") == "shop/orders by day"
     assert parse_shard_name('shard."Odd ""Name"""') == 'Odd "Name"'
-    assert parse_shard_name("public.shard") is None
-    assert parse_shard_name("shards") is None
+    assert parse_shard_name("tidemill.orders") == "orders"
+    assert parse_shard_name("tidemill.a.b") == "a.b"
+    assert parse_shard_name('tidemill."Odd ""Name"""') == 'Odd "Name"'
+    for captured in (
+        "public.shard",
+        "shards",
+        "tidemill",
+        '"tidemill".orders',
+        '"shard".orders',
+        "shop:tidemill.orders",
+    ):
+        assert parse_shard_name(captured) is None
+    assert parse_shard_name("tidemill:public.orders") is None, "a capture may have this name"
+    with pytest.raises(FieldError, match="unterminated quote"):
+        parse_shard_name('tidemill."odd')
+
+
+@pytest.mark.postgres
+def test_clauses_may_qualify_columns_with_either_schema_name_of_a_shard(postgres_dsn: str) -> None:
+    async def main() -> None:
+        shard = FakeShard("s", SCHEMA)
+
+        async def opener(name: str) -> FakeShard:
+            return shard
+
+        async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
+            await shard.append(1000, (10, 1, {"id": 1, "v": "a"}), (10, 1, {"id": 2, "v": "b"}))
+            for schema in ("tidemill", "shard"):
+                client = await world.sync(table="tidemill.s", where=f"{schema}.s.id = 1")
+                assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
+                ordered = {"subset__limit": "1", "subset__order_by": f"{schema}.s.id DESC"}
+                subset = await world.get(table="tidemill.s", offset="now", **ordered)
+                assert subset.status == 200 and [row["value"]["id"] for row in subset.json["data"]] == ["2"]
+            assert (await world.get(table="tidemill.s", where="public.s.id = 1", offset="-1")).status == 400
+
+    run(main())
+
+
+@pytest.mark.postgres
+def test_a_captured_schema_with_a_reserved_name_is_named_by_its_database_or_in_quotes(postgres_dsn: str) -> None:
+    async def main() -> None:
+        shard = FakeShard("s", SCHEMA)
+
+        async def opener(name: str) -> FakeShard:
+            return shard
+
+        ddl = "".join(
+            f"CREATE SCHEMA {name}; CREATE TABLE {name}.s (id int PRIMARY KEY, v text);"
+            f" INSERT INTO {name}.s VALUES (7, '{name}');"
+            for name in ("tidemill", "shard")
+        )
+        async with ShapeWorld(postgres_dsn, ddl, shards=opener) as world:
+            await shard.append(1000, (10, 1, {"id": 1, "v": "a"}))
+            for name in ("tidemill", "shard"):
+                assert (await world.sync(table=f"{name}.s")).rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
+                for table in (f"main:{name}.s", f'"{name}".s', f'main:"{name}"."s"'):
+                    client = await world.sync(table=table)
+                    assert client.rows == {f'"{name}"."s"/"7"': {"id": "7", "v": name}}
+
+    run(main())
 
 
 @pytest.mark.postgres
@@ -186,20 +244,23 @@ def test_a_shard_is_followed_over_http_and_its_feed_ends_with_the_shape(postgres
 
         async def opener(name: str) -> FakeShard:
             if name != "s":
-                raise MissingError(f"no such shard: shard={name}.")
+                raise MissingError(f"no such table: table={name}.")
             return shard
 
         async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
             await shard.append(1000, (10, 1, {"id": 1, "v": "a"}))
-            for table in ("shard.s", "shard:s"):
+            handles = set()
+            for table in ("tidemill.s", "shard.s", "shard:s", 'tidemill."s"'):
                 client = await world.sync(table=table)
                 assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
+                handles.add(client.handle)
+            assert len(handles) == 1 and world.service.facts()["shapes"] == 1, "one shape and one log"
             first = await world.get(table="shard.s", offset="-1")
             assert json.loads(first.headers["electric-schema"])["id"] == {"type": "int4", "dims": 0, "pk_index": 0}
             await shard.append(2000, (1500, -1, {"id": 1, "v": "a"}), (1500, 1, {"id": 1, "v": None}))
             await client.follow_until(lambda: client.rows['"shard"."s"/"1"']["v"] is None)
-            unknown = await world.get(table="shard.nope", offset="-1")
-            assert (unknown.status, unknown.json["errors"]) == (400, {"table": ["no such shard: shard=nope."]})
+            unknown = await world.get(table="tidemill.nope", offset="-1")
+            assert (unknown.status, unknown.json["errors"]) == (400, {"table": ["no such table: table=nope."]})
             shape = world.service.find_by_handle(client.handle)
             assert shape is not None
             world.service.delete(shape)

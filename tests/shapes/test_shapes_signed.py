@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import re
@@ -98,7 +99,18 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 REQUESTS = st.builds(
     ShapeRequest,
     st.one_of(
-        st.sampled_from(["item", "Item", "public.item", '"Odd ""Name"', "shop:item", "shard.totals", "shard:to-tals"]),
+        st.sampled_from(
+            [
+                "item",
+                "Item",
+                "public.item",
+                '"Odd ""Name"',
+                "shop:item",
+                "shard.totals",
+                "shard:to-tals",
+                "tidemill.totals",
+            ]
+        ),
         NAMES.map(lambda name: '"' + name.replace('"', '""') + '"'),
     ),
     TEXTS,
@@ -264,9 +276,10 @@ def test_the_command_signs_what_the_server_accepts(tmp_path: Path) -> None:
         '"public"."item"', "tenant = $1 AND kind = $2", ("a'\"é", ""), ("Odd, Name", "id"), "full", "full",
         ("Odd, Name", "id"),
     )  # fmt: skip
-    code, text = sign("shard.totals", "--key", "old", "--url", "https://shop.example/", "--expires-s", "60")
+    code, text = sign("tidemill.totals", "--key", "old", "--url", "https://shop.example/", "--expires-s", "60")
     assert code == 0 and text.startswith("https://shop.example/v1/shape?")
-    assert dict(parse_qsl(urlsplit(text.strip()).query))["key"] == "old"
+    query = dict(parse_qsl(urlsplit(text.strip()).query))
+    assert (query["key"], query["table"]) == ("old", "tidemill.totals")
     for arguments, words in (
         (("item", "--where", "tenant = $1"), "values are given"), (("item", "--where", "tenant ="), "--where"),
         (("a.b.c",), "table"), (("item", "--expires-s", "7201"), "max_s"), (("item", "--key", "k9"), "no such key"),
@@ -278,6 +291,20 @@ def test_the_command_signs_what_the_server_accepts(tmp_path: Path) -> None:
     assert "several signing keys" in sign("item")[1]
     path.write_text("")
     assert "security.signing.keys" in sign("item")[1]
+
+
+@pytest.mark.parametrize("spelling", ["tidemill.totals", "shard.totals", "shard:totals", 'tidemill."totals"'])
+def test_a_signature_of_a_table_of_pipelines_is_the_same_for_every_spelling(spelling: str) -> None:
+    said = ["shard:totals", "", [], [], [], "default", "full", NOW_S + 60, "new"]
+    text = json.dumps(said, separators=(",", ":")).encode()
+    signature = hmac.new(KEYS["new"].encode(), b"tidemill shape url 1\n" + text, hashlib.sha256).hexdigest()
+    query = {"table": spelling, "expires": str(NOW_S + 60), "key": "new", "signature": signature}
+    right = grants(ManualClock(NOW_S * 1000)).authorize(QueryParams(query), None)
+    assert right.signed and right.request is not None and right.request.table == "shard:totals"
+    assert dict(query_of(ShapeRequest(spelling), NOW_S + 60)) == query | {"table": "tidemill.totals"}
+    refused(
+        lambda: grants(ManualClock(NOW_S * 1000)).authorize(QueryParams(query | {"table": '"shard"."totals"'}), None)
+    )
 
 
 def test_urlencode_of_the_command_and_of_a_browser_mean_the_same() -> None:

@@ -402,6 +402,9 @@ def test_a_right_to_a_table_that_is_not_there_yet_is_one_to_each_topic_that_it_m
         both = [topic_name(each, "public", "orders") for each in ("main", "young")]
         assert await routing.topics_of("orders") == both
         assert await routing.topics_of("young:orders") == both[1:]
+        for table in ("tidemill.t", "shard.t", "shard:t", 'tidemill."t"'):
+            assert await routing.topics_of(table) == ["shard.t"], "one resource in access rules, for every spelling"
+        assert await routing.topics_of("main:tidemill.t") == [topic_name("main", "tidemill", "t")]
         assert await routing.topics_of("known") == [topic_name("main", "public", "known")]
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.shards.world import SCHEMA
-from tidemill.cli.shard import export
+from tidemill.cli.table import export
 from tidemill.shards.api import DIFF, TIME, Batch, Part, ShardSchema
 from tidemill.shards.parts import consolidate, parts
 from tidemill.shards.parts.arrow_rows import combine_columns, cut_positions, row_sizes, rows_at, rows_equal

@@ -162,7 +162,7 @@ def test_f304_a_record_with_other_columns_stops_its_table_before_its_time_and_re
         assert found is not None and found.parked
         assert found.position == harbour.upper("orders") == 4000, "everything before the transaction, nothing of it"
         assert "difference=[+cost -price]" in found.error and "offset=3" in found.error
-        assert "tidemill capture recopy public.orders" in found.error
+        assert "tidemill capture resnapshot public.orders" in found.error
         assert [r["id"] for r in harbour.contents("orders")] == [1, 2, 3]
         # A shard of the new make, and a copy of the table on a new topic: it flows again, nobody restarted anything.
         new = harbour.capture_more("shop", {"public.orders": [("id", "integer", 0), ("cost", "numeric(6,2)", -1),

@@ -103,7 +103,7 @@ def test_f311_what_fails_in_a_pipeline_fails_alone_is_named_in_time_and_heals_wi
         # A poison record: a dead letter, and nobody waits.
         before = position(made, "shard:clicks")
         produce(made, b'{"click_id":"x","more":' + b"[" * 100_000, click(31))
-        until(lambda: made.command("dlq", "shop", "--json")[1].get("total") == 1)
+        until(lambda: made.command("dead-letters", "shop", "--json")[1].get("total") == 1)
         until(lambda: position(made, "shard:clicks") > before)
 
         # A derived function that wants to end the process.

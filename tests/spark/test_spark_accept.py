@@ -56,7 +56,7 @@ def test_a_column_that_lost_its_zone_is_told_to_stay_an_instant_in_the_shard() -
 
     found = predict_shard_effect(ShardState("s", "1", schema("timestamp")), schema("timestamp_ntz"))
     assert (found.how, found.instants) == ("kept", ("at",))
-    assert "at: a timestamp without time zone in the table, an instant in the shard" in accept._format_effect(found)
+    assert "at: a timestamp without time zone in the source, an instant in the table" in accept._format_effect(found)
     same = predict_shard_effect(ShardState("s", "1", schema("timestamp")), schema("timestamp"))
     assert (same.how, same.instants) == ("kept", ())
     assert accept._format_effect(same) == "is kept unchanged and continues with the new copy"
@@ -91,7 +91,7 @@ def test_f468_dropped_and_renamed_columns_are_accepted_and_the_shard_keeps_its_h
             assert harbour.shard("one").shard_id == shard_id
             old = [{k: row[k] for k in ("id", "v", "w")} for row in ground.contents("one", at)]
             assert old == before, "times of before read as they did"
-            code, said = ground.command("shard", "describe", "one", "--json")
+            code, said = ground.command("table", "describe", "one", "--json")
             assert code == 0 and set(said["retired"]) == {"v", "w"} and said["versions"][-1]["retired"] == ["v", "w"]
             assert verified(ground, "one")
             code, said = ground.command("capture", "accept", "t", "--json")
@@ -129,7 +129,7 @@ def test_f468_another_type_and_another_key_are_accepted_and_the_shard_is_made_an
             shard_id = harbour.shard("one").shard_id
             ground.sql("ALTER TABLE t DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (id, v)", "DELETE FROM t WHERE id = 3")
             ground.parked()
-            code, said = ground.command("capture", "recopy", "t", "--json", "--yes")
+            code, said = ground.command("capture", "resnapshot", "t", "--json", "--yes")
             assert code == 0 and not ground.row().accepted, said
             until(lambda: "capture accept" in error_of(harbour, "shard:one"))
             assert harbour.shard("one").shard_id == shard_id, "nobody has agreed to what that would cost"

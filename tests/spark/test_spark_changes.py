@@ -90,7 +90,7 @@ def test_a_stream_that_comes_back_to_another_shard_of_the_name_is_told_so(harbou
     append(harbour, 0, upper, 2)
     back = reader_of(harbour)
     for ask in (lambda: latest(back, end), lambda: back.partitions({"ts": 0}, end)):
-        with pytest.raises(InvalidError, match="the shard was dropped, and another has its name: shard=t"):
+        with pytest.raises(InvalidError, match="the table was dropped, and another has its name: table=t"):
             ask()
     assert latest(reader_of(harbour), {"ts": 0}) == {"ts": upper}
 
@@ -115,7 +115,7 @@ def test_a_stream_whose_shard_gets_a_column_ends_and_goes_on_from_its_checkpoint
     assert latest(reader, end) == {"ts": 200} == latest(late, {"ts": 0})
     for asked, start in ((reader, 100), (late, 0)):
         with pytest.raises(
-            SchemaEvolvedError, match=r"schema changed since this query started: shard=t\. Restart the query"
+            SchemaEvolvedError, match=r"schema changed since this query started: table=t\. Restart the query"
         ):
             asked.partitions({"ts": start}, {"ts": 200})
     assert read(reader_of(harbour), end, {"ts": 200}) == [(2, 150, 1)]
@@ -126,7 +126,7 @@ def test_a_schema_given_by_hand_names_what_the_shard_has(harbour: Any) -> None:
     for column, kind in (("k", "string"), ("x", "long"), (TIME, "timestamp")):
         reader = reader_of(harbour)
         reader._schema = StructType().add(column, kind)
-        with pytest.raises(InvalidError, match=f"the shard's column differs: shard=t column={column}"):
+        with pytest.raises(InvalidError, match=f"the table's column differs: table=t column={column}"):
             latest(reader, {"ts": 0})
 
 

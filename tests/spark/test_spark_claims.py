@@ -68,7 +68,7 @@ def test_f318_a_table_whose_source_was_changed_in_the_file_is_refused_until_its_
         until(lambda: harbour.upper("clicks") == 11)
     with pipeline(harbour, tmp_path / "p", ONE.format(topic="there")):
         found = until(lambda: error_of(harbour, REFUSAL))
-        assert "before=topic:here now=topic:there" in found and "tidemill shard drop clicks" in found
+        assert "before=topic:here now=topic:there" in found and "tidemill table drop clicks" in found
         assert (harbour.upper("clicks"), keys(harbour)) == (11, ["h"])
         harbour.drop_shard("clicks")
         until(lambda: harbour.upper("clicks") == 6)

@@ -186,7 +186,7 @@ def test_a_captured_record_with_other_columns_stops_the_table_before_its_time(va
     assert found.stop is not None
     assert (found.stop.time_ms, found.stop.offset) == (1100, 11)
     assert difference in found.stop.reason and "offset=11" in found.stop.reason
-    assert "recopy public.shop" in found.stop.fix
+    assert "resnapshot public.shop" in found.stop.fix
     assert [r["id"] for r in found.commands.rows.to_pylist()] == [7], "nothing from there on is taken"
     assert found.dead.num_rows == 0
 

@@ -174,7 +174,7 @@ def test_an_input_that_does_not_exist_yet_is_waited_for_by_name(harbour: Any, tm
     thread = threading.Thread(target=derived.run, args=(stopping,))
     thread.start()
     try:
-        eventually(lambda: "no such shard" in derived.error)
+        eventually(lambda: "no such table" in derived.error)
         assert derived.waits_for == "shard:clicks"
         clicks = Clicks(harbour, tmp_path)
         clicks.say(("a", 1))

@@ -16,7 +16,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.source import TidemillSource
-from tidemill.spark.source.options import BATCH, SourceOptions
+from tidemill.spark.source.options import BATCH, CHANGES, STREAM, WRITE, SourceOptions
 
 ROOT = Path(__file__).parents[2]
 MS = 1_767_225_600_000  # 2026-01-01T00:00:00Z
@@ -37,27 +37,49 @@ def test_the_wheel_carries_every_package() -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name_and_all_of_them() -> None:
-    with pytest.raises(InvalidError, match=r"option=shrad.*mean shard\? Known are config, objects,.*as_of"):
-        SourceOptions({"shrad": "t"})
+    with pytest.raises(InvalidError, match=r"option=tabel.*mean table\? Known are config, objects,.*as_of"):
+        SourceOptions({"tabel": "t"})
     with pytest.raises(InvalidError, match=r"option=zzz. Known are"):
         SourceOptions({"zzz": "t"})
     with pytest.raises(InvalidError, match="has no effect on a batch read: option=max_rows"):
-        SourceOptions({"SHARD": "t", "max_rows": "3"}).check_applicable(BATCH, "a batch read")
+        SourceOptions({"TABLE": "t", "max_rows": "3"}).check_applicable(BATCH, "a batch read")
 
 
-def test_a_shard_is_named_by_option_or_path_but_not_by_two_names() -> None:
-    assert SourceOptions({"Shard": "t"}).shard == SourceOptions({"path": "t"}).shard == "t"
-    assert SourceOptions({"path": "t", "shard": "t"}).shard == "t"
-    with pytest.raises(InvalidError, match="two shards"):
-        _ = SourceOptions({"path": "t", "shard": "u"}).shard
+@pytest.mark.parametrize("name", ["table", "Table", "path", "shard", "Shard"])
+def test_a_table_is_named_by_option_or_path_or_by_the_earlier_option(name: str) -> None:
+    options = SourceOptions({name: "t"})
+    assert options.shard == "t"
+    for names in (BATCH, CHANGES, WRITE):
+        options.check_applicable(names, "this")
+
+
+@pytest.mark.parametrize("two", [("table", "path"), ("path", "shard"), ("table", "shard")])
+def test_a_table_is_not_named_by_two_names(two: tuple[str, str]) -> None:
+    assert SourceOptions(dict.fromkeys(two, "t")).shard == "t"
+    with pytest.raises(InvalidError, match=f"two tables are named: {two[0]}=t {two[1]}=u. Name only one"):
+        _ = SourceOptions(dict(zip(two, ("t", "u"), strict=True))).shard
+
+
+def test_with_a_source_the_option_table_names_a_captured_table() -> None:
+    options = SourceOptions({"source": "capture/shop", "table": "public.orders"})
+    assert options.shard == ""
+    options.check_applicable(STREAM, "a stream")
+    with pytest.raises(InvalidError, match="has no effect on a stream: option=shard"):
+        SourceOptions({"source": "capture/shop", "shard": "t"}).check_applicable(STREAM, "a stream")
+
+
+def test_the_earlier_option_is_accepted_and_not_suggested() -> None:
+    with pytest.raises(InvalidError, match="option=shards") as found:
+        SourceOptions({"shards": "t"})
+    assert "shard," not in str(found.value) and "mean shard" not in str(found.value)
 
 
 def test_of_the_properties_of_a_table_only_its_options_are_options() -> None:
     properties = {"provider": "tidemill", "owner": "me", "a": "b", "location": "t", "path": "t"}
     options = SourceOptions({**properties, "as_of": "11", "option.as_of": "11"})
     assert options.as_text() == {"as_of": "11", "path": "t"}
-    with pytest.raises(InvalidError, match="Did you mean shard"):
-        SourceOptions({**properties, "option.shrad": "t"})
+    with pytest.raises(InvalidError, match="Did you mean table"):
+        SourceOptions({**properties, "option.tabel": "t"})
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,6 @@ def test_a_flipped_bit_of_a_part_is_an_error_that_names_its_file_for_the_plan_an
     assert planned.selectExpr("sum(s)").collect(), "other columns are whole"
     with pytest.raises(Exception, match=key.rpartition("/")[2]):
         planned.selectExpr("sum(m)").collect()
-    source = spark.read.format("tidemill").options(shard="t", as_of="9", **changed).load()
+    source = spark.read.format("tidemill").options(table="t", as_of="9", **changed).load()
     with pytest.raises(Exception, match=f"part is damaged: object={key}|part is unreadable: object={key}"):
         source.selectExpr("sum(m)").collect()

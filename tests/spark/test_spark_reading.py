@@ -52,7 +52,8 @@ def test_a_shard_is_read_by_name_and_configuration_in_every_way_spark_has(
     append(harbour, "empty", 0, 10, [])
     read = spark.read.format("tidemill").option("config", config)
     newest, before = [(1, "c"), (2, "b")], [(1, "a"), (2, "b")]
-    assert rows(read.option("shard", "t").load()) == rows(read.load("t")) == newest
+    assert rows(read.option("table", "t").load()) == rows(read.load("t")) == newest
+    assert rows(spark.read.format("tidemill").options(shard="t", config=config).load()) == newest, "the earlier name"
     assert rows(read.option("as_of", "1970-01-01T00:00:00.011").load("t")) == before
     assert rows(spark.read.format("tidemill").options(config=config, AS_OF="latest").load("t")) == newest
     assert rows(spark.read.format("tidemill").option("config", config).schema("v string").load("t")) == [("b",), ("c",)]
@@ -60,7 +61,7 @@ def test_a_shard_is_read_by_name_and_configuration_in_every_way_spark_has(
     empty = spark.read.format("tidemill").option("config", config).load("empty")
     assert (empty.columns, empty.collect(), empty.count()) == (["k", "v"], [], 0)
 
-    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW seen USING tidemill OPTIONS (shard 't', config '{config}')")
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW seen USING tidemill OPTIONS (table 't', config '{config}')")
     assert rows(spark.sql("SELECT v FROM seen WHERE k = 1")) == [("c",)]
     spark.sql(f"CREATE TABLE kept USING tidemill OPTIONS (path 't', config '{config}') COMMENT 'of a shard'")
     try:
@@ -75,7 +76,8 @@ def test_a_shard_is_read_by_name_and_configuration_in_every_way_spark_has(
 @pytest.mark.parametrize(
     ("options", "schema", "said"),
     [
-        ({"shrad": "t"}, None, "Did you mean shard"),
+        ({"tabel": "t"}, None, "Did you mean table"),
+        ({"table": "t", "shard": "u"}, None, "two tables are named: table=t shard=u"),
         ({"shard": "t", "as_of": "99"}, None, "time is not readable.*as_of=99"),
         ({"shard": "t", "rows": "true"}, None, "has no effect on a batch read: option=rows"),
         ({"shard": "t"}, "v long", "column=v wanted=bigint there=string"),
@@ -155,9 +157,9 @@ def test_a_frame_says_so_when_what_it_planned_was_let_go(harbour: Any) -> None:
         list(reader.read(partition))
 
 
-def stream(spark: Any, config: str, root: Path, **options: Any) -> list[tuple[Any, ...]]:
+def stream(spark: Any, config: str, root: Path, name: str = "table", **options: Any) -> list[tuple[Any, ...]]:
     """Everything that came to this directory, after what is there now came too: (k, v, _time, _diff)."""
-    frame = spark.readStream.format("tidemill").options(**{"shard": "t", **options}, changes=True, config=config).load()
+    frame = spark.readStream.format("tidemill").options(**{name: "t", **options}, changes=True, config=config).load()
     assert frame.columns == ["k", "v", TIME, DIFF]
     out = str(root / "out")
     query = frame.writeStream.format("parquet").option("checkpointLocation", str(root / "checkpoint"))
@@ -176,10 +178,11 @@ def test_a_changelog_is_the_contents_and_then_every_update_over_restarts(
     append(harbour, "t", 30, 40, [(1, "c", 35, -1), (1, "d", 35, 1)])
     later = [(1, "c", 35, -1), (1, "d", 35, 1), (2, "b", 21, -1), (None, None, 25, 1)]
     assert stream(spark, config, tmp_path, max_rows=2) == sorted([*first, *later], key=repr)
-    assert stream(spark, config, tmp_path) == sorted([*first, *later], key=repr), "nothing twice"
+    for name in ("table", "shard"):
+        assert stream(spark, config, tmp_path, name) == sorted([*first, *later], key=repr), "nothing twice"
     assert stream(spark, config, tmp_path / "late", start=25) == [r for r in later if r[2] >= 25]
 
     append(harbour, "old", 0, 40, [(1, "a", 5, 1)])
     harbour.portal.call(harbour.shard("old").downgrade_since("keeper", 1, 30))
-    with pytest.raises(Exception, match=r"history is lost: shard=old .*since=30"):
-        stream(spark, config, tmp_path / "lost", shard="old", start=25)
+    with pytest.raises(Exception, match=r"history is lost: table=old .*since=30"):
+        stream(spark, config, tmp_path / "lost", table="old", start=25)

@@ -164,7 +164,7 @@ def test_a_stream_that_was_deleted_and_created_again_is_the_table_from_its_begin
     harbour.produce(new, [(k.encode(), {"click_id": k, "product_id": 2}) for k in ("b", "c")])
     harbour.mint("topic/clicks", 20, old, new)
     sink.process(sink.latest())
-    assert "starts over on a new topic: shard=clicks" in str(sink.seats.failed["clicks"])
+    assert "starts over on a new topic: table=clicks" in str(sink.seats.failed["clicks"])
     assert harbour.upper("clicks") == 11, "its records are not passed over"
     again = clicks_sink(harbour, tmp_path / "s")
     again.process(again.latest())
@@ -201,7 +201,7 @@ def test_a_captured_table_that_was_started_over_loses_what_is_not_in_its_new_cop
     harbour.produce(new, [({"id": i}, {"id": i, "v": v}) for i, v in ((2, "new"), (3, "old"))])
     harbour.mint("capture/shop", 20, old, new)
     sink.process(sink.latest())
-    assert "starts over on a new topic: shard=t" in str(sink.seats.failed["t"])
+    assert "starts over on a new topic: table=t" in str(sink.seats.failed["t"])
     assert harbour.upper("t") == 11, "nothing is appended past it from the old topic"
     # One process takes the new copy by itself, another together with what came after it: no difference.
     one = shop_sink(harbour, tmp_path / "1", ["t"])

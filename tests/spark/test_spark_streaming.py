@@ -112,7 +112,7 @@ def test_a_pipeline_keeps_its_tables_through_restarts_and_shows_marks(harbour: A
     assert len(harbour.contents("p.dead_letters")) == shop.n
 
     register(spark, harbour.urls.objects, harbour.urls.consensus)
-    orders = spark.read.format("tidemill").option("shard", "orders").option("as_of", at).load()
+    orders = spark.read.format("tidemill").option("table", "orders").option("as_of", at).load()
     assert orders.columns == ["o_id", "status"]
     assert sorted(r.o_id for r in orders.where("status = 'done'").collect()) == list(range(1, shop.n))
 

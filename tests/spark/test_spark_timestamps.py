@@ -55,7 +55,7 @@ def test_a_plan_and_the_data_source_give_clocks_as_they_are_and_filter_them(harb
     asked = ("count(*)", "count_if(k > TIMESTAMP_NTZ '1970-01-01 09:00:00')", "count_if(clock = at)",
              "max_by(CAST(clock AS STRING), clock = TIMESTAMP_NTZ '1970-01-01 09:00:00')",
              "max_by(CAST(at AS STRING), clock = TIMESTAMP_NTZ '1970-01-01 09:00:00')")  # fmt: skip
-    for frame in (planned, spark.read.format("tidemill").options(shard="t", **where).load()):
+    for frame in (planned, spark.read.format("tidemill").options(table="t", **where).load()):
         assert [f.dataType.simpleString() for f in frame.schema] == ["timestamp_ntz", "timestamp_ntz", "timestamp"]
         found = frame.selectExpr(*asked).first()
         # Spark itself compares the two by the session's zone.
@@ -74,7 +74,7 @@ def test_a_frame_writes_both_and_neither_in_place_of_the_other(harbour: Any, els
     save(frame.selectExpr("k", "at + INTERVAL 1 HOUR AS at"), config, "t")
     assert [str(row["at"]) for row in harbour.contents("t")] == ["2026-01-02 09:04:05+00:00"], "the key is found again"
     for wrong in (("k", "CAST(at AS TIMESTAMP_NTZ) AS at"), ("CAST(k AS TIMESTAMP) AS k", "at")):
-        with pytest.raises(Exception, match=r"the DataFrame's columns differ from the shard's"):
+        with pytest.raises(Exception, match=r"the DataFrame's columns differ from the table's"):
             save(frame.selectExpr(*wrong), config, "t", mergeSchema=True)
 
 

@@ -157,7 +157,7 @@ def test_a_key_that_comes_twice_is_refused_and_named(harbour: Any, tasks: Any, o
 
 
 def test_a_null_in_the_key_is_refused(harbour: Any) -> None:
-    with pytest.raises(InvalidError, match="a key column is null: shard=t column=k"):
+    with pytest.raises(InvalidError, match="a key column is null: table=t column=k"):
         write(harbour, PLAIN, [(1, "a"), (None, "b")])
 
 
@@ -229,7 +229,7 @@ def test_a_column_that_came_meanwhile_is_not_passed_over(harbour: Any) -> None:
     commit = Racing(
         harbour, PLAIN, lambda: harbour.portal.call(harbour.shard("t").evolve(SchemaChanges((wide.columns[-1],))))
     )
-    with pytest.raises(InvalidError, match=r"columns differ from the shard's: .*-w int64"):
+    with pytest.raises(InvalidError, match=r"columns differ from the table's: .*-w int64"):
         commit.run(staged_inline(PLAIN, [(1, "b")]))
     commit = Racing(
         harbour, wide, lambda: harbour.portal.call(harbour.shard("t").evolve(SchemaChanges((), (wide.columns[-1],))))
@@ -244,7 +244,7 @@ def test_who_is_overtaken_every_time_says_so_and_has_written_nothing(harbour: An
     def overtaken() -> None:
         raise ConflictError("another was first")
 
-    with pytest.raises(UnavailableError, match=r"other writers were first each time: shard=t attempts=20 rows=1"):
+    with pytest.raises(UnavailableError, match=r"other writers were first each time: table=t attempts=20 rows=1"):
         Racing(harbour, PLAIN, *[overtaken] * 20).run(staged_inline(PLAIN, [(1, "b")]))
     assert harbour.upper("t") == upper
 
@@ -280,14 +280,14 @@ def test_what_a_pipeline_keeps_is_refused(harbour: Any) -> None:
     write(harbour, PLAIN, [(1, "a")])
     row = PipelineRow("p", {"t": "topic:clicks"}, "p.dead_letters")
     harbour.portal.call(harbour.stores.catalogue.put(row))
-    with pytest.raises(InvalidError, match=r"a pipeline maintains this shard: shard=t pipeline=p.*`beside` to p"):
+    with pytest.raises(InvalidError, match=r"a pipeline maintains this table: table=t pipeline=p.*`beside` to p"):
         write(harbour, PLAIN, [(1, "b")])
     with pytest.raises(InvalidError, match="only the pipeline writes its dead letters"):
         write(harbour, replace(PLAIN, shard="p.dead_letters", beside="p"), [(1, "b")])
     for beside in ("q", "P"):
-        with pytest.raises(InvalidError, match="a pipeline maintains this shard"):
+        with pytest.raises(InvalidError, match="a pipeline maintains this table"):
             write(harbour, replace(PLAIN, beside=beside), [(1, "b")])
-    with pytest.raises(InvalidError, match="does not maintain this shard: shard=other beside=p"):
+    with pytest.raises(InvalidError, match="does not maintain this table: table=other beside=p"):
         write(harbour, replace(PLAIN, shard="other", beside="p"), [(1, "b")])
 
 
@@ -344,7 +344,7 @@ def test_a_shard_that_was_dropped_after_the_plan_is_not_made_of_what_was_to_be_a
     frame = plan_frame(replace(PLAIN, key=()), harbour.shard("t").schema)
     write(harbour, frame, [(2, "b")])
     harbour.drop_shard("t")
-    with pytest.raises(MissingError, match=r"was dropped during the write: shard=t\. Set option key"):
+    with pytest.raises(MissingError, match=r"was dropped during the write: table=t\. Set option key"):
         write(harbour, frame, [(3, "c")])
     with pytest.raises(MissingError):
         harbour.shard("t")
@@ -367,7 +367,7 @@ HAVE = ShardSchema((K, V, Column("n", "decimal(5,2)")), ("k",))
 @pytest.mark.parametrize(
     ("frame", "have", "said"),
     [
-        (WriteFrame("t", (K, V), ()), None, "no such shard: shard=t.*option key"),
+        (WriteFrame("t", (K, V), ()), None, "no such table: table=t.*option key"),
         (WriteFrame("t", (K, V), ("x",)), None, "key column is not a column: key=x"),
         (WriteFrame("t", (K, V), ()), HAVE, r"difference=\[-n decimal\(5,2\)\].*Rename, cast or add"),
         (WriteFrame("t", (*HAVE.columns, Column("w", "date")), ()), HAVE, r"difference=\[\+w date\].*mergeSchema=true"),
@@ -377,7 +377,7 @@ HAVE = ShardSchema((K, V, Column("n", "decimal(5,2)")), ("k",))
             r"n decimal\(5,2\)→decimal\(9,2\).*mergeSchema",
         ),
         (WriteFrame("t", (K, V, Column("n", "float64")), (), grows=True), HAVE, r"n decimal\(5,2\)→float64.*cast"),
-        (WriteFrame("t", HAVE.columns, ("v",)), HAVE, "another key: shard=t key=k wanted=v"),
+        (WriteFrame("t", HAVE.columns, ("v",)), HAVE, "another key: table=t key=k wanted=v"),
         (WriteFrame("t", HAVE.columns, (), "v"), HAVE, "delete=v type=string"),
         (WriteFrame("t", HAVE.columns, (), "w"), HAVE, "delete=w type=no such column"),
         (WriteFrame("t", (*HAVE.columns, Column("d", "bool")), (), "d", overwrite=True), HAVE, "nothing to delete"),
@@ -385,7 +385,7 @@ HAVE = ShardSchema((K, V, Column("n", "decimal(5,2)")), ("k",))
         (WriteFrame("t", (K, Column("_diff", "int64")), ("k",)), None, "reserved column name"),
         (WriteFrame("t", (K, Column("", "string")), ("k",)), None, "reserved column name: column=''"),
         (WriteFrame("t", (*HAVE.columns, Column("", "string")), ()), HAVE, "reserved column name: column=''"),
-        (WriteFrame("t", (K, V), ()), ShardSchema((K, V), ()), "the shard has no key"),
+        (WriteFrame("t", (K, V), ()), ShardSchema((K, V), ()), "the table has no key"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_difference(
@@ -413,7 +413,7 @@ def test_keys_alone_delete_and_nothing_else(harbour: Any) -> None:
     frame = plan_frame(WriteFrame("t", (Column("gone", "bool"), K), (), "gone"), ShardSchema((K, V), ("k",)))
     write(harbour, frame, [(True, 1), (True, 3), (True, 77)])
     assert [row["k"] for row in harbour.contents("t")] == [0, 2, 4]
-    with pytest.raises(InvalidError, match="a row that is not a deletion lacks columns: shard=t delete=gone"):
+    with pytest.raises(InvalidError, match="a row that is not a deletion lacks columns: table=t delete=gone"):
         write(harbour, frame, [(True, 1), (None, 2)])
 
 
@@ -464,18 +464,19 @@ def test_a_writer_of_sparks_stages_commits_and_leaves_nothing_behind(harbour: An
 @pytest.mark.parametrize(
     ("schema", "options", "said"),
     [
-        ("k BIGINT, v STRING", {}, r"no shard is named.*INSERT INTO t WITH \(shard"),
+        ("k BIGINT, v STRING", {}, r"no table is named.*INSERT INTO t WITH \(table"),
         (
             "k BIGINT, v ARRAY<INT>",
             {"shard": "t", "key": "k"},
-            r"not supported in a shard: column=v type=array<int>\. Cast",
+            r"not supported in a table: column=v type=array<int>\. Cast",
         ),
         ("k BIGINT, k BIGINT", {"shard": "t", "key": "k"}, "column named twice: column=k"),
         ("k BIGINT", {"shard": "t", "kee": "k"}, r"unknown option: option=kee\. Did you mean key"),
         ("k BIGINT", {"shard": "t", "key": "k", "as_of": "5"}, "has no effect on a write: option=as_of"),
         ("k BIGINT", {"shard": "t", "key": "k", "mergeSchema": "yes"}, "neither true nor false: option=mergeschema"),
-        ("k BIGINT", {"shard": "a/b", "key": "k"}, "bad shard name"),
-        ("k BIGINT", {"shard": "t", "key": "k", "beside": "p"}, "does not maintain this shard"),
+        ("k BIGINT", {"shard": "a/b", "key": "k"}, "bad table name"),
+        ("k BIGINT", {"table": "t", "key": "k", "beside": "p"}, "does not maintain this table"),
+        ("k BIGINT", {"table": "t", "shard": "u", "key": "k"}, "two tables are named: table=t shard=u"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_runs(
@@ -492,6 +493,7 @@ def test_the_options_of_the_table_that_rows_were_read_from_are_not_those_of_the_
     properties = {"provider": "tidemill", **{f"option.{k}": v for k, v in {**urls, "shard": "t"}.items()}}
     read_from = TidemillSource(properties).schema()
     assert "tidemill.options" in read_from.json()
-    with pytest.raises(InvalidError, match="no shard is named"):
+    with pytest.raises(InvalidError, match="no table is named"):
         writer_of(harbour, read_from)
-    assert writer_of(harbour, read_from, shard="other", key="k").frame.shard == "other"
+    for name in ("table", "shard"):
+        assert writer_of(harbour, read_from, **{name: "other"}, key="k").frame.shard == "other"

@@ -46,7 +46,7 @@ def test_append_is_an_upsert_and_overwrite_the_contents(harbour: Any, spark: Any
 
 def test_what_cannot_be_written_makes_no_shard(harbour: Any, spark: Any, config: str) -> None:
     frame = spark.range(60_000).selectExpr("id AS k", "concat('value ', id) AS v")
-    with pytest.raises(Exception, match=r"no such shard: shard=t\. Set option key"):
+    with pytest.raises(Exception, match=r"no such table: table=t\. Set option key"):
         save(frame, config, "t")
     with pytest.raises(Exception, match=r"divide|DIVIDE_BY_ZERO"):
         save(frame.selectExpr("k", "1 / (k - 59999) AS v"), config, "t", key="k")
@@ -71,15 +71,15 @@ def test_a_table_of_the_catalogue_takes_inserts_when_it_is_told_the_shard(
     harbour: Any, spark: Any, config: str
 ) -> None:
     save(spark.createDataFrame([(5, "e")], "k long, v string"), config, "t", key="k")
-    spark.sql(f"CREATE TABLE stock USING tidemill OPTIONS (shard 't', config '{config}')")
+    spark.sql(f"CREATE TABLE stock USING tidemill OPTIONS (table 't', config '{config}')")
     try:
         save(spark.createDataFrame([(1, "a")], "k long, v string"), config, "other", key="k")
-        spark.sql(f"INSERT INTO stock WITH (shard = 't', config = '{config}') VALUES (6, 'f')")
+        spark.sql(f"INSERT INTO stock WITH (table = 't', config = '{config}') VALUES (6, 'f')")
         assert rows(spark.table("stock")) == [(5, "e"), (6, "f")]
         for said in ("INSERT INTO stock VALUES (7, 'g')", "INSERT INTO stock SELECT * FROM stock"):
-            with pytest.raises(Exception, match=r"no shard is named.*INSERT INTO t WITH \(shard"):
+            with pytest.raises(Exception, match=r"no table is named.*INSERT INTO t WITH \(table"):
                 spark.sql(said)
-        spark.table("stock").writeTo("stock").options(shard="other", config=config).append()
+        spark.table("stock").writeTo("stock").options(table="other", config=config).append()
         assert read(spark, config, "other") == [(1, "a"), (5, "e"), (6, "f")], "not into what it was read from"
     finally:
         spark.sql("DROP TABLE stock")

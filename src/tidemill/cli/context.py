@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import Config, load
-from tidemill.base.errors import UnavailableError
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from tidemill.shards.handle import LogShard
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="Path of tidemill.toml.")]
+Value = TypeVar("Value")
+OldForce = Annotated[bool, typer.Option("--yes-really", hidden=True)]
+"""Earlier name of --force."""
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value as the last line.")]
 
 
@@ -142,6 +146,14 @@ def open_stores(path: Path | None) -> Iterator[OpenStores]:
                 found.close()
         finally:
             portal.call(objects.aclose())
+
+
+def either_name(given: Value, earlier: Value, name: str, earlier_name: str) -> Value:
+    """Return the value of an option that was given under its name or under its earlier one. Raises InvalidError for
+    both."""
+    if given and earlier:
+        raise InvalidError(f"the option was given twice: {name} {earlier_name}.", fix=f"Give only {name}.")
+    return given or earlier
 
 
 def print_json(value: Any) -> None:

@@ -1,5 +1,7 @@
 """The `tidemill` command: one file per subcommand, imported only when needed.
 
+Earlier names of commands and options remain as hidden aliases: the same behaviour, absent from --help.
+
 Exit codes: 0 fresh, 1 lagging or a check failed, 2 stuck or bad input. An error is one sentence on stderr. With --json
 the answer is the last line of stdout; logs go to stderr.
 """
@@ -35,11 +37,11 @@ def build_application(only_sql: bool = False) -> typer.Typer:
         app.command("sql")(sql.sql)
         app.callback()(lambda: None)  # otherwise the only command would have no name
         return app
-    from tidemill.cli import group, schema, shape, shard, sql, txn
+    from tidemill.cli import group, schema, shape, sql, table, txn
     from tidemill.cli.capture import commands as capture
     from tidemill.cli.cluster import doctor, restore, status, up, why
     from tidemill.cli.pipeline import commands as pipeline
-    from tidemill.cli.pipeline import dlq
+    from tidemill.cli.pipeline import dead_letters
     from tidemill.cli.security import acl, user
     from tidemill.cli.topic import commands as topic
     from tidemill.cli.verify import command
@@ -57,9 +59,11 @@ def build_application(only_sql: bool = False) -> typer.Typer:
     app.add_typer(schema.app, name="schema")
     app.add_typer(pipeline.app, name="pipeline")
     app.add_typer(shape.app, name="shape")
-    app.add_typer(shard.app, name="shard")
+    app.add_typer(table.app, name="table")
+    app.add_typer(table.app, name="shard", hidden=True)
     app.command("sql")(sql.sql)
-    app.command("dlq")(dlq.dlq)
+    app.command("dead-letters")(dead_letters.dead_letters)
+    app.command("dlq", hidden=True)(dead_letters.dead_letters)
     app.command("doctor")(doctor.doctor)
     app.command("restore")(restore.restore)
     return app

@@ -124,11 +124,11 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Check whether a schema could be registered. Exit 0 if so, else 1 with the reasons."""
-    given = _read_schema_file(file, kind, reference, normalize)
+    given, name = _read_schema_file(file, kind, reference, normalize), _checked_subject(subject)
     with open_stores(config) as opened:
         registry = _open_registry(opened)
-        found = opened.portal.call(registry.check_compatibility(subject, given, None, all_versions=True))
-        level = opened.portal.call(registry.level(subject))
+        found = opened.portal.call(registry.check_compatibility(name, given, None, all_versions=True))
+        level = opened.portal.call(registry.level(name))
     if as_json:
         print_json({"subject": subject, "compatibility": level, "is_compatible": not found, "messages": found})
     else:

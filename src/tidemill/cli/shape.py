@@ -20,7 +20,7 @@ TOKEN_VARIABLE = "TIDEMILL_TOKEN"
 """Environment variable with a bearer token, for nodes that require one."""
 
 app = typer.Typer(help="List and fetch shapes, and sign shape URLs.", no_args_is_help=True)
-Table = Annotated[str, typer.Argument(help="schema.table of a captured database, or shard.NAME.")]
+Table = Annotated[str, typer.Argument(help="schema.table of a captured database, or tidemill.NAME.")]
 Where = Annotated[str, typer.Option(help="Filter, in PostgreSQL syntax.")]
 
 

@@ -1,4 +1,4 @@
-"""`tidemill sql`: DuckDB over shards, all read at one stated time."""
+"""`tidemill sql`: DuckDB over tables, all read at one stated time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
 
 def sql(
-    query: Annotated[str, typer.Argument(help="SQL query; every table it names is a shard.")],
+    query: Annotated[str, typer.Argument(help="SQL query; it names tables of pipelines.")],
     as_of: Annotated[
         str, typer.Option(help="Time to read: ms, or as in 2026-11-22T12:00:00Z. Default: the newest common time.")
     ] = "latest",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a SQL query over shards at one time, which is printed with the result."""
+    """Run a SQL query over tables at one time, which is printed with the result."""
     import duckdb
 
     configure_logs("warning")

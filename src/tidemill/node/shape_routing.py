@@ -19,12 +19,11 @@ from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.node.captures.balancer import node_of
-from tidemill.shapes.definition.planner import parse_shard_name, parse_table_name
+from tidemill.shapes.definition.planner import SHARD_PREFIXES, parse_shard_name, parse_table_name
 from tidemill.shapes.http.authorization import NAME_PARAM, ShapeAuthorizer
 
 CACHE_S = 1.0
 RETRY_AFTER_S = 1
-SHARD_PREFIXES = ("shard.", "shard:")
 ROUTED_METHODS = ("GET", "HEAD", "POST")
 """Routed methods. 307 retains method and body: a POST requests a subset of the shape that its query names."""
 
@@ -103,8 +102,9 @@ class ShapeRouting:
         return None if owner == "?" else owner
 
     async def topics_of(self, table: str) -> list[str]:
-        """Return the topics whose records a shape of `table` shows: `shard.NAME` for a shard; for an unknown table
-        all topics that it may get, because a request may wait for it; `table` itself if it is neither."""
+        """Return the topics whose records a shape of `table` shows: `shard.NAME` for a shard, however the request
+        spells it; for an unknown table all topics that it may get, because a request may wait for it; `table` itself
+        if it is neither."""
         shard = parse_shard_name(table)
         if shard is not None:
             return [f"shard.{shard}"]

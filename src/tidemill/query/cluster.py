@@ -181,7 +181,7 @@ async def common_time(stores: Stores, shards: Sequence[LogShard]) -> int:
     since, first = max((since, name) for name, (since, _) in frontiers.items())
     if not last:
         raise UnavailableError(
-            f"nothing was written yet: shard={least}.", fix="Wait for its pipeline, or omit the table."
+            f"nothing was written yet: table={least}.", fix="Wait for its pipeline, or omit the table."
         )
     if last <= since:
         raise HistoryLostError(

@@ -39,7 +39,7 @@ class LogShard(ShardReadHandle):
 
     async def write_part(self, rows: pa.Table, bucket: int = 0) -> Part:
         if not 0 <= bucket < self.schema.buckets:
-            raise InvalidError(f"no such bucket: shard={self.name} bucket={bucket} buckets={self.schema.buckets}.")
+            raise InvalidError(f"no such bucket: table={self.name} bucket={bucket} buckets={self.schema.buckets}.")
         return await store_part(
             self._objects,
             self.shard_id,
@@ -71,7 +71,7 @@ class LogShard(ShardReadHandle):
         batch = Batch(lower, upper, tuple(parts), self.writer, token, schema_version=self.schema.version)
         bad = batch_bounds_error(batch)
         if bad:
-            raise InvalidError(f"{bad} shard={self.name}.", fix="Append [lower, upper) with lower = the shard's upper.")
+            raise InvalidError(f"{bad} table={self.name}.", fix="Append [lower, upper) with lower = the table's upper.")
         # One append of a writer at a time, since only its newest token is remembered.
         async with self._appending:
             result = await self._propose_append(Append(batch))
@@ -93,7 +93,7 @@ class LogShard(ShardReadHandle):
             await asyncio.sleep(APPEND_PAUSE_S * (attempt + 1))
         assert unknown is not None
         raise UnknownOutcomeError(
-            f"append could not be resolved: shard={self.name} token={command.batch.token}.",
+            f"append could not be resolved: table={self.name} token={command.batch.token}.",
             fix="Append again with the same token once consensus answers.",
         ) from unknown
 

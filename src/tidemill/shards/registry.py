@@ -50,7 +50,7 @@ async def open_shard(
     created = None if found is None else _decode_registration(name, found)
     if not isinstance(created, Create):
         if wanted is None:
-            raise MissingError(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
+            raise MissingError(f"no such table: table={name}.", fix="See `tidemill table list`.")
         created = await _create(consensus, rand, Create(name, rand.uuid(), wanted), found)
     machine = await open_machine(consensus, rand, created)
     if wanted is not None:
@@ -74,9 +74,9 @@ async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> N
         except InvalidError as error:
             name = machine.state.name
             raise InvalidError(
-                f"shard exists with another schema: shard={name} difference=[{describe_difference(seen, wanted)}].",
-                fix="New columns and wider types are added automatically. Otherwise use another shard, or re-create it:"
-                f" tidemill shard drop {name}",
+                f"table exists with another schema: table={name} difference=[{describe_difference(seen, wanted)}].",
+                fix="New columns and wider types are added automatically. Otherwise use another table, or re-create it:"
+                f" tidemill table drop {name}",
             ) from error
         if not changes:
             return
@@ -177,7 +177,7 @@ async def _create(consensus: Consensus, rand: Rand, create: Create, dropped: Ver
         found = await read_registration(consensus, create.name)
         if found is None or not isinstance(found[0], Create):
             raise UnknownOutcomeError(
-                f"the outcome of the creation is unknown: shard={create.name}.", fix="Open the shard again."
+                f"the outcome of the creation is unknown: table={create.name}.", fix="Open the table again."
             ) from error
         return found[0]
 
@@ -185,10 +185,10 @@ async def _create(consensus: Consensus, rand: Rand, create: Create, dropped: Ver
 def _decode_registration(name: str, version: Versioned) -> Create | Drop:
     command = decode_command(version.data)
     if not isinstance(command, Create | Drop):
-        raise CorruptError(f"the shard's register is not a creation: shard={name} seq={version.seq}.")
+        raise CorruptError(f"the table's register is not a creation: table={name} seq={version.seq}.")
     return command
 
 
 def _check_name(name: str) -> None:
     if not name or len(name) > NAME_LENGTH or not set(name) <= NAME_CHARS or name in (".", ".."):
-        raise InvalidError(f"bad shard name: shard={name!r}.", fix="Use 1 to 200 of a-z A-Z 0-9 . _ -")
+        raise InvalidError(f"bad table name: table={name!r}.", fix="Use 1 to 200 of a-z A-Z 0-9 . _ -")

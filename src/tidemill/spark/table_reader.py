@@ -120,7 +120,7 @@ def frame_at(
     except PlanNotPossibleError as why:
         reader = spark.read.format("tidemill").schema(spark_schema(shard.schema.columns))
         with translate_missing_source():
-            return reader.options(shard=shard.name, as_of=str(at), **where).load(), str(why)
+            return reader.options(table=shard.name, as_of=str(at), **where).load(), str(why)
 
 
 class _FrameUse(NamedTuple):

@@ -102,7 +102,7 @@ def columns_of(schema: StructType) -> tuple[Column, ...]:
             out.append(Column(field.name, names[type(kind)]))
         else:
             raise InvalidError(
-                f"column type is not supported in a shard: column={field.name} type={kind.simpleString()}.",
+                f"column type is not supported in a table: column={field.name} type={kind.simpleString()}.",
                 fix="Cast it, e.g. to string.",
             )
     return tuple(out)

@@ -29,7 +29,7 @@ class Cluster:
 
     def command(self, *arguments: str, answer: str = "") -> str:
         """What it printed. Raises what it refused with."""
-        done = CliRunner().invoke(app, ["shard", *arguments, "--config", str(self.config)], input=answer)
+        done = CliRunner().invoke(app, ["table", *arguments, "--config", str(self.config)], input=answer)
         if isinstance(done.exception, TidemillError):
             raise done.exception
         assert done.exit_code == 0, (done.output, done.exception)

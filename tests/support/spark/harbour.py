@@ -88,7 +88,7 @@ class Harbour:
             return 0
 
     def drop_shard(self, name: str) -> None:
-        """As `tidemill shard drop` does."""
+        """As `tidemill table drop` does."""
         s = self.stores
         self.portal.call(drop_shard(s.consensus, s.objects, s.metastore, s.clock, s.rand, name))
 

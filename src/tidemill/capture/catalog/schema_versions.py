@@ -179,7 +179,7 @@ def plan_next_version(
         have = shard_schema_of(row.columns)
         evolve_schema(have, schema_changes(have, shard_schema_of(columns)))
     except InvalidError as error:
-        return f"its shard cannot follow: {error.message.rstrip('.')}"
+        return f"the pipeline's table cannot follow: {error.message.rstrip('.')}"
     if targets_of_attributes(found) == list(target):
         return SchemaStep(row.columns, columns, found.count, found.storage)
     return SchemaStep(row.columns, columns, max(row.attributes, *(c.attnum for c in columns)), row.storage)

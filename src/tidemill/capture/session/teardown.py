@@ -74,7 +74,7 @@ async def drop_capture(config: CaptureConfig, catalogue: Catalogue, *, really: b
     if read_by and not really:
         raise InvalidError(
             f"the capture is in use: capture={config.name} by={','.join(read_by)}.",
-            fix="End those pipelines first; their shards keep their rows. To drop it anyway: --yes-really",
+            fix="End those pipelines first; their tables keep their rows. To drop it anyway: --force",
         )
     wire = await PgConnection.connect(config.dsn, purpose="drop", capture=config.name)
     try:
@@ -113,7 +113,7 @@ async def _check_cluster(wire: PgConnection, config: CaptureConfig, row: Capture
     if row is not None and row.system_id != found and not really:
         raise InvalidError(
             f"this is not the cluster that was captured: capture={config.name} recorded={row.system_id} found={found}.",
-            fix="Use the DSN of the captured cluster, whose slot retains WAL. If it no longer exists: --yes-really",
+            fix="Use the DSN of the captured cluster, whose slot retains WAL. If it no longer exists: --force",
         )
 
 

@@ -36,13 +36,14 @@ def pause_reason(table: str, reason: str, lsn: int) -> str:
 
 
 def recopy_instruction(table: str) -> str:
-    return f"Run tidemill capture recopy '{table}': later changes are not carried, so the table is re-snapshotted."
+    return f"Run tidemill capture resnapshot '{table}': later changes are not carried, so the table is re-snapshotted."
 
 
 def accept_instruction(table: str) -> str:
     return (
-        f"Run tidemill capture accept '{table}': it shows the effect on each shard, and re-snapshots the table once you"
-        f" agree. tidemill capture recopy '{table}' re-snapshots it without changing a shard that would lose data."
+        f"Run tidemill capture accept '{table}': it shows the effect on each pipeline's table, and re-snapshots the"
+        f" source once you agree. tidemill capture resnapshot '{table}' re-snapshots it without changing a pipeline's"
+        " table that would lose data."
     )
 
 
@@ -76,14 +77,14 @@ def refusal_for(error: TidemillError) -> Refusal:
 
 def explain_missing_table(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
     """Return (reason, fix) for a table that is no longer captured."""
-    drop = "remove it from its pipeline and drop its shard"
+    drop = "remove it from its pipeline and drop the pipeline's table"
     for table in found:
         if table.name == row.table:
             return "the table is no longer captured", f"Add it to `tables` of this capture again, or {drop}."
         if table.oid == row.oid:
-            return f"the table is now named {table.name}: its shard ends here", f"Rename it back, or {drop}."
+            return f"the table is now named {table.name}: the pipeline's table ends here", f"Rename it back, or {drop}."
     return (
-        "the table was dropped from the database: its shard ends here",
+        "the table was dropped from the database: the pipeline's table ends here",
         f"Re-create it, and it is re-snapshotted; or {drop}.",
     )
 

@@ -1,4 +1,4 @@
-"""`tidemill capture accept TABLE`: capture a table with its changed columns or key, and carry its shards over."""
+"""`tidemill capture accept TABLE`: capture a table with changed columns or key, and carry its pipeline tables over."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, as_json
     elif done:
         print("Accepted. The change takes effect within seconds. See: tidemill capture list, tidemill why")
     else:
-        print("Nothing to accept: the table is being captured and its shards match it.")
+        print("Nothing to accept: the table is being captured and the pipelines' tables match it.")
 
 
 def _describe_source_table(opened: OpenStores, row: CaptureTableRow) -> Relation:
@@ -76,12 +76,13 @@ def _describe_source_table(opened: OpenStores, row: CaptureTableRow) -> Relation
     now = opened.portal.call(fetch_relation())
     if now is None:
         raise MissingError(
-            f"the table is gone from the source: table={row.table}.", fix="Re-create it, or drop its shard."
+            f"the table is gone from the source: table={row.table}.", fix="Re-create it, or drop the pipeline's table."
         )
     if now.name != row.table:
         raise InvalidError(
             f"the table is now named {now.name}: table={row.table}.",
-            fix="It is captured under its new name if `tables` includes that name. Its old shard gets no more updates.",
+            fix="It is captured under its new name if `tables` includes that name. The pipeline's table of the old name"
+            " gets no more updates.",
         )
     if not now.key_columns:
         raise InvalidError(
@@ -106,7 +107,7 @@ def _wanted_schema(row: CaptureTableRow, now: Relation) -> ShardSchema:
         return shard_schema_of(captured_columns_of(now))
     except InvalidError as error:
         raise InvalidError(
-            f"no shard can store this table: table={row.table} {error.message}", fix=error.fix
+            f"no pipeline can store this table: table={row.table} {error.message}", fix=error.fix
         ) from error
 
 
@@ -128,9 +129,9 @@ def _print_changes(row: CaptureTableRow, difference: str, shards: list[ShardEffe
         rows = row.snapshot.rows if row.snapshot is not None else 0
         print(f"  it is copied again ({rows:,} rows last time) into re-created topic {row.topic}; its shapes restart")
     for found in shards:
-        print(f"  shard {found.shard}: {_format_effect(found)}")
+        print(f"  table {found.shard}: {_format_effect(found)}")
     if not shards:
-        print("  no pipeline maintains a shard of it")
+        print("  no pipeline maintains a table of it")
 
 
 def _format_effect(found: ShardEffect) -> str:
@@ -146,6 +147,6 @@ def _instants_note(found: ShardEffect) -> str:
     if not found.instants:
         return ""
     return (
-        f"; {', '.join(found.instants)}: a timestamp without time zone in the table, an instant in the shard as"
-        f" before, its value read as UTC (tidemill shard drop {found.shard} re-creates it without time zones)"
+        f"; {', '.join(found.instants)}: a timestamp without time zone in the source, an instant in the table as"
+        f" before, its value read as UTC (tidemill table drop {found.shard} re-creates it without time zones)"
     )

@@ -10,7 +10,7 @@ import typer
 
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, OldForce, OpenStores, either_name, open_stores, print_json
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SideTopicState
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
         state = "copying" if row.state == "captured" and row.snapshot is None else row.state
         at = f"  at {Lsn(row.parked_lsn)}" if row.parked_lsn else ""
         identity = f"  {row.identity}" if row.identity else ""
-        print(f"{row.capture:12} {row.table:32} {state:9}{identity}{at}{'  recopy requested' if row.recopy else ''}")
+        print(
+            f"{row.capture:12} {row.table:32} {state:9}{identity}{at}{'  resnapshot requested' if row.recopy else ''}"
+        )
         if row.copy is not None:
             print(f"    {row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied durably")
         if row.aside is not None:
@@ -55,8 +57,9 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
             print(f"    {relation} had REPLICA IDENTITY {before} when an administrator was asked to set FULL")
 
 
-@app.command("recopy")
-def recopy(
+@app.command("resnapshot")
+@app.command("recopy", hidden=True)
+def resnapshot(
     table: Annotated[str, typer.Argument(help="schema.table, as shown by `tidemill capture list`.")],
     capture: CaptureOption = "",
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
@@ -65,15 +68,15 @@ def recopy(
 ) -> None:
     """Copy one table again into a new generation of its topic, while the other tables continue to stream.
 
-    Its shards adopt the new copy automatically if its columns are unchanged, were added or have wider types. A change
-    that would lose data waits for `tidemill capture accept`.
+    The pipelines' tables adopt the copy automatically if its columns are unchanged, were added or have wider types. A
+    change that would lose data waits for `tidemill capture accept`.
     """
     from tidemill.capture.tables.recopy_requests import request_recopy
 
     with open_stores(config) as opened:
         row = find_table(opened, table, capture)
         if not yes:
-            _confirm_recopy(row)
+            _confirm_resnapshot(row)
         row = opened.portal.call(request_recopy(opened.catalogue, row.capture, row.table))
     if as_json:
         print_json(_table_fields(row))
@@ -89,11 +92,11 @@ def accept(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Resume a table whose columns or key changed: it is copied again, and its shards adopt the change.
+    """Resume a table whose columns or key changed: it is copied again, and the pipelines' tables adopt the change.
 
-    The command first shows the difference and the effect on each shard. A removed column stays in the shard and is null
-    from then on; a renamed column counts as one removed and one added. If a type changed incompatibly or the key
-    changed, the shard is re-created and its history ends.
+    The command first shows the difference and the effect on each pipeline's table. A removed column stays in that
+    table and is null from then on; a renamed column counts as one removed and one added. If a type changed incompatibly
+    or the key changed, that table is re-created and its history ends.
     """
     from tidemill.cli.capture.accept import accept_table
 
@@ -108,21 +111,23 @@ def drop(
         str, typer.Option("--dsn", help="URL of its database, if tidemill.toml no longer contains it.")
     ] = "",
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    really: Annotated[
-        bool, typer.Option("--yes-really", help="Drop it even if a pipeline reads it or it belongs to another cluster.")
+    force: Annotated[
+        bool, typer.Option("--force", help="Drop it even if a pipeline reads it or it belongs to another cluster.")
     ] = False,
+    yes_really: OldForce = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Undo everything that a capture created: publication, slot, replica identities, topics and rows.
 
-    Shards are kept, and so are the objects that an administrator created for a manual capture. The command is refused
-    while the capture runs or a pipeline reads it. Statements that a lock prevented are printed; run the command again
-    to execute them.
+    The pipelines' tables are kept, and so are the objects that an administrator created for a manual capture. The
+    command is refused while the capture runs or a pipeline reads it. Statements that a lock prevented are printed; run
+    the command again to execute them.
     """
     from tidemill.capture.config import CaptureConfig
     from tidemill.capture.session.teardown import drop_capture
 
+    force = either_name(force, yes_really, "--force", "--yes-really")
     with open_stores(config) as opened:
         section = opened.config.capture.get(capture)
         dsn = dsn or (section.dsn if section is not None else "")
@@ -130,12 +135,12 @@ def drop(
             raise InvalidError(
                 f"no database is configured for this capture: capture={capture}.", fix="Add --dsn postgresql://…"
             )
-        if not yes and not really:
-            question = f"Drop capture {capture}, its publication, slot and topics? Its shards are kept."
+        if not yes and not force:
+            question = f"Drop capture {capture}, its publication, slot and topics? The pipelines' tables are kept."
             if not typer.confirm(question):
                 raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
         settings = CaptureConfig(name=capture, dsn=dsn, manual=section is not None and section.manual)
-        done = opened.portal.call(drop_capture(settings, opened.catalogue, really=really))
+        done = opened.portal.call(drop_capture(settings, opened.catalogue, really=force))
     if as_json:
         print_json(msgspec.to_builtins(done))
     else:
@@ -182,7 +187,7 @@ def find_table(opened: OpenStores, table: str, capture: str) -> CaptureTableRow:
     return rows[0]
 
 
-def _confirm_recopy(row: CaptureTableRow) -> None:
+def _confirm_resnapshot(row: CaptureTableRow) -> None:
     rows = row.snapshot.rows if row.snapshot is not None else 0
     question = f"Copy {row.table} again ({rows:,} rows last time)? Its topic {row.topic} is deleted and re-created."
     if not typer.confirm(question):

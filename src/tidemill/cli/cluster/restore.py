@@ -39,7 +39,7 @@ def restore(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Restore topics, bindings, shards and the catalogue from the bucket. Stop every node first.
+    """Restore topics, bindings, tables and the catalogue from the bucket. Stop every node first.
 
     Exit 0 when every reference is intact, 1 when the restored cluster has broken references, 2 when refused.
     """
@@ -129,14 +129,14 @@ def _print_report(report: dict[str, Any]) -> None:
         print(f"topic   {topic['name']}  partitions {topic['partitions']}  records {topic['records']:,}"
               f"  {topic['size_bytes']:,} bytes")  # fmt: skip
     for shard in report["shards"]:
-        print(f"shard   {shard['name']}  since {shard['since']}  upper {shard['upper']}  batches {shard['batches']:,}")
+        print(f"table   {shard['name']}  since {shard['since']}  upper {shard['upper']}  batches {shard['batches']:,}")
     for kind in ("captures", "pipelines", "groups"):
         if report[kind]:
             print(f"{kind}  {', '.join(report[kind])}")
     total = report["totals"]
     print("total   " + "  ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in total.items()))
     if report["checkpoint_age_ms"] is not None:
-        print(f"topics and shards as of {report['checkpoint_age_ms'] / 1000:,.0f} s ago")
+        print(f"topics and tables as of {report['checkpoint_age_ms'] / 1000:,.0f} s ago")
     if report["alive"] is not None:
         print(f"ALIVE   a node was seen {report['alive']['age_ms'] / 1000:,.0f} s ago: {report['alive']['node']}")
     if report.get("refused"):

@@ -1,1 +1,1 @@
-"""`tidemill pipeline` and `tidemill dlq`: pipelines, their drivers and their dead letters."""
+"""`tidemill pipeline` and `tidemill dead-letters`: pipelines, their drivers and their dead letters."""

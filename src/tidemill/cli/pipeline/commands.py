@@ -37,7 +37,10 @@ def run(
     ] = None,
     instances: InstancesOption = None,
     label: Annotated[
-        str, typer.Option("--label", help="Distinguishes these drivers from those of other machines: a-z, 0-9 and _.")
+        str,
+        typer.Option(
+            "--label", help="Distinguishes these drivers from those of other machines: a-z, 0-9 and _, with a letter."
+        ),
     ] = "",
     master: MasterOption = "",
     driver_memory: MemoryOption = "",
@@ -53,7 +56,7 @@ def run(
         instances = max(1, loaded.pipeline[name].spark.instances)
     loaded = with_overrides(loaded, [name], instances=instances, master=master, driver_memory=driver_memory, conf=conf)
     if label and not (label.isascii() and label.replace("_", "a").isalnum() and label.islower()):
-        raise InvalidError(f"bad option: --label {label!r}.", fix="Use a-z, 0-9 and _, starting with a letter.")
+        raise InvalidError(f"bad option: --label {label!r}.", fix="Use a-z, 0-9 and _, with at least one letter.")
     teller = "-".join(part for part in ("pipeline", name, label) if part)
     run_supervised(
         loaded,
@@ -117,7 +120,7 @@ app.command("restart")(restart)
 
 @app.command("delete")
 def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Forget a pipeline that does not run. Its tables are kept until `shard drop`.
+    """Forget a pipeline that does not run. Its tables are kept until `table drop`.
 
     Bindings and records are no longer retained for it, and its silent drivers disappear from `status`. A running
     pipeline is refused. If the pipeline is started later, input that it had not read may be gone.

@@ -8,7 +8,7 @@ import typer
 from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, OldForce, OpenStores, either_name, open_stores, print_json
 from tidemill.cli.topic.lost import lost
 from tidemill.cli.topic.records import consume, produce
 from tidemill.metastore.catalogue import TopicRow, with_partitions
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Manage topics: partitions, configs and records.", no_args_is_help=True)
 Set = Annotated[list[str] | None, typer.Option("--set", help="Set a config, by Kafka's name: NAME=VALUE. Repeatable.")]
 Unset = Annotated[list[str] | None, typer.Option("--unset", help="Reset a config to its default. Repeatable.")]
-ForceDelete = Annotated[bool, typer.Option("--yes-really", help="Delete it even if a capture or a pipeline uses it.")]
+ForceDelete = Annotated[bool, typer.Option("--force", help="Delete it even if a capture or a pipeline uses it.")]
 Name = Annotated[str, typer.Argument(help="Topic name.")]
 
 app.command("produce")(produce)
@@ -110,17 +110,24 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
 
 
 @app.command("delete")
-def delete(name: Name, really: ForceDelete = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def delete(
+    name: Name,
+    force: ForceDelete = False,
+    yes_really: OldForce = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Delete a topic. A later topic of this name has a new id. A topic that a capture or a pipeline uses is refused."""
     from tidemill.topics.lifecycle.deletion import find_topic_users
 
+    force = either_name(force, yes_really, "--force", "--yes-really")
     with open_stores(config) as opened:
         row = _find_topic(opened, name)
         users = opened.portal.call(find_topic_users(opened.catalogue, row))
-        if users and not really:
+        if users and not force:
             raise InvalidError(
                 f"the topic is in use: topic={name} by={', '.join(users)}.",
-                fix="They stop working without it. To delete it anyway: --yes-really",
+                fix="They stop working without it. To delete it anyway: --force",
             )
         opened.portal.call(opened.catalogue.delete(TopicRow, name))
         if as_json:

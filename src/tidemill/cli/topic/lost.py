@@ -7,33 +7,37 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, either_name, open_stores, print_json
 
 if TYPE_CHECKING:
     from tidemill.topics.lost_objects import LostRange
     from tidemill.topics.partition.state_machine.state import PartitionState
 
-LetGo = Annotated[
-    list[str] | None, typer.Option("--let-go", help="Abandon a lost object for good, or `all`. Repeatable.")
+AcceptLoss = Annotated[
+    list[str] | None, typer.Option("--accept-loss", help="Abandon a lost object for good, or `all`. Repeatable.")
 ]
+LetGo = Annotated[list[str] | None, typer.Option("--let-go", hidden=True)]
+"""Earlier name of --accept-loss."""
 
 
 def lost(
     name: Annotated[str, typer.Argument(help="Topic name.")],
+    accept_loss: AcceptLoss = None,
     let_go: LetGo = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List objects that hold fresh records of a topic and are missing from the bucket.
 
-    Readers wait for them, and later records do not move into L1. An object that is abandoned with --let-go counts as
-    empty, for every topic that has records in it: their offsets become a gap, as after compaction. This cannot be
-    undone.
+    Readers wait for them, and later records do not move into L1. An object that is abandoned with --accept-loss
+    counts as empty, for every topic that has records in it: their offsets become a gap, as after compaction. This
+    cannot be undone.
     """
+    abandoned = either_name(accept_loss, let_go, "--accept-loss", "--let-go")
     with open_stores(config) as opened:
         found = _find_lost_ranges(opened, name)
-        if let_go:
-            _abandon_objects(opened, found, let_go)
+        if abandoned:
+            _abandon_objects(opened, found, abandoned)
             found = _find_lost_ranges(opened, name)
     rows = [
         {

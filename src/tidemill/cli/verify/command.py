@@ -1,4 +1,4 @@
-"""`tidemill verify [TABLE…]`: compare the source at a commit with the shard at the matching time."""
+"""`tidemill verify [TABLE…]`: compare the source at a commit with the table at the matching time."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Comparison:
             key = sort_key(row[:n])
             if last is not None and key < last:
                 raise CorruptError(
-                    f"{'source' if side == 0 else 'shard'} rows are out of order: key={row[:n]!r}.",
+                    f"{'source' if side == 0 else 'table'} rows are out of order: key={row[:n]!r}.",
                     fix="Report it with the key's type: the two sides sort it differently.",
                 )
             last = key

@@ -107,7 +107,7 @@ class SourcePoint:
                 await cursor.execute(query.encode())
             except psycopg.errors.UndefinedColumn as error:
                 raise InvalidError(
-                    f"the table lacks a column of its shard: table={table} ({_first_line(error)})."
+                    f"the source lacks a column of its table: table={table} ({_first_line(error)})."
                 ) from error
             while chunk := await cursor.fetchmany(FETCH_ROWS):
                 yield [fix(r) for r in chunk] if fix else chunk

@@ -116,15 +116,15 @@ def column_difference(columns: Sequence[SourceColumn], key: Sequence[str], schem
     no difference. A retired column does not count as one of the shard: every row must hold null in it."""
     ours = {column.name: canonical_type(column.type) for column in schema.columns if not column.retired}
     kinds = {"s": "generated ", "v": "virtual generated "}
-    said = [f"{kinds.get(c.generated, '')}column {c.name!r} is not in the shard" for c in columns if c.name not in ours]
+    said = [f"{kinds.get(c.generated, '')}column {c.name!r} is not in the table" for c in columns if c.name not in ours]
     said += [f"column {name!r} is not in the source" for name in ours if name not in {c.name for c in columns}]
     for column in columns:
         (held,) = with_existing_timestamps([column_for(column.name, column.type_name)], schema)
         wanted = canonical_type(held.type)
         if column.name in ours and ours[column.name] != wanted:
-            said.append(f"column {column.name!r} is {column.type_name} in the source, {ours[column.name]} in the shard")
+            said.append(f"column {column.name!r} is {column.type_name} in the source, {ours[column.name]} in the table")
     if tuple(key) != schema.key:
-        said.append(f"the primary key is ({', '.join(key)}) in the source, ({', '.join(schema.key)}) in the shard")
+        said.append(f"the primary key is ({', '.join(key)}) in the source, ({', '.join(schema.key)}) in the table")
     return "; ".join(said)
 
 
@@ -180,7 +180,7 @@ async def compare_shard(
     """Stream both sides in key order. Memory is bounded by chunks and the spool's limit."""
     if not shard.schema.key:
         raise InvalidError(
-            f"the shard has no key to compare by: shard={shard.name}.", fix="Verify it by its aggregates."
+            f"the table has no key to compare by: table={shard.name}.", fix="Verify it by its aggregates."
         )
     with tempfile.TemporaryDirectory(prefix="tidemill-verify-") as scratch:
         spool = Spool(Path(scratch), "shard", shard.schema)
@@ -201,7 +201,7 @@ async def spool_shard(shard: Shard, time_ms: int, spool: Spool, timeout_s: float
     upper = await shard.wait_upper(time_ms, timeout_s)
     if upper <= time_ms:
         raise UnavailableError(
-            f"the shard did not reach the time: shard={shard.name} time_ms={time_ms} upper={upper}.",
+            f"the table did not reach the time: table={shard.name} time_ms={time_ms} upper={upper}.",
             fix=f"Run `tidemill why shard:{shard.name}`.",
         )
     held: list[pa.Table] = []

@@ -82,7 +82,7 @@ function drawOrders() {
 
 // Conversion by product, from Spark -------------------------------------------------------------------
 const changedAt = new Map();
-const conversion = follow({ table: "shard.conversion_by_product" }, {
+const conversion = follow({ table: "tidemill.conversion_by_product" }, {
   changed: (item) => { dirty.conversion = true; changedAt.set(item.key, performance.now()); },
 });
 

@@ -35,7 +35,7 @@ async def check_logs(
         try:
             await replica.catch_up()
         except CorruptError as error:
-            findings.add(f"shard {create.name}", f"log {replica.log}", error.message.rstrip("."), error.fix or FIX)
+            findings.add(f"table {create.name}", f"log {replica.log}", error.message.rstrip("."), error.fix or FIX)
         findings.walked["logs"] += 1
 
 

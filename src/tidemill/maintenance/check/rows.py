@@ -67,7 +67,7 @@ async def check_rows(rows: RowSource, findings: Findings, references: References
                 upper = newest[source].time_ms + 1 if source in newest else 0
                 if fed_by != "derived" and shard is not None and shard.upper > upper:
                     problem = f"its upper {shard.upper} is beyond the newest binding {upper - 1}"
-                    findings.add(f"shard {table}", f"bindings of {source}", problem, ORDER_FIX)
+                    findings.add(f"table {table}", f"bindings of {source}", problem, ORDER_FIX)
     return checker
 
 

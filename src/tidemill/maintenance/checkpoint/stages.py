@@ -272,7 +272,7 @@ async def binding_sources(metastore: Metastore) -> list[str]:
 
 
 def shard_unit_name(shard: str) -> str:
-    return f"shard {shard}"
+    return f"table {shard}"
 
 
 def binding_groups(source: str, bindings: Sequence[StoredBinding]) -> Unit:

@@ -171,14 +171,14 @@ class BindingsUpkeep:
         self._pinned.add(remap.name)
         since = datetime.fromtimestamp(since_ms / 1000, UTC).isoformat(timespec="seconds")
         name = pipelines[0]
-        reason = f"{remap.length:,} bindings since {since} are retained for shard {holder} of pipeline {name}"
+        reason = f"{remap.length:,} bindings since {since} are retained for table {holder} of pipeline {name}"
         behind = await _has_binding_between(remap, max(upper - 1, since_ms), now_ms - PINNED_MS)
         if behind:
             held_by = f"pipeline:{name}"
             reason += f", which is behind: if it is stopped, start it, or delete it: tidemill pipeline delete {name}"
         else:
             held_by = f"shard:{holder}"
-            reason += f", whose history has a reader: tidemill shard describe {holder}"
+            reason += f", whose history has a reader: tidemill table describe {holder}"
         newest = await remap.latest()
         newest_ms = newest.time_ms if newest is not None else since_ms
         self._tracker.set(

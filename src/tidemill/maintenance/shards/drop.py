@@ -66,9 +66,9 @@ async def drop_shard(
     """
     found = await read_registration(consensus, name)
     if found is None or (isinstance(found[0], Drop) and shard_id in ("", found[0].shard_id)):
-        raise MissingError(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
+        raise MissingError(f"no such table: table={name}.", fix="See `tidemill table list`.")
     created = found[0]
     if not isinstance(created, Create) or shard_id not in ("", created.shard_id):
-        raise MissingError(f"the shard was already dropped: shard={name} id={shard_id}.")
+        raise MissingError(f"the table was already dropped: table={name} id={shard_id}.")
     held = await registry.drop_shard(consensus, objects, clock, rand, created)
     return DroppedShard(name, created.shard_id, held.rows, held.size_bytes, await writing_pipelines(metastore, name))

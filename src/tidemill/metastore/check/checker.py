@@ -213,7 +213,7 @@ class Checker:
             if table.snapshot is not None and table.state == "captured" and table.topic not in names:
                 self._add_finding(f"capture {table.capture}", f"topic {table.topic}",
                           f"the topic of its table {table.table} does not exist",
-                          f"Run tidemill capture recopy {table.table}.")  # fmt: skip
+                          f"Run tidemill capture resnapshot {table.table}.")  # fmt: skip
 
     async def _check_bindings(self) -> None:
         sources = {f"capture/{name}" for name in self.captures}
@@ -241,7 +241,7 @@ class Checker:
             self.shards[row.name] = row
             if row.since and row.since >= row.upper:
                 self._add_finding(
-                    f"shard {row.name}", "", f"since {row.since} is not below upper {row.upper}", RESTORE_FIX
+                    f"table {row.name}", "", f"since {row.since} is not below upper {row.upper}", RESTORE_FIX
                 )
 
     async def _check_batches(self) -> None:
@@ -249,13 +249,13 @@ class Checker:
         async for row in self._decodable_rows(SHARD_BATCHES):
             shard = self.shards.get(row.name)
             if shard is None:
-                self._findings.orphans["batches without a shard"] += 1
+                self._findings.orphans["batches without a table"] += 1
                 continue
             at = reached.get(row.name, 0)
             if row.lower >= shard.upper:
                 continue  # written before its shard row, which will follow
             if row.lower != at:
-                self._add_finding(f"batch {row.name}@{row.lower}", f"shard {row.name}",
+                self._add_finding(f"batch {row.name}@{row.lower}", f"table {row.name}",
                           f"the batch before it ends at {at}", RESTORE_FIX)  # fmt: skip
             reached[row.name] = row.upper
             for key in row.objects:
@@ -263,7 +263,7 @@ class Checker:
         for name, shard in self.shards.items():
             if reached.get(name, 0) < shard.upper:
                 self._add_finding(
-                    f"shard {name}", "", f"times {reached.get(name, 0)} to {shard.upper} are in no batch", RESTORE_FIX
+                    f"table {name}", "", f"times {reached.get(name, 0)} to {shard.upper} are in no batch", RESTORE_FIX
                 )
 
     async def _check_pipelines(self) -> None:
@@ -291,7 +291,7 @@ class Checker:
                     self._add_finding(subject, f"topic {name}", f"the topic that feeds {shard} does not exist",
                               "Create it: tidemill topic create.")  # fmt: skip
             if ready and shard not in self.shards:
-                self._findings.orphans["tables of pipelines that have no shard yet"] += 1
+                self._findings.orphans["tables of pipelines that are not stored yet"] += 1
 
     async def _check_groups(self) -> None:
         async for row in self._decodable_rows(GROUP_OFFSETS):

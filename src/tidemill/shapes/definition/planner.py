@@ -2,7 +2,11 @@
 
 orders, public.orders, "Odd Name"   a captured table; unquoted parts fold to lower case, schema public
 <database>:<table>                  the same, if several databases are captured
-shard.<name>, shard:<name>          a shard, name taken literally; the schema name `shard` is reserved for this
+tidemill.<name>                     a table that pipelines maintain, name taken literally
+shard.<name>, shard:<name>          its earlier spellings; every spelling is the same shape
+
+The schema names `tidemill` and `shard` are reserved for this. A captured schema of such a name is written with its
+database, or quoted: "tidemill".orders.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
     from tidemill.shapes.response_memory import ResponseMemory
 
 SHARD_SCHEMA = "shard"
+"""Schema in keys and definitions of shapes over shards: stored in shape logs, and part of handles and signatures."""
+
+SHARD_PREFIXES = ("tidemill.", "shard.", "shard:")
 
 SERVER_CLAUSE_FIELD = "shape"
 """Field name in errors of the server's own clause."""
@@ -96,12 +103,12 @@ class FieldError(InvalidError):
 
 
 def parse_shard_name(table: str) -> str | None:
-    """Return the shard that a table parameter names, None for a table."""
-    if table.startswith("shard:"):
-        return table[len("shard:") :]
-    if table.startswith('shard."'):
-        return parse_table_name(table)[1]
-    return table[len("shard.") :] if table.startswith("shard.") else None
+    """Return the shard that a table parameter names, None for a captured table. Raises FieldError."""
+    prefix = next((each for each in SHARD_PREFIXES if table.startswith(each)), None)
+    if prefix is None:
+        return None
+    name = table[len(prefix) :]
+    return parse_table_name(table)[1] if name.startswith('"') and prefix != "shard:" else name
 
 
 def parse_table_name(text: str) -> tuple[str, str]:

@@ -24,6 +24,8 @@ from tidemill.base.config.sections import NAME
 from tidemill.shapes.definition.planner import ShapeRequest, parse_shard_name, parse_table_name
 
 HMAC_LABEL: Final = b"tidemill shape url 1\n"
+CANONICAL_SHARD: Final = "shard:"
+"""Prefix of a shard's name in the canonical form, which signatures cover: it never changes."""
 
 
 class SigningKeys(msgspec.Struct, frozen=True):
@@ -51,11 +53,17 @@ def canonical_request(request: ShapeRequest) -> ShapeRequest:
 def _canonical_table(text: str) -> str:
     shard = parse_shard_name(text)
     if shard is not None:
-        return f"shard:{shard}"
+        return CANONICAL_SHARD + shard
     capture, colon, rest = text.partition(":")
     named = bool(colon) and NAME.match(capture) is not None
     parts = (part.replace('"', '""') for part in parse_table_name(rest if named else text))
     return (f"{capture}:" if named else "") + ".".join(f'"{part}"' for part in parts)
+
+
+def _table_for_url(canonical: str) -> str:
+    """Return a spelling of the canonical table for people to read: the signature covers the canonical form."""
+    name = canonical.removeprefix(CANONICAL_SHARD)
+    return canonical if name == canonical or name.startswith('"') else f"tidemill.{name}"
 
 
 def sign_request(request: ShapeRequest, expires_s: int, key_id: str, key: str) -> str:
@@ -75,7 +83,7 @@ def is_signature_valid(request: ShapeRequest, expires_s: int, key_id: str, key: 
 
 def signed_url_params(request: ShapeRequest, expires_s: int, key_id: str, key: str) -> list[tuple[str, str]]:
     """Return the query parameters of the URL of a canonical request, including the signature."""
-    found = [("table", request.table)]
+    found = [("table", _table_for_url(request.table))]
     if request.where:
         found.append(("where", request.where))
     found += [(f"params[{number}]", value) for number, value in enumerate(request.params, 1)]

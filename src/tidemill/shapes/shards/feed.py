@@ -122,7 +122,7 @@ class ShardFeed:
         since, upper = await self._shard.frontiers()
         if not since <= seen_ms < upper:
             raise HistoryLostError(
-                f"the shard's history does not reach back to the log: since={since} seen={seen_ms} upper={upper}."
+                f"the table's history does not reach back to the log: since={since} seen={seen_ms} upper={upper}."
             )
         if not self._keyed:
             await _check_size(self._shard, seen_ms)
@@ -294,7 +294,7 @@ async def read_contents(shard: Shard) -> tuple[pa.Table | None, int]:
             return await shard.snapshot(upper - 1), upper
         except HistoryLostError:
             continue  # since has passed this time: read a newer one
-    raise UnavailableError(f"the shard's history is forgotten while it is read: shard={shard.name}.")
+    raise UnavailableError(f"the table's history is forgotten while it is read: table={shard.name}.")
 
 
 async def _check_size(shard: Shard, as_of: int) -> None:
@@ -302,6 +302,6 @@ async def _check_size(shard: Shard, as_of: int) -> None:
     size = sum(part.size_bytes for batch in batches for part in batch.parts)
     if size > MAX_STORED_BYTES:
         raise InvalidError(
-            f"the shard is too large for a shape: shard={shard.name} bytes={size} limit={MAX_STORED_BYTES}.",
+            f"the table is too large for a shape: table={shard.name} bytes={size} limit={MAX_STORED_BYTES}.",
             fix="Derive a smaller table from it, and use a shape over that table.",
         )

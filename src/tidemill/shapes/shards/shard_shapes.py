@@ -128,7 +128,7 @@ class ShardShapes:
         """Check a request and return its plan. Raises FieldError (also for an invalid shard name), or what opening the
         shard raises."""
         if self._opener is None:
-            raise FieldError("table", f"this node serves no shards: shard={name}.")
+            raise FieldError("table", f"this node serves no tables: table={name}.")
         if not self._restored:
             raise UnavailableError("shapes are still being restored after a restart.")
         shard = await self._open_shard(name)
@@ -207,11 +207,11 @@ class ShardShapes:
             SchemaEvolvedError,
         ) as error:  # dropped: the name may refer to another shard
             self._handles.pop(name, None)
-            shape.drop(f"the shard's changes ended: {error}")
+            shape.drop(f"the table's changes ended: {error}")
         except InvalidError:
             raise  # the where clause failed on a row
         except TidemillError as error:
-            shape.drop(f"the shard's changes ended: {error}")
+            shape.drop(f"the table's changes ended: {error}")
         finally:
             self._notes.pop(shape.handle, None)
 
@@ -310,10 +310,10 @@ class ShardShapes:
         shard = await self._open_shard(name)
         life = (await self._cluster_id(), shard.shard_id, shard.schema.version)
         if life != (kept.cluster, kept.shard_id, kept.version):
-            raise HistoryLostError(f"the shard was replaced or changed: shard={name}.")
+            raise HistoryLostError(f"the table was replaced or changed: table={name}.")
         columns, where, definition = await self._check_request(request, shard, name)
         if definition != kept.definition or shard_schema_json(shard.schema, columns) != kept.schema_json:
-            raise HistoryLostError(f"the shape's definition or columns changed: shard={name}.")
+            raise HistoryLostError(f"the shape's definition or columns changed: table={name}.")
         feed = ShardFeed(shard, where, columns, request.replica, request.log_mode, self._share)
         await feed.resume(shape, max(kept.seen_ms, shape.log.end.tx))
         return feed, shard

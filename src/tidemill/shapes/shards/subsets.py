@@ -55,7 +55,7 @@ class SubsetRowReader:
         self._order = None
         if subset.order_by is not None:
             if subset.order_by.keys is None:
-                raise FieldError("subset__order_by", "a shard cannot be ordered by a column of this type.")
+                raise FieldError("subset__order_by", "a table cannot be ordered by a column of this type.")
             self._order = subset.order_by.keys
         self._run_rows = max(MIN_RUN_ROWS, RUN_ROWS // max(1, len(self._order or ())))
         self._first = subset.offset or 0

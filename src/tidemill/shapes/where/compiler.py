@@ -108,6 +108,15 @@ def _string_values(nodes: Any) -> list[str]:
     return [node.string.sval for node in nodes]
 
 
+SCHEMA_SPELLINGS = {"shard": "tidemill"}
+"""A further name of a schema that clauses may use: `tidemill.orders` is the shard `orders`."""
+
+
+def table_qualifiers(schema: str, table: str) -> list[list[str]]:
+    """Return everything that may precede a column of the table."""
+    return [[], [table], [schema, table], [SCHEMA_SPELLINGS.get(schema, schema), table]]
+
+
 class TreeCompiler:
     """Compiles a tree in one pass, leaves first; records which columns and parameters were used."""
 
@@ -146,7 +155,7 @@ class TreeCompiler:
             raise WhereError(f"{_location(node)}* is not supported in a where clause.")
         names = _string_values(node.fields)
         qualifier = names[:-1]
-        if qualifier not in ([], [self._table], [self._schema, self._table]):
+        if qualifier not in table_qualifiers(self._schema, self._table):
             raise WhereError(f'{_location(node)}missing FROM-clause entry for table "{".".join(qualifier)}"')
         name = names[-1]
         if name not in self._columns:

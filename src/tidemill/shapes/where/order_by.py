@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidemill.shapes.where.clause import evaluate_checked
-from tidemill.shapes.where.compiler import TreeCompiler
+from tidemill.shapes.where.compiler import TreeCompiler, table_qualifiers
 from tidemill.shapes.where.expressions import Expression, Row, column
 from tidemill.shapes.where.operators import comparator
 from tidemill.shapes.where.parser import compile_guarded, parse_clause
@@ -131,7 +131,7 @@ def _plain_column(node: Any, columns: Mapping[str, Type], schema: str, table: st
     if any(field.WhichOneof("node") != "string" for field in fields):
         raise WhereError("* is not supported in an order by list.")
     *qualifier, name = [field.string.sval for field in fields]
-    if qualifier not in ([], [table], [schema, table]):
+    if qualifier not in table_qualifiers(schema, table):
         raise WhereError(f'missing FROM-clause entry for table "{".".join(qualifier)}"')
     if name not in columns:
         raise WhereError(f'unknown reference {name}: column "{name}" does not exist')

@@ -349,7 +349,7 @@ class LogRemap:
             if low == start > 0 and time_ms >= 0:
                 raise HistoryLostError(
                     f"bindings of this time were truncated: remap={self.name} wanted={time_ms}.",
-                    fix="Read from a newer time; if a shard was stalled until now, drop it so that it is re-created.",
+                    fix="Read from a newer time; if a table was stalled until now, drop it so that it is re-created.",
                 )
             return low
 

@@ -111,7 +111,7 @@ def _integers(array: Any) -> npt.NDArray[np.int64]:
     elif pa.types.is_timestamp(kind):
         array = (array if kind.unit == "us" else array.cast(pa.timestamp("us", kind.tz))).view(pa.int64())
     elif not pa.types.is_integer(kind):
-        raise InvalidError(f"column type cannot be hashed: type={kind}.", fix="Use a type that shards support.")
+        raise InvalidError(f"column type cannot be hashed: type={kind}.", fix="Use a type that tables support.")
     filled = array.fill_null(0) if array.null_count else array
     values = np.asarray(filled.to_numpy(zero_copy_only=False))
     if values.dtype == np.uint64:

@@ -81,7 +81,7 @@ def arrow_type(type_name: str) -> pa.DataType:
 def check_schema(schema: ShardSchema) -> ShardSchema:
     """Return the schema as version 1, with canonical type strings. Raises InvalidError that names the wrong column."""
     if not schema.columns:
-        raise InvalidError("a shard needs at least one column.", fix="Name its columns.")
+        raise InvalidError("a table needs at least one column.", fix="Name its columns.")
     seen: set[str] = set()
     columns = []
     for column in schema.columns:
@@ -92,7 +92,7 @@ def check_schema(schema: ShardSchema) -> ShardSchema:
         columns.append(Column(column.name, canonical_type(column.type)))
     for name in schema.key:
         if name not in seen:
-            raise InvalidError(f"key column is not a column: key={name}.", fix="Name only columns of the shard.")
+            raise InvalidError(f"key column is not a column: key={name}.", fix="Name only columns of the table.")
     if len(set(schema.key)) != len(schema.key):
         raise InvalidError(f"key names a column twice: key={','.join(schema.key)}.", fix="Name each key column once.")
     if not 1 <= schema.buckets <= _BUCKETS_MAX:
@@ -160,7 +160,7 @@ def conform_rows(rows: pa.Table, target: pa.Schema) -> pa.Table:
     for field in target:
         index = rows.schema.get_field_index(field.name)
         if index < 0:
-            raise InvalidError(f"rows lack a column: column={field.name}.", fix="Provide every column of the shard.")
+            raise InvalidError(f"rows lack a column: column={field.name}.", fix="Provide every column of the table.")
         column = rows.column(index)
         if not column.type.equals(field.type):
             try:

@@ -35,7 +35,7 @@ from tidemill.shards.parts.schema import arrow_type, canonical_type, check_name,
 _WIDER = {("int16", "int32"), ("int16", "int64"), ("int32", "int64"), ("float32", "float64")}
 _BOOLS = {"true": "t", "false": "f"}
 
-EVOLUTION_FIX = "A shard takes new columns and wider types only."
+EVOLUTION_FIX = "A table takes new columns and wider types only."
 
 
 class SchemaChanges(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ def schema_changes(have: ShardSchema, want: ShardSchema, may_retire: Collection[
     same = have.key == want.key and have.buckets == want.buckets
     if not {*gone} <= {*may_retire} or not same or any(not is_widening(types[c.name], c.type) for c in other):
         raise InvalidError(
-            f"a shard's schema cannot become this one: difference=[{describe_difference(have, want)}].",
+            f"a table's schema cannot become this one: difference=[{describe_difference(have, want)}].",
             fix=EVOLUTION_FIX,
         )
     changes = SchemaChanges(add, tuple(c for c in other if c.name not in retired), gone)
@@ -178,7 +178,7 @@ def check_schema_known(schema: ShardSchema, batch: Batch) -> None:
     if batch.schema_version > schema.version:
         raise SchemaEvolvedError(
             f"rows of a newer schema: version={batch.schema_version} known={schema.version}.",
-            fix="Reopen the shard.",
+            fix="Reopen the table.",
         )
 
 

@@ -146,10 +146,10 @@ class ShardReadHandle:
         chosen = {part.object_key for batch in batches for part in batch.parts if part.object_key}
         if chosen <= named:
             return CorruptError(
-                f"an object of a shard is missing: shard={self.name} ({error.message}).", fix="Restore the object."
+                f"an object of a table is missing: table={self.name} ({error.message}).", fix="Restore the object."
             )
         return HistoryLostError(
-            f"the chosen batches were merged and deleted in the meantime: shard={self.name}.",
+            f"the chosen batches were merged and deleted in the meantime: table={self.name}.",
             fix="Read again, and hold the time for as long as the read takes.",
         )
 
@@ -244,12 +244,12 @@ class ShardReadHandle:
         while state.upper <= as_of:
             if state.closed:
                 raise ClosedError(
-                    f"shard was closed before this time: shard={self.name} as_of={as_of} upper={state.upper}."
+                    f"table was closed before this time: table={self.name} as_of={as_of} upper={state.upper}."
                 )
             left_s = WAIT_SLICE_S if until_s is None else until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 raise UnavailableError(
-                    f"time is not final yet: shard={self.name} as_of={as_of} upper={state.upper}.",
+                    f"time is not final yet: table={self.name} as_of={as_of} upper={state.upper}.",
                     fix="Use a time below upper, or wait longer.",
                 )
             state = self._check_not_dropped(await self._machine.wait_changed(state, left_s))
@@ -269,7 +269,7 @@ class ShardReadHandle:
 
     def _history_lost(self, state: ShardState, wanted: int) -> HistoryLostError:
         return HistoryLostError(
-            f"history is lost: shard={self.name} wanted={wanted} since={state.since}.",
+            f"history is lost: table={self.name} wanted={wanted} since={state.since}.",
             fix="Read at a time from since to upper - 1, then listen from there.",
         )
 

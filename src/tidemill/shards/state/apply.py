@@ -90,7 +90,7 @@ def apply(state: ShardState | None, command: Command) -> ShardState | RejectedCo
     """Return the next state, or a rejection. Checks everything before it builds anything."""
     if isinstance(command, Create):
         if state is not None:
-            return RejectedCommand(RejectionReason.EXISTS, f"shard={state.name}")
+            return RejectedCommand(RejectionReason.EXISTS, f"table={state.name}")
         return ShardState(command.name, command.shard_id, command.schema, version=1)
     if state is None:
         return RejectedCommand(RejectionReason.ABSENT)
@@ -262,7 +262,7 @@ def _is_stale(state: ShardState, batch: Batch) -> bool:
 
 def _drop(state: ShardState, command: Drop) -> ShardState | RejectedCommand:
     if command.shard_id != state.shard_id:
-        return RejectedCommand(RejectionReason.BOUNDS, f"another shard: id={state.shard_id} wanted={command.shard_id}")
+        return RejectedCommand(RejectionReason.BOUNDS, f"another table: id={state.shard_id} wanted={command.shard_id}")
     batches = (Batch(0, state.upper, ()),) if state.upper else ()
     return replace(
         state, batches=batches, holds=(), writers=(), garbage=(), rows=0, size_bytes=0, inline_bytes=0,

@@ -122,7 +122,7 @@ def shard_row_changes(
     header = state_header(state)
     if old is not None and (state.upper < old.upper or state.since < old.since):
         raise CorruptError(
-            f"a shard's log holds less than its rows: shard={state.name} upper={state.upper} row={old.upper}.",
+            f"a table's log holds less than its rows: table={state.name} upper={state.upper} row={old.upper}.",
             fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
         )
     changed = [batch for batch in state.batches if not same(batch)]
@@ -173,14 +173,14 @@ def assemble_state(header: ShardState, batches: Iterable[Batch]) -> ShardState:
             break
         if batch.lower != at:
             raise CorruptError(
-                f"the batches of a shard are not contiguous: shard={header.name} expected={at} found={batch.lower}.",
+                f"the batches of a table are not contiguous: table={header.name} expected={at} found={batch.lower}.",
                 fix="Restore from an older manifest.",
             )
         found.append(batch if batch.upper <= header.upper else replace(batch, upper=header.upper))
         at = found[-1].upper
     if at != header.upper or (header.since and header.since >= header.upper):
         raise CorruptError(
-            f"a shard's newest batches are missing: shard={header.name} found_to={at} upper={header.upper}"
+            f"a table's newest batches are missing: table={header.name} found_to={at} upper={header.upper}"
             f" since={header.since}.",
             fix="Restore from an older manifest.",
         )

@@ -127,10 +127,10 @@ def decode_command(data: bytes) -> Command:
             case [12, add, widen, retire, at_ms, *_]:
                 return Evolve(SchemaChanges(_columns_in(add), _columns_in(widen), tuple(retire)), at_ms)
             case [tag, *_]:
-                raise CorruptError(f"unknown shard command: tag={tag!r}.", fix="Upgrade tidemill.")
+                raise CorruptError(f"unknown table command: tag={tag!r}.", fix="Upgrade tidemill.")
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
-        raise CorruptError(f"shard log record is unreadable: bytes={len(data)} ({error}).") from error
-    raise CorruptError(f"shard log record is no array: bytes={len(data)}.")
+        raise CorruptError(f"table log record is unreadable: bytes={len(data)} ({error}).") from error
+    raise CorruptError(f"table log record is no array: bytes={len(data)}.")
 
 
 def encode_state(state: ShardState) -> bytes:
@@ -194,7 +194,7 @@ def decode_state(data: bytes) -> ShardState:
             ),
         )
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
-        raise CorruptError(f"shard rollup is unreadable: bytes={len(data)} ({error}).") from error
+        raise CorruptError(f"table rollup is unreadable: bytes={len(data)} ({error}).") from error
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -207,7 +207,7 @@ def decode_batch(data: bytes) -> Batch:
     try:
         return _batch_in(_decode(data))
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
-        raise CorruptError(f"shard batch is unreadable: bytes={len(data)} ({error}).") from error
+        raise CorruptError(f"table batch is unreadable: bytes={len(data)} ({error}).") from error
 
 
 def _schema_out(schema: ShardSchema) -> list[Any]:

@@ -61,7 +61,7 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
             await consensus.cas(key, 0, create, rand.nonce())
         found = await consensus.head(key)
     if found.data != create:
-        raise InvalidError(f"a shard of this name exists: shard={state.name}.", fix="Restore into empty consensus.")
+        raise InvalidError(f"a table of this name exists: table={state.name}.", fix="Restore into empty consensus.")
     return shard_id
 
 

@@ -176,4 +176,4 @@ def check_invariants(state: ShardState) -> None:
     """Raise CorruptError if an invariant is broken. For tests, the simulation and `doctor`."""
     broken = broken_invariant(state)
     if broken:
-        raise CorruptError(f"a shard's state breaks its invariants: shard={state.name} {broken}.")
+        raise CorruptError(f"a table's state breaks its invariants: table={state.name} {broken}.")

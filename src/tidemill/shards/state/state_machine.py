@@ -116,9 +116,9 @@ async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> Sha
     if log.state is None:
         result = await machine.propose(created)
         if isinstance(result, RejectedCommand) and result.reason is not RejectionReason.EXISTS:
-            raise CorruptError(f"shard could not be created: shard={created.name} reason={result.reason}.")
+            raise CorruptError(f"table could not be created: table={created.name} reason={result.reason}.")
     if machine.state.shard_id != created.shard_id:
-        raise CorruptError(f"log of another shard: shard={created.name} id={machine.state.shard_id}.")
+        raise CorruptError(f"log of another table: table={created.name} id={machine.state.shard_id}.")
     return machine
 
 
@@ -137,17 +137,17 @@ def _encode_rollup(state: ShardState | None) -> bytes:
 
 def rejection_error(rejected: RejectedCommand, state: ShardState) -> TidemillError:
     """Return the error for `rejected`; `state` is the one on which the rejection is based."""
-    said = f"shard={state.name} {rejected.detail}".rstrip().removesuffix(".")
+    said = f"table={state.name} {rejected.detail}".rstrip().removesuffix(".")
     match rejected.reason:
         case RejectionReason.UPPER:
-            return ConflictError(f"the append does not start at the shard's upper: {said}.", current=state.upper)
+            return ConflictError(f"the append does not start at the table's upper: {said}.", current=state.upper)
         case RejectionReason.CLOSED:
-            return ClosedError(f"shard is closed to writes: {said}.")
+            return ClosedError(f"table is closed to writes: {said}.")
         case RejectionReason.FENCED:
             return FencedError(f"a newer epoch owns this hold: {said}.", current=state.holds)
         case RejectionReason.EVOLVED:
             return SchemaEvolvedError(
-                f"the shard's schema is newer: {said}.", current=state.schema, fix="Reopen the shard."
+                f"the table's schema is newer: {said}.", current=state.schema, fix="Reopen the table."
             )
         case RejectionReason.SCHEMA:
             return InvalidError(f"schema change rejected: {said}.", fix=EVOLUTION_FIX)
@@ -156,7 +156,7 @@ def rejection_error(rejected: RejectedCommand, state: ShardState) -> TidemillErr
         case RejectionReason.MOVED:
             return ConflictError(f"batches moved in the meantime: {said}.", current=state.upper)
         case RejectionReason.ABSENT | RejectionReason.DROPPED:
-            return MissingError(f"no such shard: {said}.", fix="It was dropped: open it by name again.")
+            return MissingError(f"no such table: {said}.", fix="It was dropped: open it by name again.")
         case RejectionReason.STALE:
             return UnavailableError(f"parts are too old to be appended: {said}.", fix="Write them again.")
         case RejectionReason.FULL:

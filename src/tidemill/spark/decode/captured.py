@@ -425,7 +425,7 @@ def _float_as_json(value: object) -> object:
 
 
 def _recopy_fix(table: str) -> str:
-    return f"Run `tidemill capture recopy {table}`, or `tidemill shard drop` if the shard was made from another source."
+    return f"Run `tidemill capture resnapshot {table}`; for a table made from another source, `tidemill table drop`."
 
 
 def _values_to_array(values: Sequence[Any], column: Column) -> pa.Array:

@@ -189,7 +189,7 @@ class FeedSink:
                     for seat in [seat for seat in self.seats.due_tables(end) if seat.table.outgrown]:
                         self.seats.handle_failure(
                             seat,
-                            SourceSchemaGrewError(f"the source has a new description of the table: shard={seat.name}."),
+                            SourceSchemaGrewError(f"the source has a new description of the table: table={seat.name}."),
                         )
                     due = self.seats.due_tables(end)
                     if not due:

@@ -119,10 +119,10 @@ class PipelineContext:
                 raise
             fix = (
                 f"The table is no longer captured ({feed.gone}): remove it from the pipeline's file, or re-create the"
-                f" shard from the captured records: tidemill shard drop {name}"
+                f" table from the captured records: tidemill table drop {name}"
                 if feed.gone
-                else f"Run tidemill capture accept '{feed.table}': it shows the effect on the shard, and applies it"
-                f" once you agree. Or re-create the shard: tidemill shard drop {name}"
+                else f"Run tidemill capture accept '{feed.table}': it shows the effect on the table, and applies it"
+                f" once you agree. Or re-create the table: tidemill table drop {name}"
             )
             raise InvalidError(error.message, fix=fix) from error
         if feed is not None:

@@ -48,7 +48,7 @@ async def keep_shard_types(stores: Stores, name: str, feed: TopicFeed) -> TopicF
     if columns == feed.schema.columns:
         return feed
     kept = [new.name for old, new in zip(feed.schema.columns, columns, strict=True) if old != new]
-    log.warning("timestamps without a zone are read as UTC, as in the shard", shard=name, columns=kept)
+    log.warning("timestamps without a zone are read as UTC, as in the table", shard=name, columns=kept)
     known = tuple(with_existing_timestamps(version, have) for version in feed.known)
     return replace(feed, schema=replace(feed.schema, columns=columns), known=known)
 
@@ -67,7 +67,7 @@ async def evolve_shard(stores: Stores, name: str, feed: TopicFeed) -> None:
     if await _try_evolve(stores, name, feed, accepted):
         return
     # Only this very shard, for which it was accepted: a peer may already have re-created it under the same name.
-    log.warning("re-creating a shard, as accepted", shard=name, shard_id=created.shard_id, table=feed.table)
+    log.warning("re-creating a table, as accepted", shard=name, shard_id=created.shard_id, table=feed.table)
     await drop_shard(stores.consensus, stores.objects, stores.clock, stores.rand, created)
 
 

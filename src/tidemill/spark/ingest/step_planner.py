@@ -123,7 +123,7 @@ class StepPlanner:
             return
         row = await self._stores.catalogue.get(TopicRow, feed.topic)
         if row is not None and row.topic_id != feed.topic_id:
-            raise TopicReplacedError(f"the table starts over on a new topic: shard={name} topic={feed.topic}.")
+            raise TopicReplacedError(f"the table starts over on a new topic: table={name} topic={feed.topic}.")
         seen |= found
 
 

@@ -98,7 +98,7 @@ def find_refused(
         elif before is not None and table in shards and wanted.tables[table] not in (before, DERIVED):
             out[table] = (
                 f"the table had another source before: table={table} before={before} now={wanted.tables[table]}."
-                f" Rename the table, or re-create the shard: tidemill shard drop {table}."
+                f" Rename the table, or re-create it: tidemill table drop {table}."
             )
     return out
 

@@ -130,8 +130,8 @@ class TableWriter:
         doubtful = self.feed is not None and any(has_unnormalized_keys(run.rows, key) for run in mirror.runs)
         if doubtful and has_unnormalized_keys(mirror.live_rows(), key):
             raise InvalidError(
-                f"the shard has keys that an earlier release wrote, -0.0 or a NaN of other bits: shard={self.name}.",
-                fix=f"Drop the shard; the pipeline re-creates it: tidemill shard drop {self.name}",
+                f"the table has keys that an earlier release wrote, -0.0 or a NaN of other bits: table={self.name}.",
+                fix=f"Drop the table; the pipeline re-creates it: tidemill table drop {self.name}",
             )
 
     def follow(self) -> bool:
@@ -142,8 +142,8 @@ class TableWriter:
             return False
         if upper < at:
             raise CorruptError(
-                f"the shard's upper went back: shard={self.name} mirror={at} upper={upper}.",
-                fix="Restart the pipeline with a fresh scratch directory: the shard was re-created or restored.",
+                f"the table's upper went back: table={self.name} mirror={at} upper={upper}.",
+                fix="Restart the pipeline with a fresh scratch directory: the table was re-created or restored.",
             )
         try:
             # An empty mirror is built from the contents: following the history would read as much as the shard has.
@@ -182,7 +182,7 @@ class TableWriter:
             except HistoryLostError:
                 continue  # since advanced past the time in the meantime: read at a newer one
         else:
-            raise UnavailableError(f"the shard's history expires while it is read: shard={self.name}.")
+            raise UnavailableError(f"the table's history expires while it is read: table={self.name}.")
         kept = self.operator
         self.operator = UpsertOperator(self.schema, mirror)
         self.operator.adopt_stash(kept)

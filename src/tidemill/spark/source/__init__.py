@@ -1,13 +1,14 @@
 """`format("tidemill")`: the Python data source. Spark finds it through the package `pyspark_tidemill`.
 
-    batch      option shard=NAME (or .load("NAME")); as_of = ms, ISO 8601 text (UTC when it names no zone) or latest
+    batch      option table=NAME (or .load("NAME")); as_of = ms, ISO 8601 text (UTC when it names no zone) or latest
     streaming  option source=topic/NAME (with schema, key) or capture/NAME (with table=schema.table)
                rows=true  (default) one row per record: columns, _time, _order, _partition, _live
                rows=false one row per partition and batch: its offsets, for operators that fetch the records themselves;
                source=NAME,NAME reads any number of sources
                start=MS, max_rows, pace_ms; mode, columnNameOfCorruptRecord (`corrupt`)
-               or shard=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
-    write      option shard=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, `beside`
+               or table=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
+    write      option table=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, `beside`
+    shard      earlier name of `table` in a batch read, a stream of changes and a write
     all        which cluster: see `spark.session.cluster_lookup`
 
 An option that is unknown, or has no effect on the operation, is rejected. Spark pickles instances of these classes by
@@ -105,7 +106,10 @@ class TidemillSource(DataSource):  # type: ignore[misc]
         if options.shard:
             options.check_applicable(CHANGES, "a stream of changes")
             if not options.flag("changes", False):
-                raise InvalidError("a stream of a shard requires changes.", fix="Set option changes=true.")
+                raise InvalidError(
+                    "a stream of a table requires changes.",
+                    fix="Set option changes=true, or read a captured table: set source to capture/<name>.",
+                )
             return ChangesReader(options, schema)
         options.check_applicable(STREAM, "a stream")
         return RowReader(options) if options.flag("rows", True) else ProgressReader(options)

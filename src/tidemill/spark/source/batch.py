@@ -49,8 +49,8 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         if not options.shard:
             raise InvalidError(
-                "no shard is named.",
-                fix='Set option shard=NAME, or .load("NAME"); create a table of a catalogue without a list of columns.',
+                "no table is named.",
+                fix='Set option table=NAME, or .load("NAME"); create a table of a catalogue without a list of columns.',
             )
         self._options = options
         self._schema = schema
@@ -76,7 +76,7 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
             ranges = cut_ranges(portal.call(shard.batches_until(as_of)))
         if any(batch.schema_version > shard.schema.version for r in ranges for batch in r.batches):
             raise SchemaEvolvedError(
-                f"the shard's schema changed during the read: shard={shard.name}.", fix="Read again."
+                f"the table's schema changed during the read: table={shard.name}.", fix="Read again."
             )
         return [ShardPartition(self._options.objects, shard.schema, chosen, as_of) for chosen in ranges]
 
@@ -112,7 +112,7 @@ def readable_at(portal: BlockingPortal, shard: LogShard, given: int | None) -> i
         upper = portal.call(shard.wait_upper(as_of, AS_OF_TIMEOUT_S))
     if not since <= as_of < upper:
         raise InvalidError(
-            f"time is not readable: shard={shard.name} as_of={as_of} since={since} upper={upper}.",
+            f"time is not readable: table={shard.name} as_of={as_of} since={since} upper={upper}.",
             fix="Read at a time from since to upper - 1.",
         )
     return as_of
@@ -126,7 +126,7 @@ def check_columns(wanted: StructType, columns: Sequence[Column], name: str) -> N
         if have.get(field.name) != field.dataType:
             there = have[field.name].simpleString() if field.name in have else "no such column"
             raise InvalidError(
-                f"the shard's column differs: shard={name} column={field.name}"
+                f"the table's column differs: table={name} column={field.name}"
                 f" wanted={field.dataType.simpleString()} there={there}.",
                 fix="Remove the schema, or re-create the table in the catalogue.",
             )

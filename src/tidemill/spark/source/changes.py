@@ -114,7 +114,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         batches = [b for b in found if b.lower < upper and b.parts]
         if any(batch.schema_version > shard.schema.version for batch in batches):
             raise SchemaEvolvedError(
-                f"the shard's schema changed since this query started: shard={shard.name}.",
+                f"the table's schema changed since this query started: table={shard.name}.",
                 fix="Restart the query with its checkpoint: it continues with the new columns.",
             )
         if first:
@@ -144,7 +144,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         if self._opened is None:
             portal, stores = shared_stores(self._options.urls)
             if not self._options.shard:
-                raise InvalidError("no shard is named.", fix="Set option shard=NAME.")
+                raise InvalidError("no table is named.", fix="Set option table=NAME.")
             shard = portal.call(stores.shard(self._options.shard))
             check_columns(self._schema, (*shard.schema.columns, *META), shard.name)
             hold = MovingHold(shard, shard.reader_name("stream"), stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
@@ -154,7 +154,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         shard, _ = self._opened
         if offset.get("shard", shard.shard_id) != shard.shard_id:
             raise InvalidError(
-                f"the shard was dropped, and another has its name: shard={shard.name}.",
+                f"the table was dropped, and another has its name: table={shard.name}.",
                 fix="Start a new stream with a new checkpoint.",
             )
         return self._opened

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 CLUSTER = ("config", "objects", "consensus")
-BATCH = ("shard", "path", "as_of")
+BATCH = ("table", "path", "as_of")
 STREAM = ("source", "table", "schema", "key", "rows", "start", "max_rows", "pace_ms",
           "mode", "columnnameofcorruptrecord")  # fmt: skip
-CHANGES = ("shard", "path", "changes", "start", "max_rows")
-WRITE = ("shard", "path", "key", "delete", "mergeschema", "beside")
+CHANGES = ("table", "path", "changes", "start", "max_rows")
+WRITE = ("table", "path", "key", "delete", "mergeschema", "beside")
+
+EARLIER = ("shard",)
+"""Earlier name of `table` where it names a table that pipelines maintain: accepted, and not suggested."""
 
 METADATA = "tidemill.options"
 
@@ -40,7 +43,7 @@ class SourceOptions:
         self._registered = dict(registered or {})
         known = tuple(dict.fromkeys((*CLUSTER, *BATCH, *STREAM, *CHANGES, *WRITE)))
         for key in self._options:
-            if key not in known:
+            if key not in (*known, *EARLIER):
                 raise InvalidError(f"unknown option: option={key}.", fix=unknown_name_fix(key, known))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -49,8 +52,9 @@ class SourceOptions:
 
     def check_applicable(self, names: tuple[str, ...], of: str) -> None:
         """Reject options that have no effect on this operation."""
+        named = EARLIER if "path" in names else ()
         for key in self._options:
-            if key not in (*CLUSTER, *names):
+            if key not in (*CLUSTER, *names, *named):
                 raise InvalidError(
                     f"option has no effect on {of}: option={key}.",
                     fix=f"Remove it; {of} accepts {', '.join(names)}.",
@@ -93,11 +97,14 @@ class SourceOptions:
 
     @property
     def shard(self) -> str:
-        """Name of the shard, or "" if this reads something else."""
-        named, path = self.text("shard"), self.text("path")
-        if named and path and named != path:
-            raise InvalidError(f"two shards are named: shard={named} path={path}.", fix="Name only one.")
-        return named or path
+        """Name of the table that pipelines maintain, or "" if this reads something else: with a source, `table` is a
+        table of the captured database."""
+        names = ("path", "shard") if self.text("source") else ("table", "path", "shard")
+        given = {name: self.text(name) for name in names if self.text(name)}
+        if len(set(given.values())) > 1:
+            said = " ".join(f"{name}={value}" for name, value in given.items())
+            raise InvalidError(f"two tables are named: {said}.", fix="Name only one, with option table.")
+        return next(iter(given.values()), "")
 
     @property
     def as_of_ms(self) -> int | None:
@@ -106,7 +113,7 @@ class SourceOptions:
 
     @property
     def source(self) -> str:
-        return self.required("source", "Set it to topic/<name> or capture/<name>, or set shard for a batch read.")
+        return self.required("source", "Set it to topic/<name> or capture/<name>, or set table for a batch read.")
 
 
 def is_create_table(options: Mapping[str, str]) -> bool:

@@ -44,9 +44,9 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
     def __init__(self, options: SourceOptions, schema: StructType, overwrite: bool) -> None:
         if not options.shard:
             raise InvalidError(
-                "no shard is named.",
-                fix='Set option shard=NAME, or .save("NAME"). Spark passes no options of a catalogue\'s table to'
-                " a write: use INSERT INTO t WITH (shard = 'NAME') …, or a TEMPORARY VIEW.",
+                "no table is named.",
+                fix='Set option table=NAME, or .save("NAME"). Spark passes no options of a catalogue\'s table to'
+                " a write: use INSERT INTO t WITH (table = 'NAME') …, or a TEMPORARY VIEW.",
             )
         key = tuple(name.strip() for name in options.text("key").split(",")) if options.text("key") else ()
         grows = options.flag("mergeschema", False)

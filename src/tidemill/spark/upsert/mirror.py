@@ -103,7 +103,7 @@ class Mirror:
         hashes = self._hasher(rows, self.schema.key)
         order, starts = group_by_key(rows, hashes, self.schema.key)
         if not starts.all():
-            raise CorruptError(f"a key has two live rows in the shard: upper={self.upper} rows={int((~starts).sum())}.")
+            raise CorruptError(f"a key has two live rows in the table: upper={self.upper} rows={int((~starts).sum())}.")
         self._push_run(SortedRun(rows_at(rows, order), hashes[order], np.ones(len(order), dtype=bool)))
 
     # reading ---------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Mirror:
                 sums.append([member, int(diffs[member])])
         live = [entry for entry in sums if entry[1] > 0]
         if len(live) > 1 or any(entry[1] > 1 for entry in live):
-            raise CorruptError(f"a key has two live rows in the shard: upper={self.upper}.")
+            raise CorruptError(f"a key has two live rows in the table: upper={self.upper}.")
         if live:
             return live[0][0], True
         return (sums[0][0], False) if any(entry[1] < 0 for entry in sums) else None
@@ -397,5 +397,5 @@ def build_mirror(
             mirror.apply(pa.concat_tables([part_schema(schema).empty_table(), *updates(batch)]), mirror.upper, end)
     # A run has each key once even if the shard does not, so an insertion of a live key shows only in the sum.
     if count != (live := mirror.count_live()):
-        raise CorruptError(f"a key has two live rows in the shard: upper={upper} rows={count} keys={live}.")
+        raise CorruptError(f"a key has two live rows in the table: upper={upper} rows={count} keys={live}.")
     return mirror

@@ -73,16 +73,16 @@ def pipeline_sources(portal: BlockingPortal, stores: Stores, frame: WriteFrame) 
             fed_by = row.tables[name]
             found = set() if fed_by == "derived" else {source_of(fed_by)}
         elif name == row.dead_letters:
-            raise InvalidError(f"only the pipeline writes its dead letters: shard={name} pipeline={row.name}.")
+            raise InvalidError(f"only the pipeline writes its dead letters: table={name} pipeline={row.name}.")
         elif name in row.tables:
             raise InvalidError(
-                f"a pipeline maintains this shard: shard={name} pipeline={row.name}.",
-                fix="Write into another shard; a derived table can join both. If it is intended that both this job and"
-                f" the pipeline write this shard, set option `beside` to {row.name}.",
+                f"a pipeline maintains this table: table={name} pipeline={row.name}.",
+                fix="Write into another table; a derived table can join both. If it is intended that both this job and"
+                f" the pipeline write this table, set option `beside` to {row.name}.",
             )
     if frame.beside and found is None:
         raise InvalidError(
-            f"the pipeline does not maintain this shard: shard={name} beside={frame.beside}.",
+            f"the pipeline does not maintain this table: table={name} beside={frame.beside}.",
             fix="Remove option `beside`.",
         )
     return found
@@ -129,8 +129,8 @@ class WriteCommit:
                 self._portal.call(turn.release())
                 self._portal.call(shard.aclose())
         raise UnavailableError(
-            f"other writers were first each time: shard={self._frame.shard} attempts={ATTEMPTS} rows={self._rows}.",
-            fix="Write fewer rows at a time, or write when the shard has fewer other writers.",
+            f"other writers were first each time: table={self._frame.shard} attempts={ATTEMPTS} rows={self._rows}.",
+            fix="Write fewer rows at a time, or write when the table has fewer other writers.",
         )
 
     def _prepare_shard(self, staged: Sequence[Staged]) -> LogShard:
@@ -141,7 +141,7 @@ class WriteCommit:
         shard = open_existing(self._portal, self._stores, name)
         if shard is None and self._frame.there:
             raise MissingError(
-                f"the shard was dropped during the write: shard={name}.",
+                f"the table was dropped during the write: table={name}.",
                 fix="Set option key=COLUMN,… to create it.",
             )
         try:
@@ -172,7 +172,7 @@ class WriteCommit:
             at = lower
             if not call(is_quiet_at(self._stores.remap, self._sources, at)):
                 call(shard.wait_upper(lower, PAUSE_S))
-                raise ConflictError(f"the pipeline writes at this time: shard={self._frame.shard} time={at}.")
+                raise ConflictError(f"the pipeline writes at this time: table={self._frame.shard} time={at}.")
         hold = MovingHold(shard, shard.reader_name(WRITES), self._stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
         parts: list[Part] = []
         held: list[pa.Table] = []

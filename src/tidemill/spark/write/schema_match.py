@@ -56,7 +56,7 @@ def plan_frame(frame: WriteFrame, have: ShardSchema | None) -> WriteFrame:
             )
     if have is None and not frame.key:
         raise MissingError(
-            f"no such shard: shard={frame.shard}.", fix="Set option key=COLUMN,… to create it, or correct the name."
+            f"no such table: table={frame.shard}.", fix="Set option key=COLUMN,… to create it, or correct the name."
         )
     key = frame.key or (have.key if have is not None else ())
     given = {c.name for c in frame.stored.columns}
@@ -73,21 +73,21 @@ def required_schema(frame: WriteFrame, have: ShardSchema | None) -> ShardSchema:
         return check_schema(stored)
     if not have.key:
         raise InvalidError(
-            f"the shard has no key, so nothing can be written by key: shard={frame.shard}.", fix="Use another shard."
+            f"the table has no key, so nothing can be written by key: table={frame.shard}.", fix="Use another table."
         )
     check_schema(stored)
     if stored.key != have.key:
-        said = f"shard={frame.shard} key={','.join(have.key)} wanted={','.join(stored.key)}"
-        raise InvalidError(f"the shard has another key: {said}.", fix="Remove option key: the shard's key is used.")
+        said = f"table={frame.shard} key={','.join(have.key)} wanted={','.join(stored.key)}"
+        raise InvalidError(f"the table has another key: {said}.", fix="Remove option key: the table's key is used.")
     given = {c.name: c.type for c in stored.columns}
     lacking = [c.name for c in have.columns if c.name not in given]
     wanted = [replace(c, type=_common_type(c.type, given.get(c.name, c.type))) for c in have.columns]
     added = [c for c in stored.columns if c.name not in {c.name for c in have.columns}]
     if any(not c.type for c in wanted) or (lacking and not frame.keys_only):
-        raise _schema_mismatch_error(frame, have, stored, "Rename, cast or add columns to match those of the shard.")
+        raise _schema_mismatch_error(frame, have, stored, "Rename, cast or add columns to match those of the table.")
     want = replace(have, columns=(*wanted, *added))
     if want.columns != have.columns and not frame.grows:
-        raise _schema_mismatch_error(frame, have, stored, "Set option mergeSchema=true to evolve the shard's schema.")
+        raise _schema_mismatch_error(frame, have, stored, "Set option mergeSchema=true to evolve the table's schema.")
     return want
 
 
@@ -102,7 +102,7 @@ def _schema_mismatch_error(frame: WriteFrame, have: ShardSchema, stored: ShardSc
     ordered = _in_order_of(have, stored.columns)
     shown = describe_difference(have, replace(have, columns=ordered)) or "none"
     return InvalidError(
-        f"the DataFrame's columns differ from the shard's: shard={frame.shard} difference=[{shown}].", fix=fix
+        f"the DataFrame's columns differ from the table's: table={frame.shard} difference=[{shown}].", fix=fix
     )
 
 

@@ -101,14 +101,14 @@ def _stage_chunk(frame: WriteFrame, batches: Sequence[pa.RecordBatch], put: Put)
     for name in frame.key:
         if rows.column(name).null_count:
             raise InvalidError(
-                f"a key column is null: shard={frame.shard} column={name}.",
+                f"a key column is null: table={frame.shard} column={name}.",
                 fix="Filter out such rows, or provide a value.",
             )
     live = ~to_mask(given.column(frame.delete)) if frame.delete else np.ones(rows.num_rows, dtype=bool)
     if frame.keys_only and live.any():
         raise InvalidError(
-            f"a row that is not a deletion lacks columns: shard={frame.shard} delete={frame.delete}.",
-            fix="Provide every column of the shard, or only rows to delete.",
+            f"a row that is not a deletion lacks columns: table={frame.shard} delete={frame.delete}.",
+            fix="Provide every column of the table, or only rows to delete.",
         )
     hashes = hash_rows(rows, frame.key)
     order: Index = np.argsort(hashes)

@@ -1,4 +1,4 @@
-"""`tidemill shard` on a cluster with nothing running: what it shows, what it changes, what it refuses."""
+"""`tidemill table` on a cluster with nothing running: what it shows, what it changes, what it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from support.cli.cluster import DAY, Cluster
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.cli.context import open_stores
-from tidemill.cli.shard import export
+from tidemill.cli.table import export
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.compaction import compaction
 from tidemill.shards.read import hash_ranges
@@ -38,7 +38,7 @@ def test_a_shard_is_listed_described_and_its_history_told(cluster: Cluster) -> N
     described = cluster.json("describe", "orders")
     assert described["columns"] == {"k": "int32", "v": "string"} and described["versions"] == described["holds"] == []
     for command in ("describe", "history", "compact"):
-        with pytest.raises(MissingError, match="no such shard: shard=nothing"):
+        with pytest.raises(MissingError, match="no such table: table=nothing"):
             cluster.command(command, "nothing")
 
 
@@ -168,10 +168,10 @@ def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) 
         shard = opened.shard("orders")
         opened.portal.call(shard.set_hold("read/someone", DAY + 999, 60_000))
         opened.portal.call(shard.aclose())
-    with pytest.raises(InvalidError, match="the shard is in use: shard=orders by=pipeline:p, hold:read/someone"):
+    with pytest.raises(InvalidError, match="the table is in use: table=orders by=pipeline:p, hold:read/someone"):
         cluster.command("drop", "orders", "--yes")
     assert len(cluster.json("list")) == 1
-    said = cluster.command("drop", "orders", "--yes-really")
+    said = cluster.command("drop", "orders", "--force")
     assert "pipeline p re-creates it" in said and "tidemill pipeline delete p" in said
     assert cluster.json("list") == []
     cluster.append([(1, "a", 1)], name="other")
@@ -187,10 +187,10 @@ def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(clus
     cluster.append([(1, "a", 1)])
     cluster.pipeline(PipelineRow("b", {"sums": "derived"}, derived={"sums": {"orders": ("k",), "names": ()}}))
     cluster.pipeline(PipelineRow("c", {"other": "derived"}, derived={"other": {"names": ()}}))
-    with pytest.raises(InvalidError, match="the shard is in use: shard=orders by=shard:sums"):
+    with pytest.raises(InvalidError, match="the table is in use: table=orders by=shard:sums"):
         cluster.command("drop", "orders", "--yes")
     assert len(cluster.json("list")) == 1
-    assert cluster.json("drop", "orders", "--yes-really")["dropped"] == "orders"
+    assert cluster.json("drop", "orders", "--force")["dropped"] == "orders"
 
 
 def test_a_drop_that_was_cut_off_is_finished(cluster: Cluster) -> None:

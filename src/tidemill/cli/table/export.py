@@ -1,4 +1,4 @@
-"""`tidemill shard export`: the contents of a shard at one time as a directory of Parquet files, all or nothing."""
+"""`tidemill table export`: the contents of a table at one time as a directory of Parquet files, all or nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, ProgressBars, open_stores, print_json
-from tidemill.cli.shard.show import Name, format_time
+from tidemill.cli.table.show import Name, format_time
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def export(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a shard's contents at one time as Parquet files, in little memory for any size.
+    """Write a table's contents at one time as Parquet files, in little memory for any size.
 
     The directory appears when it is complete. An interrupted export leaves TO.partial behind, which the next one
     replaces.
@@ -63,7 +63,7 @@ async def _export(opened: OpenStores, shard: LogShard, as_of: int | None, to: Pa
     time_ms = upper - 1 if as_of is None else as_of
     if not 0 <= time_ms < upper:
         raise InvalidError(
-            f"the shard is not readable yet at this time: shard={shard.name} as_of={time_ms} upper={upper}.",
+            f"the table is not readable yet at this time: table={shard.name} as_of={time_ms} upper={upper}.",
             fix="Choose a time below upper.",
         )
     from tidemill.shards.read.hash_ranges import cut_ranges
@@ -99,7 +99,7 @@ async def _export(opened: OpenStores, shard: LogShard, as_of: int | None, to: Pa
 
 
 def _at_least_one_range(ranges: Sequence[HashRange]) -> Sequence[HashRange]:
-    """Return one empty range for a shard without rows, so that one file without rows shows readers the columns."""
+    """Return one empty range for a table without rows, so that one file without rows shows readers the columns."""
     from tidemill.shards.read.hash_ranges import HASH_MAX, HashRange
 
     return ranges or [HashRange(0, HASH_MAX, [])]

@@ -1,4 +1,4 @@
-"""`tidemill shard list`, `describe` and `history`: read only, and without the bucket."""
+"""`tidemill table list`, `describe` and `history`: read only, and without the bucket."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from tidemill.shards.api import Column, ShardSchema
     from tidemill.shards.state.state import SchemaVersion, ShardState
 
-Name = Annotated[str, typer.Argument(help="Shard name.")]
+Name = Annotated[str, typer.Argument(help="Table name.")]
 _YEAR_9999_MS = 253_402_300_799_000
 
 
 def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the shards: readable times, batches, updates, and stored bytes."""
+    """List the tables: readable times, batches, updates, and stored bytes."""
     from tidemill.shards.registry import read_shards
 
     with open_consensus_only(config) as opened:
@@ -36,7 +36,7 @@ def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 
 def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Show one shard: columns, schema changes, holds on its history, and objects waiting for deletion."""
+    """Show one table: columns, schema changes, holds on its history, and objects waiting for deletion."""
     with open_consensus_only(config) as opened:
         state = read_shard_state(opened, name)
         now_ms = opened.clock.now_ms()
@@ -79,7 +79,7 @@ def history(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the newest batches of a shard, oldest first: times, updates, writer; and its schema changes.
+    """Show the newest batches of a table, oldest first: times, updates, writer; and its schema changes.
 
     A merge replaces many batches with one, so merged batches are shown together.
     """
@@ -141,12 +141,12 @@ def _default_text(text: str | None) -> str:
 
 
 def read_shard_state(opened: OpenConsensus, name: str) -> ShardState:
-    """Return the state of a shard. Raises MissingError."""
+    """Return the state of a table. Raises MissingError."""
     from tidemill.shards.registry import read_shard
 
     state = opened.portal.call(read_shard(opened.consensus, name))
     if state is None:
-        raise MissingError(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
+        raise MissingError(f"no such table: table={name}.", fix="See `tidemill table list`.")
     return state
 
 

@@ -1,12 +1,12 @@
-"""`tidemill shard`: inspect and maintain the stored tables. One file per purpose."""
+"""`tidemill table`: inspect and maintain the stored tables. One file per purpose."""
 
 from __future__ import annotations
 
 import typer
 
-from tidemill.cli.shard import drop, export, maintain, show
+from tidemill.cli.table import drop, export, maintain, show
 
-app = typer.Typer(help="List, describe, compact, evolve, export and drop shards.", no_args_is_help=True)
+app = typer.Typer(help="List, describe, compact, evolve, export and drop tables.", no_args_is_help=True)
 app.command("list")(show.list_all)
 app.command("describe")(show.describe)
 app.command("history")(show.history)

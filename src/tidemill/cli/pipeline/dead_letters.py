@@ -1,4 +1,4 @@
-"""`tidemill dlq`: the dead letters of a pipeline, each with its reason, position and bytes."""
+"""`tidemill dead-letters`: the dead letters of a pipeline, each with its reason, position and bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stor
 from tidemill.metastore.catalogue import PipelineRow
 
 
-def dlq(
+def dead_letters(
     pipeline: Annotated[str, typer.Argument(help="Pipeline name. Default: all pipelines.")] = "",
     limit: Annotated[int, typer.Option(help="How many of the newest records to show.", min=1)] = 20,
     config: ConfigOption = None,

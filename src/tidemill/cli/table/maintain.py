@@ -1,4 +1,4 @@
-"""`tidemill shard compact` and `tidemill shard evolve`: changes to a shard that preserve its contents."""
+"""`tidemill table compact` and `tidemill table evolve`: changes to a table that preserve its contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from tidemill.base.errors import InvalidError
 from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
-from tidemill.cli.shard.show import Name
+from tidemill.cli.table.show import Name
 
 if TYPE_CHECKING:
     from tidemill.shards.parts.schema_evolution import SchemaChanges
@@ -57,7 +57,7 @@ def evolve(
 ) -> None:
     """Add columns and widen types. Every readable time stays the same; older rows hold the default, or null.
 
-    The change cannot be undone. Changes that the shard already has are ignored, so a repeat is harmless.
+    The change cannot be undone. Changes that the table already has are ignored, so a repeat is harmless.
     """
     from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema
     from tidemill.spark.types import parse_column
@@ -89,5 +89,5 @@ def _confirm_change(opened: OpenStores, name: str, asked: SchemaChanges, as_json
 
     users = opened.portal.call(writing_pipelines(opened.metastore, name))
     said = f"Written by {', '.join(users)}: the table stops until its file declares the same columns. " if users else ""
-    if as_json or not typer.confirm(f"{said}Change shard {name} permanently: {asked}?"):
-        raise InvalidError(f"nothing was changed: shard={name} changes=[{asked}].", fix="Answer y, or add --yes.")
+    if as_json or not typer.confirm(f"{said}Change table {name} permanently: {asked}?"):
+        raise InvalidError(f"nothing was changed: table={name} changes=[{asked}].", fix="Answer y, or add --yes.")

@@ -1,4 +1,4 @@
-"""`tidemill shard drop`: delete a shard that is not in use."""
+"""`tidemill table drop`: delete a table that is not in use."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from typing import Annotated
 import typer
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
-from tidemill.cli.shard.show import Name
+from tidemill.cli.context import ConfigOption, JsonOption, OldForce, OpenStores, either_name, open_stores, print_json
+from tidemill.cli.table.show import Name
 
 
 def drop(
     name: Name,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-    really: Annotated[bool, typer.Option("--yes-really", help="Delete the shard even if it is in use.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete the table even if it is in use.")] = False,
+    yes_really: OldForce = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a shard. A shard that is written or read is refused.
+    """Delete a table. A table that is written or read is refused.
 
-    A pipeline that writes the shard creates it again from its source, and derived tables that read it wait until then.
+    A pipeline that writes the table creates it again from its source, and derived tables that read it wait until then.
     """
     from tidemill.maintenance.shards.drop import drop_shard
 
+    force = either_name(force, yes_really, "--force", "--yes-really")
     with open_stores(config) as opened:
         users = _shard_users(opened, name)
-        if users and not really:
+        if users and not force:
             raise InvalidError(
-                f"the shard is in use: shard={name} by={', '.join(users)}.",
+                f"the table is in use: table={name} by={', '.join(users)}.",
                 fix="Its readers fail without it, and a pipeline re-creates it from its source. To delete it anyway:"
-                " --yes-really",
+                " --force",
             )
-        if not (yes or really) and (as_json or not typer.confirm(f"Delete shard {name} and everything in it?")):
-            raise InvalidError(f"nothing was deleted: shard={name}.", fix="Answer y, or add --yes.")
+        if not (yes or force) and (as_json or not typer.confirm(f"Delete table {name} and everything in it?")):
+            raise InvalidError(f"nothing was deleted: table={name}.", fix="Answer y, or add --yes.")
         done = opened.portal.call(
             drop_shard(opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name)
         )
@@ -47,7 +49,7 @@ def drop(
 
 
 def _shard_users(opened: OpenStores, name: str) -> list[str]:
-    """Return the pipelines that write the shard, the derived tables that read it, the blockers of its history, and the
+    """Return the pipelines that write the table, the derived tables that read it, the blockers of its history, and the
     shapes that this configuration's node has of it.
 
     An interrupted drop left a state that no process holds: `drop_shard` continues with it, or raises MissingError.

@@ -1,0 +1,158 @@
+"""Earlier names of commands and options: hidden, with the behaviour and the exit codes of the present names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
+from tidemill.cli.context import open_stores
+from tidemill.cli.main import app
+from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.registry import open_shard
+
+SCHEMA = ShardSchema((Column("k", "int32"),), ("k",))
+FORCE = ("--force", "--yes-really")
+LOSS = ("--accept-loss", "--let-go")
+
+
+class Cluster:
+    def __init__(self, directory: Path) -> None:
+        self.config = directory / "tidemill.toml"
+        self.config.write_text(f'[node]\ndata = "{directory}/data"\n')
+
+    def run(self, *arguments: str) -> str:
+        """Return the output. Raises the error that the command reported."""
+        done = CliRunner().invoke(app, [*arguments, "--config", str(self.config)])
+        if isinstance(done.exception, TidemillError):
+            raise done.exception
+        assert done.exit_code == 0, (done.output, done.exception)
+        return done.stdout
+
+    def create_table(self, name: str) -> None:
+        with open_stores(self.config) as opened:
+            made = open_shard(opened.consensus, opened.objects, opened.clock, opened.rand, name, SCHEMA)
+            opened.portal.call(opened.portal.call(made).aclose())
+
+    def create_pipeline(self, row: PipelineRow) -> None:
+        with open_stores(self.config) as opened:
+            opened.portal.call(opened.catalogue.put(row))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("page", "present", "earlier"),
+    [
+        ((), ("table", "dead-letters"), ("shard", "dlq")),
+        (("capture",), ("resnapshot",), ("recopy",)),
+        (("capture", "drop"), FORCE[:1], FORCE[1:]),
+        (("topic", "delete"), FORCE[:1], FORCE[1:]),
+        (("table", "drop"), FORCE[:1], FORCE[1:]),
+        (("topic", "lost"), LOSS[:1], LOSS[1:]),
+    ],
+)
+def test_help_shows_only_the_present_names(
+    page: tuple[str, ...], present: tuple[str, ...], earlier: tuple[str, ...]
+) -> None:
+    command = typer.main.get_command(app)
+    for name in page:
+        command = command.commands[name]  # type: ignore[attr-defined]
+    shown = CliRunner().invoke(app, [*page, "--help"], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).stdout
+    assert all(word in shown for word in present) and not any(word in shown for word in earlier), shown
+    known = set(getattr(command, "commands", {})) | {option for each in command.params for option in each.opts}
+    assert known >= {*present, *earlier}
+
+
+def test_the_group_shard_is_the_group_table(cluster: Cluster) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert set(commands["shard"].commands) == set(commands["table"].commands)
+    cluster.create_table("orders")
+    for arguments in (["list"], ["list", "--json"], ["describe", "orders", "--json"], ["history", "orders"]):
+        assert cluster.run("shard", *arguments) == cluster.run("table", *arguments)
+    for group in ("shard", "table"):
+        with pytest.raises(TidemillError, match=r"no such table: table=nope. See `tidemill table list`"):
+            cluster.run(group, "describe", "nope")
+    assert json.loads(cluster.run("shard", "drop", "orders", "--yes", "--json"))["dropped"] == "orders"
+
+
+def test_dlq_is_dead_letters(cluster: Cluster) -> None:
+    cluster.create_pipeline(PipelineRow("p", {}))
+    assert cluster.run("dlq", "p", "--json") == cluster.run("dead-letters", "p", "--json")
+    for command in ("dlq", "dead-letters"):
+        with pytest.raises(TidemillError, match="no such pipeline: pipeline=nope"):
+            cluster.run(command, "nope")
+
+
+@pytest.mark.parametrize("command", ["resnapshot", "recopy"])
+def test_recopy_is_resnapshot(cluster: Cluster, command: str) -> None:
+    with open_stores(cluster.config) as opened:
+        row = CaptureTableRow("shop", "public.orders", "shop.public.orders")
+        opened.portal.call(opened.catalogue.change_table("shop", "public.orders", lambda _: row))
+    assert json.loads(cluster.run("capture", command, "public.orders", "--yes", "--json"))["recopy"] is True
+    with pytest.raises(TidemillError, match=r"no such captured table: table=public.nope"):
+        cluster.run("capture", command, "public.nope", "--yes")
+
+
+@pytest.mark.parametrize("force", FORCE)
+def test_yes_really_is_force(cluster: Cluster, force: str) -> None:
+    cluster.create_table("orders")
+    cluster.run("topic", "create", "clicks")
+    cluster.create_pipeline(PipelineRow("p", {"orders": "topic:clicks", "t": "capture:shop:public.t"}))
+    with pytest.raises(InvalidError, match=r"the table is in use: table=orders by=pipeline:p.*--force"):
+        cluster.run("table", "drop", "orders", "--yes")
+    assert json.loads(cluster.run("table", "drop", "orders", force, "--json"))["pipelines"] == ["p"]
+    with pytest.raises(InvalidError, match=r"the topic is in use: topic=clicks by=pipeline:p.*--force"):
+        cluster.run("topic", "delete", "clicks")
+    assert json.loads(cluster.run("topic", "delete", "clicks", force, "--json"))["deleted"] == "clicks"
+    with open_stores(cluster.config) as opened:
+        row = CaptureTableRow("shop", "public.t", "shop.public.t")
+        opened.portal.call(opened.catalogue.change_table("shop", "public.t", lambda _: row))
+    drop = ("capture", "drop", "shop", "--dsn", "postgresql://127.0.0.1:1/nothing")
+    with pytest.raises(InvalidError, match=r"the capture is in use: capture=shop by=p.*--force"):
+        cluster.run(*drop, "--yes")
+    with pytest.raises(UnavailableError):  # it went on to connect to the database
+        cluster.run(*drop, force)
+
+
+@pytest.mark.parametrize("loss", LOSS)
+def test_let_go_is_accept_loss(cluster: Cluster, loss: str) -> None:
+    cluster.run("topic", "create", "clicks")
+    assert json.loads(cluster.run("topic", "lost", "clicks", loss, "all", "--json")) == []
+    with pytest.raises(InvalidError, match="the object is not lost: object=l0/x"):
+        cluster.run("topic", "lost", "clicks", loss, "all", loss, "l0/x")
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (("table", "drop", "t"), FORCE),
+        (("topic", "delete", "t"), FORCE),
+        (("capture", "drop", "c", "--dsn", "postgresql://127.0.0.1:1/nothing"), FORCE),
+        (("topic", "lost", "t"), LOSS),
+    ],
+)
+def test_an_option_under_both_names_is_refused(
+    cluster: Cluster, command: tuple[str, ...], names: tuple[str, str]
+) -> None:
+    given = names if names == FORCE else (names[0], "all", names[1], "all")
+    with pytest.raises(InvalidError, match=f"the option was given twice: {names[0]} {names[1]}. Give only {names[0]}"):
+        cluster.run(*command, *given)
+
+
+def test_an_error_under_an_earlier_name_exits_with_2(tmp_path: Path) -> None:
+    for command in (["shard", "describe", "nope"], ["dlq", "nope"], ["table", "describe", "nope"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "tidemill", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2 and done.stderr.startswith("tidemill: no such "), done.stderr
