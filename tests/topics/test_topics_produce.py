@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from sim.scenarios.topic_plants import planted
 from support.topics.world import World, batch, eventually, fetch, in_world, read_all, values_of
 from tidemill.base.errors import MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
@@ -100,14 +101,15 @@ def test_seed_000_second_staging_finishes_first_and_both_idempotent_batches_succ
 
 def test_seed_000_a_place_reserved_after_the_upload_is_out_of_order_for_ever() -> None:
     """The fault switch shows the race that the rule prevents."""
-    world = World(fault="seed000")
+    world = World()
 
     async def scenario() -> None:
         first, second = await second_upload_first(world)
         assert isinstance(second, ProduceResult) and second.base_offset == 0
         assert isinstance(first, OutOfOrderSequenceError)
 
-    in_world(scenario(), world)
+    with planted("seed000"):
+        in_world(scenario(), world)
 
 
 # places in line ------------------------------------------------------------------------------------

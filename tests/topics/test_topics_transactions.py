@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.scenarios.topic_plants import planted
 from support.topics.transactions import WITHIN, Coordinator, committed, data, open_node, planned, shown
 from support.topics.world import World, batch, eventually, fetch, run
 from tidemill.base.errors import TidemillError, UnavailableError
@@ -501,7 +502,7 @@ def test_a_late_marker_ends_no_later_transaction_of_its_epoch(fault: str, began:
     async def body() -> None:
         world, coordinator = World(), Coordinator()
         topic_id = (await world.topic()).topic_id
-        node = open_node(world, coordinator, fault=fault)
+        node = open_node(world, coordinator)
         coordinator.open.add((1, 0))
         await node.produce_nowait(topic_id, 0, data("a", pid=1), within=WITHIN)
         slow = await node.transaction_snapshot(topic_id, 0, 1)
@@ -521,7 +522,8 @@ def test_a_late_marker_ends_no_later_transaction_of_its_epoch(fault: str, began:
         assert shown(await committed(node, topic_id)) == (["a", "b"] if fault and began else ["a"])
         await world.aclose()
 
-    run(body())
+    with planted(fault):
+        run(body())
 
 
 def test_a_marker_ends_what_it_saw_though_its_producer_asks_for_more() -> None:

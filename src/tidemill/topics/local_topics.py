@@ -219,7 +219,7 @@ class LocalTopics:
         arrive when it leads, and would be accepted from a producer without state."""
         with contextlib.suppress(CorruptBatchError):
             header = parse_header(batch)
-            if header.producer_id >= 0 and self._settings.fault != "no-handover-gate":
+            if header.producer_id >= 0:
                 self._partitions.holes.setdefault((topic_id, partition), SequenceGaps()).failed(
                     header.producer_id, header.producer_epoch, header.base_sequence, self._clock.monotonic_s()
                 )
@@ -393,8 +393,7 @@ class LocalTopics:
     async def _check_leaders(self) -> None:
         while True:
             await asyncio.sleep(self._settings.leaders_check_s)
-            if self._settings.fault != "untold-leader":
-                await self._partitions.heads.check_heads()
+            await self._partitions.heads.check_heads()
             self._report_recovered("topics:leaders")
 
     def _on_task_failed(self, name: str, error: BaseException) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 from sim.oracles.topics import Durable, Place, check_acknowledged, check_log, check_producer, check_stable
 from sim.scenarios.maintenance_plants import COLLECTORS, COMPACTIONS, ForgottenLog
 from sim.scenarios.topic_lives import Lives
+from sim.scenarios.topic_plants import planted
 from sim.scenarios.topic_times import ask_for_times
 from sim.scenarios.topic_transactions import Transactor, confirmed, consume_committed
 from sim.world import Actor, Crew, Down, Link, NotLive, Violated, World
@@ -112,7 +113,6 @@ class Cluster:
             reconcile_max_s=1.0,
             l1_object_bytes=source.choice((1, 400, 1 << 20)),
             appends_at_once=self.extra.choice((1, 1, 1) if fault == "fence-before-redeem" else (1, 2, 64)),
-            fault=fault,
         )
         size = source.choice(("0", "300", "900"))
         self.config: dict[str, str] = source.choice(({}, {"retention.bytes": size}, {"retention.ms": "700"}))
@@ -418,6 +418,11 @@ def cut(cluster: Cluster, broker: Actor[LocalTopics]) -> None:
 
 
 async def run(world: World, fault: str = "") -> None:
+    with planted(fault):
+        await _run(world, fault)
+
+
+async def _run(world: World, fault: str) -> None:
     source = world.source
     cluster = Cluster(world, fault)
     partitions = source.randint(1, 3)

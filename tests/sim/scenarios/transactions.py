@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from sim.oracles.transactions import Fate, Sent, check_order, check_transaction
+from sim.scenarios.topic_plants import planted
 from sim.scenarios.topic_transactions import batch_of
 from sim.world import Actor, Crew, Down, Link, Violated, World
 from tidemill.base.clock import Clock
@@ -135,7 +136,6 @@ class Cluster:
             append_budget_s=source.choice((0.5, 10.0)),
             rollup_records=source.choice((2, 8, 4096)),
             cache_bytes=source.choice((0, 1 << 20)),
-            fault=fault,
         )
         self.fault = fault
         self.session_ms = source.choice((600, 600, 600) if fault == "checked-once" else (100, 600, 2_000))
@@ -486,6 +486,11 @@ async def nemesis(cluster: Cluster) -> None:
 
 
 async def run(world: World, fault: str = "") -> None:
+    with planted(fault):
+        await _run(world, fault)
+
+
+async def _run(world: World, fault: str) -> None:
     source = world.source
     cluster = Cluster(world, fault)
     partitions = source.randint(1, 3)

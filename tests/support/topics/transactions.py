@@ -37,8 +37,8 @@ class Coordinator:
             raise InvalidTransactionError(f"not open: producer_id={producer_id} epoch={epoch}.")
 
 
-def open_node(world: World, coordinator: Coordinator, *, fault: str = "") -> LocalTopics:
-    node = world.node(fault=fault)
+def open_node(world: World, coordinator: Coordinator) -> LocalTopics:
+    node = world.node()
     node.set_coordinator(coordinator.confirm)
     return node
 

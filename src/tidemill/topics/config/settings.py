@@ -46,5 +46,3 @@ class TopicSettings(msgspec.Struct, frozen=True):
     """Bounds of the interval between the rounds of a topic; within them, the interval that fills an object."""
     appends_at_once: int = 64
     """Limit of concurrent appends to partition logs: one group commit that answers 64 takes 5 ms of the loop."""
-    fault: str = ""
-    """Test-only: a planted fault of the simulation scenarios `topics` or `transactions` (`sim.scenarios.FAULTS`)."""

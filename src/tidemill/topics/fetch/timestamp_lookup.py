@@ -43,7 +43,7 @@ class TimestampLookup:
     ) -> tuple[int, int] | None:
         """Return (offset, timestamp) of the first record at or after `start` with timestamp ≥ timestamp_ms, or None.
         `whole`: if the log starts within a batch, records of it below the log start count too."""
-        floor = 0 if whole or self._settings.fault == "below-start" else start
+        floor = 0 if whole else start
         while True:
             ref = await self._batch_at(led, timestamp_ms, start)
             if ref is None:

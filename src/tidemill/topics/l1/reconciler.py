@@ -30,7 +30,6 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.topics.batch.header import CONTROL, parse_header
 from tidemill.topics.batch_reads import INLINE_BATCHES, RangeReader, read_batches
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.object_cache import ObjectCache
@@ -228,15 +227,10 @@ class Reconciler:
 
         Raises Unavailable, Unknown, Invalid: L1 does not refer to the object, or the next round finds that it does.
         """
-        parts, footer = await _run_in_thread_if_large(
-            partial(_build_object, topic_id, fault=self._settings.fault), taken
-        )
+        parts, footer = await _run_in_thread_if_large(partial(_build_object, topic_id), taken)
         name = object_id(self._clock.now_ms(), self._rand.nonce())
         await self._rows.register(topic_id, name)
         await self._objects.put(l1_key(topic_id, name), parts)
-        if self._settings.fault == "forget-before-add":
-            for piece, _ in taken:
-                self._led[topic_id, piece.partition].advance_reconciled(piece.end)
         terms = {piece.partition: piece.terms for piece, _ in taken}
         size = sum(len(part) for part in parts)
         nexts = await self._rows.add(AddRequest(topic_id, name, size, footer.regions, terms))
@@ -264,18 +258,10 @@ async def _run_in_thread_if_large(work: Callable[[Sequence[PieceBatches]], T], t
     return work(taken)
 
 
-def _build_object(topic_id: str, taken: Sequence[PieceBatches], fault: str = "") -> tuple[list[Buffer], Footer]:
+def _build_object(topic_id: str, taken: Sequence[PieceBatches]) -> tuple[list[Buffer], Footer]:
     build = ObjectBuilder(topic_id)
     for piece, batches in taken:
-        begin = piece.start
-        if fault == "first-data-base":
-            data = (
-                r.base_offset
-                for r, b in zip(piece.refs, batches, strict=True)
-                if not parse_header(b).attributes & CONTROL
-            )
-            begin = max(begin, next(data, begin))
-        build.begin_range(piece.partition, begin)
+        build.begin_range(piece.partition, piece.start)
         for ref, batch in zip(piece.refs, batches, strict=True):
             build.add(batch, ref.base_offset, ref.base_offset + ref.record_count, ref.max_timestamp_ms)
         build.end(piece.end)

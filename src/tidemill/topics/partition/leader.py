@@ -61,7 +61,7 @@ from tidemill.topics.partition.transaction_verification import (
     transaction_snapshot,
 )
 from tidemill.topics.partition.watchers import Watchers
-from tidemill.topics.produce import ProducerLine, Ticket
+from tidemill.topics.produce import ProducerLine
 from tidemill.topics.produce.validator_pool import ValidatedBatch
 
 _log = structlog.get_logger()
@@ -92,13 +92,11 @@ class PartitionLeader:
         self._on_closed = on_closed
         self._log_name = partition_log(topic_id, partition)
         self._appender = Appender(around.consensus, self._log_name, around.clock, around.rand, around.settings)
-        self._batches = LiveBatches(
-            holes, around.writer, around.clock, lambda: around.touched(self), around.settings.fault
-        )
+        self._batches = LiveBatches(holes, around.writer, around.clock, lambda: around.touched(self))
         self._places = self._batches.places
         self._turned: deque[PendingBatch] = deque()
         """Batches whose turn has come, in the order in which they will be appended."""
-        self._permits = TransactionVerification(lasting=around.settings.fault == "marker-before-data")
+        self._permits = TransactionVerification()
         self._requests = PermitRequests(self._permits, around.tasks, around.confirm, topic_id, partition)
         self._told_stable = 0
         self._plan: AppendPlan | None = None
@@ -189,8 +187,7 @@ class PartitionLeader:
         if header.producer_id >= 0 and self._batches.join_twin(pending):
             return future
         self._batches.add(pending)
-        if self._around.settings.fault != "seed000":
-            pending.ticket = self._places.reserve(line)
+        pending.ticket = self._places.reserve(line)
         self._validate(pending, sender)
         return future
 
@@ -220,7 +217,7 @@ class PartitionLeader:
         data = encode_marker(marker, at_ms)
         line = ("marker", marker.producer_id)
         pending = PendingBatch(self, parse_header(data), data, future, line, marker=marker)
-        pending.here = here if self._around.settings.fault != "late-marker" else None
+        pending.here = here
         pending.checked, pending.max_timestamp_ms = True, at_ms
         self._batches.add(pending)
         pending.ticket = self._places.reserve(line)
@@ -229,7 +226,7 @@ class PartitionLeader:
         return future
 
     def _line_of(self, sender: Hashable) -> ProducerLine:
-        return object() if self._around.settings.fault == "unordered-connection" else ("sender", sender)
+        return ("sender", sender)
 
     def _batch_checked(self, pending: PendingBatch, outcome: ValidatedBatch | TidemillError) -> None:
         if pending.abandoned:
@@ -262,8 +259,6 @@ class PartitionLeader:
             self.batch_failed(pending, error)
 
     def batch_uploaded(self, pending: PendingBatch) -> None:
-        if pending.ticket is None:
-            pending.ticket = self._places.reserve(pending.line)
         if pending.permit is not None and not pending.permit.answer.done():
             pending.permit.answer.add_done_callback(lambda _: self._redeem(pending))
         else:
@@ -277,17 +272,8 @@ class PartitionLeader:
             self._batches.reject(pending, refusal)
         elif isinstance(refusal, TidemillError):
             self.batch_failed(pending, refusal)
-        elif self._around.settings.fault == "fence-before-redeem":
-            self._around.tasks.spawn(self._fenced_first(pending, pending.ticket), name=f"fence {self._log_name}")
         else:
             self._places.redeem(pending.ticket, lambda _: self._enqueue_for_commit(pending))
-
-    async def _fenced_first(self, pending: PendingBatch, ticket: Ticket) -> None:
-        async with self._around.appends:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._places.redeem(ticket, lambda _: turn.set_result(None))
-            await turn
-        self._enqueue_for_commit(pending)
 
     def _enqueue_for_commit(self, pending: PendingBatch) -> None:
         if pending.abandoned:
@@ -411,11 +397,6 @@ class PartitionLeader:
         """Append, then apply the appended command. Raises LeadershipLostError."""
         position = self.state.applied
         data = encode_command(command)
-        if self._around.settings.fault == "told-early":
-            apply(self.state, command, position, self._appender.term)
-            self.watchers.wake_all()
-            await self._appender.append(position, data)
-            return
         await self._appender.append(position, data)
         rejected = apply(self.state, command, position, self._appender.term)
         if rejected is not None:

@@ -21,16 +21,13 @@ from tidemill.topics.produce import ProducerQueue
 class LiveBatches:
     """Batches without a result, in reservation order. `changed`: a plain call after each addition and removal."""
 
-    def __init__(
-        self, holes: SequenceGaps, writer: L0Writer, clock: Clock, changed: Callable[[], None], fault: str = ""
-    ) -> None:
+    def __init__(self, holes: SequenceGaps, writer: L0Writer, clock: Clock, changed: Callable[[], None]) -> None:
         self.places = ProducerQueue()
         self.reserved_records = 0
         self._holes = holes
         self._writer = writer
         self._clock = clock
         self._changed = changed
-        self._fault = fault
         self._live: dict[PendingBatch, None] = {}
         self._by_identity: dict[tuple[int, int, int, int], PendingBatch] = {}
 
@@ -79,14 +76,13 @@ class LiveBatches:
 
     def fail(self, pending: PendingBatch, error: TidemillError) -> None:
         """Fail a batch that is not, or may not be, in the log. Its producer must send it again before later ones."""
-        header, releases = pending.header, self._fault == "release-failed"
-        if pending.is_idempotent and not releases:
-            now_s = self._clock.monotonic_s()
+        if pending.is_idempotent:
+            header, now_s = pending.header, self._clock.monotonic_s()
             self._holes.failed(header.producer_id, header.producer_epoch, header.base_sequence, now_s)
         self._remove(pending)
         pending.fail(error)
         if pending.ticket is not None:
-            (self.places.release if releases else self.places.abandon)(pending.ticket)
+            self.places.abandon(pending.ticket)
 
     def _release(self, pending: PendingBatch) -> None:
         if pending.ticket is not None:

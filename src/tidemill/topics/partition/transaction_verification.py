@@ -53,14 +53,10 @@ def transaction_snapshot(opened: OpenTransaction | None, granted: Permit | None)
 
 
 class TransactionVerification:
-    """Permits of one partition by producer id.
+    """Permits of one partition by producer id."""
 
-    `lasting`: test-only, markers revoke nothing.
-    """
-
-    def __init__(self, *, lasting: bool = False) -> None:
+    def __init__(self) -> None:
         self._permits: dict[int, Permit] = {}
-        self._lasting = lasting
 
     def __len__(self) -> int:
         return len(self._permits)
@@ -88,7 +84,7 @@ class TransactionVerification:
         found = self._permits.get(producer_id)
         if found is not None and found.epoch < below:
             del self._permits[producer_id]
-            found.void = not self._lasting
+            found.void = True
 
 
 class PermitRequests:
