@@ -30,6 +30,7 @@ NAMES = (
     "capture_copy",
     "capture_rows",
     "shapes",
+    "http_servers",
     "positions",
     "scan",
     "scan_python",

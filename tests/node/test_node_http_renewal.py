@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from support.kafka.security import Authority
 from tidemill.base.errors import InvalidError
+from tidemill.node.http import embedded_granian
 from tidemill.node.http import server as http_module
 from tidemill.node.http.connection_limits import close_descriptor_copies
 from tidemill.node.http.server import HttpServer
@@ -175,7 +176,7 @@ def test_a_connection_that_never_ends_holds_no_renewal_up(tmp_path: Path, monkey
 
 def test_a_renewal_that_is_cut_off_leaves_no_worker_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that ends while it waits to see whether the next worker serves."""
-    monkeypatch.setattr(http_module, "WORKER_START_CHECK_S", 600.0)
+    monkeypatch.setattr(embedded_granian, "WORKER_START_CHECK_S", 600.0)
 
     async def scenario() -> None:
         world = World(tmp_path)

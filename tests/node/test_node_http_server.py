@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from support.waiting import eventually
 from tidemill.base.errors import InvalidError
+from tidemill.node.http import embedded_granian
 from tidemill.node.http.server import HttpServer
 
 
@@ -153,4 +154,29 @@ def test_many_held_requests_are_answered_and_the_end_does_not_wait_for_them() ->
         last.cancel()
         await asyncio.gather(last, return_exceptions=True)
 
+    run(main())
+
+
+def test_an_unknown_granian_is_refused_at_the_start_and_the_installed_one_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    embedded_granian.check_version()
+    for version in ("2.7.9", "2.80.0", "3.0.0"):
+        with pytest.raises(InvalidError, match=rf"unsupported granian: version={version}\. Install granian 2\.8"):
+            embedded_granian.check_version(version)
+
+    class Changed(embedded_granian.Server):  # type: ignore[misc]
+        def _spawn_worker(self, idx: int, target: Any) -> None:
+            """With one parameter less."""
+
+    with pytest.raises(InvalidError, match="method=_spawn_worker parameters="):
+        embedded_granian.check_version(server=Changed)
+
+    async def main() -> None:
+        server = HttpServer(app(), on_failure=broke)
+        with pytest.raises(InvalidError, match="missing=another"):
+            await server.start()
+        await server.aclose()
+
+    monkeypatch.setattr(embedded_granian, "_ATTRIBUTES", (*embedded_granian._ATTRIBUTES, "another"))
     run(main())

@@ -50,10 +50,10 @@ class HiddenModules:
 
 def _preload_modules(config: Config) -> None:
     """Import the modules that the first request or session would import on the running loop, in 0.1 s steps."""
-    import granian.server.embed  # noqa: F401
     import postgast  # noqa: F401
 
     import tidemill.kafka.handlers
+    import tidemill.node.http.embedded_granian
     import tidemill.node.node
     import tidemill.shapes.where
     import tidemill.shards.api
@@ -70,9 +70,9 @@ def main() -> int:
     retain_freed_memory(RETAINED_FREE_BYTES)
     sys.meta_path.insert(0, HiddenModules)
     config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text()))
-    _preload_modules(config)
-    install_gc_tuning()
     try:
+        _preload_modules(config)
+        install_gc_tuning()
         with asyncio.Runner(loop_factory=TEST_CLOCK.loop if TEST_CLOCK is not None else None) as runner:
             runner.run(_serve(config))
     except InvalidError as error:

@@ -1,18 +1,16 @@
 """Server of one ASGI application on one address, run by granian inside this process's event loop.
 
 The module owns the listening socket. It binds without SO_REUSEPORT, so a taken port is an error and port 0 gives a free
-one. `build_application` makes an application of routes: a request that no route serves is refused as JSON, like every
-other refusal. Until all parts of the node are ready, a `SwitchableApp` serves only early routes.
+one. `embedded_granian` contains everything that needs granian's internals. `build_application` makes an application of
+routes: a request that no route serves is refused as JSON, like every other refusal. Until all parts of the node are
+ready, a `SwitchableApp` serves only early routes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import socket
-from collections.abc import Callable, Mapping, Sequence, Set
-from pathlib import Path
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import structlog
@@ -41,8 +39,6 @@ _log = structlog.get_logger()
 
 BACKLOG = 1024
 START_TIMEOUT_S = 10.0
-WORKER_START_CHECK_S = 0.1
-"""Time within which a worker that cannot serve has ended."""
 RENEW_INTERVAL_S = 5.0
 FORMER_CONNECTIONS_S = 60.0
 """Time for which the connections of a former worker may be used after its certificate was renewed."""
@@ -102,31 +98,21 @@ class HttpServer:
 
     async def start(self) -> int:
         """Bind and serve; return the port. Raises InvalidError for a taken port."""
-        from granian.constants import HTTPModes, Interfaces
-        from granian.http import HTTP1Settings
+        from tidemill.node.http.embedded_granian import check_version, embedded_server
 
+        check_version()
         if self._certificates is not None:
             self._certificates.load()  # raises a sentence that says what is wrong
 
         self._socket = self._bind()
         self.port = int(self._socket.getsockname()[1])
-        logging.getLogger("_granian").setLevel(logging.ERROR)
-        self._server = _embedded_server(
+        self._server = embedded_server(
             self._socket,
-            target=self.bounded,
-            address=self._host,
-            port=self.port,
-            interface=Interfaces.ASGINL,
-            http=HTTPModes.http1,
-            websockets=False,
-            backlog=BACKLOG,
-            backpressure=self._limits.connection_limit(),
-            http1_settings=HTTP1Settings(
-                header_read_timeout=int(self._limits.header_timeout_s * 1000),
-                max_buffer_size=HEAD_BYTES,
-            ),
-            log_enabled=False,
-            **_tls_options(self._tls),
+            self.bounded,
+            self._tls,
+            connections=self._limits.connection_limit(),
+            header_timeout_s=self._limits.header_timeout_s,
+            head_bytes=HEAD_BYTES,
         )
         self._serving = self._tasks.spawn(self._server.serve(), name="http")
         await self._wait_until_accepting()
@@ -144,7 +130,7 @@ class HttpServer:
         while True:
             if await asyncio.to_thread(self._certificates.reload_if_changed):
                 self._renewed = True  # set before the await, which may be cancelled
-                await self._server.renew(_tls_options(self._tls))
+                await self._server.renew(self._tls)
                 former = await asyncio.to_thread(list_connections, self.port)
                 self._former |= former
                 self._tasks.spawn(self._close_former_connections(former), name="http-former")
@@ -173,7 +159,7 @@ class HttpServer:
         """Return when a worker accepts connections. Raises UnavailableError when the server ended instead."""
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         assert self._serving is not None
-        while not self._server.wrks:
+        while not self._server.accepting:
             if self._serving.done():
                 raise UnavailableError(f"the HTTP server ended: error={self._serving.exception()!r}.")
             if asyncio.get_running_loop().time() > deadline:
@@ -196,58 +182,6 @@ class HttpServer:
                 close_descriptor_copies(self._socket)
             self._socket.close()
             self._socket = None
-
-
-def _tls_options(tls: TlsSettings | None) -> dict[str, Any]:
-    from granian.constants import SSLProtocols
-
-    if tls is None:
-        return {}
-    least = {"1.2": SSLProtocols.tls12, "1.3": SSLProtocols.tls13}[tls.min_version]
-    return {"ssl_cert": Path(tls.certificate), "ssl_key": Path(tls.key), "ssl_protocol_min": least}
-
-
-def _embedded_server(listening: socket.socket, **settings: Any) -> Any:
-    """Return granian's embedded server on a socket that is already bound.
-
-    granian would bind one itself, with SO_REUSEPORT, which lets two servers share a port unnoticed. The hook that
-    creates its socket is private to granian, so this is the only place that uses it.
-    """
-    from granian._granian import SocketHolder
-    from granian.server.embed import Server
-
-    class OnSocket(Server):  # type: ignore[misc]
-        def _init_shared_socket(self) -> None:
-            # Each worker closes its descriptor when it ends.
-            self._ssp, self._sfd = None, os.dup(listening.fileno())
-            self._shd = SocketHolder(self._sfd, False, BACKLOG)  # type: ignore[call-arg]
-
-        async def renew(self, tls: Mapping[str, Any]) -> None:
-            """Start another worker for new connections; the former one ends with its existing connections.
-
-            granian's own reload lets both workers accept for seconds, and ends the server over a connection that stays.
-            Raises UnavailableError when the new worker does not start; the former one continues.
-            """
-            self.build_ssl_context(tls["ssl_cert"], tls["ssl_key"], None, tls["ssl_protocol_min"], None, [], False)
-            self._init_shared_socket()
-            fresh = self._spawn_worker(0, self._spawn_asgi_worker, self.target)
-            fresh.interrupt_by_parent = True  # its end does not end the server before it serves
-            fresh.start()
-            try:
-                await asyncio.wait({fresh._task}, timeout=WORKER_START_CHECK_S)
-            finally:
-                # Also after a cancellation: a stop of the server stops the workers in `wrks`.
-                if fresh._task.done():
-                    os.close(self._sfd)
-                else:
-                    fresh.interrupt_by_parent = False
-                    (former,) = self.wrks
-                    self.wrks[:] = [fresh]
-                    former.terminate()
-            if fresh._task.done():
-                raise UnavailableError(f"the HTTP server did not restart: error={fresh._task.exception()!r}.")
-
-    return OnSocket(**settings)
 
 
 def build_application(routes: Sequence[BaseRoute]) -> Starlette:
