@@ -32,6 +32,8 @@ from typing import Any
 
 from harbour import machine
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 SERVERS = ("granian", "httptools", "h11")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 CLIENTS = 8
@@ -48,11 +50,10 @@ TARGET = "/v1/shape?table=t"
 
 async def serve(name: str, certificates: str) -> None:
     """Serve shapes. A line on standard input is a number of changes and the rows of each."""
-    sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests", "tests/shapes")]
     from starlette.applications import Starlette
-    from test_shapes_consumer import TABLE
 
     from shapes_live import INFO, NAME, Stream, fragment
+    from support.shapes.consumer import TABLE
     from tidemill.base.clock import Rand, SystemClock
     from tidemill.base.status.status import StatusTracker
     from tidemill.capture.postgres.pg_snapshot import PgSnapshot
@@ -335,8 +336,7 @@ def measurements(args: argparse.Namespace) -> dict[str, Measurement]:
 
 
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/kafka"))
-    from authority import Authority
+    from support.kafka.security import Authority
 
     raise_descriptor_limit()
     known = measurements(args)
