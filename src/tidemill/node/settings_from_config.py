@@ -1,10 +1,16 @@
 """Conversion of sections of the configuration to the settings of the rooms. It is separate from the configuration,
-because reading the configuration must not load those rooms."""
+because reading the configuration must not load those rooms.
+
+`convert` takes the values that a section and its room's settings hold under the same name and in the same unit.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from urllib.parse import quote
+
+from msgspec import convert
+from msgspec.structs import replace
 
 from tidemill.base.address import Address, strip_brackets
 from tidemill.base.clock import Clock, Rand
@@ -32,11 +38,8 @@ from tidemill.topics.config.settings import TopicSettings
 
 
 def http_limits(section: HttpSection) -> HttpLimits:
-    return HttpLimits(
-        connections=section.connections,
-        per_address=section.per_address,
-        address_connections=section.address_connections,
-        header_timeout_s=section.header_timeout_s,
+    return replace(
+        convert(section, HttpLimits, from_attributes=True),
         header_bytes=section.header_kb << 10,
         body_bytes=section.body_kb << 10,
     )
@@ -108,22 +111,12 @@ def shapes_directory(config: Config) -> Path | None:
 
 
 def shape_settings(section: ShapesSection, directory: Path | None = None) -> ShapeSettings:
-    return ShapeSettings(
+    return replace(
+        convert(section, ShapeSettings, from_attributes=True),
         directory=directory,
         disk_bytes=section.disk_mb << 20,
-        max_shapes=section.max_shapes,
         memory_bytes=section.memory_mb << 20,
-        idle_s=section.idle_s,
-        long_poll_s=section.long_poll_s,
-        sse_s=section.sse_s,
-        load_timeout_s=section.load_timeout_s,
-        max_initial=section.max_initial,
-        max_existing=section.max_existing,
         subset_bytes=section.subset_mb << 20,
-        secret=section.secret,
-        allow_delete=section.allow_delete,
-        allowed_origins=tuple(section.allowed_origins),
-        loop_share=section.loop_share,
         limits=LogLimits(section.chunk_kb << 10, section.log_mb << 20, section.base_mb << 20),
         backlog=BacklogLimits(section.backlog_mb << 20, section.backlog_s),
         cache=CacheAges(section.cache_initial_s, section.cache_later_s, section.cache_live_s, section.cache_stale_s),
@@ -156,11 +149,4 @@ def _shape_param(param: str | BoundParam) -> Param:
 
 
 def registry_settings(section: RegistrySection) -> RegistrySettings:
-    return RegistrySettings(
-        schema_bytes=section.schema_kb << 10,
-        subjects=section.subjects,
-        versions_per_subject=section.versions_per_subject,
-        versions=section.versions,
-        schemas=section.schemas,
-        waiting=section.waiting,
-    )
+    return replace(convert(section, RegistrySettings, from_attributes=True), schema_bytes=section.schema_kb << 10)

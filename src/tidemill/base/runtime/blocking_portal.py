@@ -1,5 +1,9 @@
 """One event loop in one thread, callable from synchronous code (Spark drivers, CLI commands, executors), and
 asynchronous contexts that such code can stay in for any time.
+
+anyio's BlockingPortal cannot replace it. A context that anyio entered stays open after its last reference is dropped,
+and cannot be left in the loop's own thread, where the garbage collector may run a finalizer. Closing waits forever for
+a task that ignores its cancellation.
 """
 
 from __future__ import annotations
