@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -13,11 +14,28 @@ from tidemill.base.runtime import tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus import leader_election
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.scheduler import REPORTED_UNITS_MAX, Job, JobRunner, StepBudget, UnitFailures
+from tidemill.maintenance.scheduler import (
+    REPORTED_UNITS_MAX,
+    Job,
+    JobRunner,
+    MaintenanceJob,
+    StepBudget,
+    UnitFailures,
+)
 
 
 class Panic(BaseException):
     """What a library's native code raises: no Exception."""
+
+
+class Steps(MaintenanceJob):
+    """A job whose step is one function."""
+
+    def __init__(self, step: Callable[[StepBudget], Awaitable[bool]]) -> None:
+        self._step = step
+
+    async def run(self, budget: StepBudget) -> bool:
+        return await self._step(budget)
 
 
 def jobs_on(state: MemoryState, holder: str, tracker: StatusTracker, *jobs: Job) -> JobRunner:
@@ -48,7 +66,7 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
             steps["good"] += 1
             return False
 
-        jobs = jobs_on(MemoryState(), "a", tracker, Job("bad", 0.01, bad), Job("good", 0.01, good))
+        jobs = jobs_on(MemoryState(), "a", tracker, Job("bad", 0.01, Steps(bad)), Job("good", 0.01, Steps(good)))
         running = asyncio.create_task(jobs.run())
         await until(lambda: steps["bad"] > 1)
         assert told[:4] == [
@@ -84,7 +102,7 @@ def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
                     at_once[0] -= 1
                 return True
 
-            return Job("job", 0.01, run)
+            return Job("job", 0.01, Steps(run))
 
         nodes = [asyncio.create_task(jobs_on(state, holder, StatusTracker(), job()).run()) for holder in "ab"]
         await until(lambda: len(terms) > 3)

@@ -36,23 +36,17 @@ GROUP_OFFSETS_EVERY_S = 600.0
 
 def build_jobs(grounds: JobContext, tracker: StatusTracker) -> list[Job]:
     """Create the jobs, one per line. The module of each job states what it deletes and why that is safe."""
-    shards = ShardUpkeep(grounds, tracker)
-    bindings = BindingsUpkeep(grounds, tracker)
-    orphans = OrphanCollector(grounds)
-    topic_objects, topic_rollups = L0GarbageCollector(grounds), RollupCollector(grounds)
-    topic_l1, levels, group_offsets = L1GarbageCollector(grounds), L1Merger(grounds), GroupOffsetsExpiry(grounds)
     catalogue = Catalogue(grounds.metastore, grounds.clock, grounds.rand)
     persisted = RestoreHorizon(grounds.metastore)
     holds = PipelineHolds(grounds.consensus, catalogue, persisted, grounds.clock, grounds.rand)
-    compaction = TopicCompaction(grounds, holds)
     return [
-        Job("shards", BUSY_S, shards.run, shards.facts),
-        Job("bindings", BINDINGS_EVERY_S, bindings.run, bindings.facts),
-        Job("orphans", ORPHANS_EVERY_S, orphans.run, orphans.facts),
-        Job("topic-objects", TOPIC_OBJECTS_EVERY_S, topic_objects.run, topic_objects.facts),
-        Job("topic-rollups", TOPIC_ROLLUPS_EVERY_S, topic_rollups.run, topic_rollups.facts),
-        Job("topic-l1", TOPIC_L1_EVERY_S, topic_l1.run, topic_l1.facts),
-        Job("topic-l1-levels", TOPIC_L1_LEVELS_EVERY_S, levels.run, levels.facts),
-        Job("topic-compaction", TOPIC_COMPACTION_EVERY_S, compaction.run, compaction.facts),
-        Job("group-offsets", GROUP_OFFSETS_EVERY_S, group_offsets.run, group_offsets.facts),
+        Job("shards", BUSY_S, ShardUpkeep(grounds, tracker)),
+        Job("bindings", BINDINGS_EVERY_S, BindingsUpkeep(grounds, tracker)),
+        Job("orphans", ORPHANS_EVERY_S, OrphanCollector(grounds)),
+        Job("topic-objects", TOPIC_OBJECTS_EVERY_S, L0GarbageCollector(grounds)),
+        Job("topic-rollups", TOPIC_ROLLUPS_EVERY_S, RollupCollector(grounds)),
+        Job("topic-l1", TOPIC_L1_EVERY_S, L1GarbageCollector(grounds)),
+        Job("topic-l1-levels", TOPIC_L1_LEVELS_EVERY_S, L1Merger(grounds)),
+        Job("topic-compaction", TOPIC_COMPACTION_EVERY_S, TopicCompaction(grounds, holds)),
+        Job("group-offsets", GROUP_OFFSETS_EVERY_S, GroupOffsetsExpiry(grounds)),
     ]

@@ -20,8 +20,9 @@ and must not grow with the number of simultaneous failures.
 
 from __future__ import annotations
 
+import abc
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import msgspec
@@ -108,14 +109,26 @@ class StepBudget:
         return self._bytes > 0 and self._clock.monotonic_s() < self._until_s
 
 
+class MaintenanceJob(abc.ABC):
+    """Work of a job. `_figures` counts it since this node began to lead the job."""
+
+    _figures: msgspec.Struct | None = None
+
+    @abc.abstractmethod
+    async def run(self, budget: StepBudget) -> bool:
+        """Do one step; return whether more work waits."""
+
+    def facts(self) -> dict[str, object]:
+        """Return plain values, which are published with the status report."""
+        return {} if self._figures is None else msgspec.structs.asdict(self._figures)
+
+
 class Job(msgspec.Struct, frozen=True):
-    """One job. `run(budget)` does one step and returns whether more work waits. `facts` returns plain values, which
-    are published with the status report."""
+    """A job, its interval, and the lease under which it runs."""
 
     name: str
     interval_s: float
-    run: Callable[[StepBudget], Awaitable[bool]]
-    facts: Callable[[], dict[str, object]] = dict
+    work: MaintenanceJob
     lease: str = LEASE
 
     @property
@@ -140,7 +153,7 @@ class JobRunner:
     def facts(self) -> dict[str, object]:
         """Return {job: {steps, here, … the job's facts}}. `here` is set if this node runs the job now."""
         return {
-            job.name: {"steps": self._steps[job.name], "here": job.name in self._leading, **job.facts()}
+            job.name: {"steps": self._steps[job.name], "here": job.name in self._leading, **job.work.facts()}
             for job in self.jobs
         }
 
@@ -180,7 +193,7 @@ class JobRunner:
         while True:
             done = self._steps[job.name]
             self._tracker.set(job.mark, done, done + 1, now_ms=self._clock.now_ms(), budget_ms=budget_ms, unit="steps")
-            more = await job.run(StepBudget(self._clock, term))
+            more = await job.work.run(StepBudget(self._clock, term))
             self._steps[job.name] = done = done + 1
             self._tracker.set(job.mark, done, done, now_ms=self._clock.now_ms(), budget_ms=budget_ms, unit="steps")
             self._tracker.clear_failure(job.mark)

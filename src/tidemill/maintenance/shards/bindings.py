@@ -31,7 +31,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint.stages import binding_sources
-from tidemill.maintenance.scheduler import REPORTED_UNITS_MAX, JobContext, StepBudget, UnitFailures
+from tidemill.maintenance.scheduler import REPORTED_UNITS_MAX, JobContext, MaintenanceJob, StepBudget, UnitFailures
 from tidemill.metastore.rows import PIPELINES
 from tidemill.metastore.rows.catalogue import PipelineRow, source_of
 from tidemill.shards.bindings.remap import LOG_PREFIX, WHOLE_RECORD_INTERVAL, LogRemap
@@ -58,7 +58,7 @@ class _SourceSchedule(msgspec.Struct):
     pause_s: float = FIRST_PAUSE_S
 
 
-class BindingsUpkeep:
+class BindingsUpkeep(MaintenanceJob):
     """The job `bindings`."""
 
     def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:

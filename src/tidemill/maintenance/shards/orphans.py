@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.scheduler import JobContext, StepBudget
+from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget
 from tidemill.objects.store import ObjectMeta
 from tidemill.shards.api import STAGED, written_ms
 from tidemill.shards.handle import LogShard
@@ -30,7 +30,7 @@ LISTING_BATCH = 20_000
 """Number of keys held at a time; the next step continues after them."""
 
 
-class OrphanCollector:
+class OrphanCollector(MaintenanceJob):
     """The job `orphans`."""
 
     def __init__(self, grounds: JobContext) -> None:

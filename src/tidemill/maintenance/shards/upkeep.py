@@ -26,7 +26,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.base.status.status import StatusTracker
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.scheduler import JobContext, StepBudget, UnitFailures
+from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget, UnitFailures
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
@@ -65,7 +65,7 @@ class UpkeepCounters(msgspec.Struct):
     waiting_bytes: int = 0
 
 
-class ShardUpkeep:
+class ShardUpkeep(MaintenanceJob):
     """The job `shards`."""
 
     def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:
@@ -74,10 +74,10 @@ class ShardUpkeep:
         self._persisted = RestoreHorizon(grounds.metastore)
         self._tended: dict[str, _ShardSchedule] = {}
         """Shard id → its handle."""
-        self._figures = UpkeepCounters()
+        self._figures: UpkeepCounters = UpkeepCounters()
 
     def facts(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._figures) | {"shards": len(self._tended), "failing": self._told.count}
+        return super().facts() | {"shards": len(self._tended), "failing": self._told.count}
 
     async def run(self, budget: StepBudget) -> bool:
         """Visit the shards that are due, the longest waiting first. Return True when the budget ended before all

@@ -22,7 +22,7 @@ import msgspec
 
 from tidemill.base.errors import ConflictError, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
-from tidemill.maintenance.scheduler import JobContext, StepBudget
+from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget
 from tidemill.maintenance.topics.compaction_pass import Bounds, CompactionPass
 from tidemill.metastore.rows import L1_PARTITIONS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1PartitionRow
@@ -62,7 +62,7 @@ class DirtyPart(msgspec.Struct, frozen=True):
     oldest_ms: int | None
 
 
-class TopicCompaction:
+class TopicCompaction(MaintenanceJob):
     """The job `topic-compaction`."""
 
     def __init__(
@@ -89,10 +89,7 @@ class TopicCompaction:
         """Errors of partitions, reported as long as there is nothing else to do."""
         self._after: Place = ("", -1)
         """The partition that had the last pass: the others come first."""
-        self._figures = CompactionCounters()
-
-    def facts(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._figures)
+        self._figures: CompactionCounters = CompactionCounters()
 
     async def run(self, budget: StepBudget) -> bool:
         """Run one step of the current pass, or of the next partition that is due. Return False when none is due."""

@@ -13,7 +13,7 @@ member, wins.
 from __future__ import annotations
 
 from tidemill.base.errors import ConflictError, FencedError, UnknownOutcomeError
-from tidemill.maintenance.scheduler import JobContext, StepBudget
+from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget
 from tidemill.metastore.rows import GROUP_OFFSETS, GROUPS, TOPICS
 from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
 
@@ -23,7 +23,7 @@ ROWS_PER_READ = 5_000
 """Number of rows held in memory between two reads of the topics."""
 
 
-class GroupOffsetsExpiry:
+class GroupOffsetsExpiry(MaintenanceJob):
     """The job `group-offsets`."""
 
     def __init__(self, grounds: JobContext) -> None:

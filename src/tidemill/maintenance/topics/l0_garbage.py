@@ -25,7 +25,7 @@ import msgspec
 from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.scheduler import JobContext, StepBudget
+from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectMeta
@@ -86,7 +86,7 @@ class L0GarbageCounters(msgspec.Struct):
     strange: int = 0
 
 
-class L0GarbageCollector:
+class L0GarbageCollector(MaintenanceJob):
     """The job `topic-objects`."""
 
     def __init__(self, grounds: JobContext, *, quiet_s: float = IDLE_INTERVAL_S) -> None:
@@ -103,10 +103,7 @@ class L0GarbageCollector:
         self._after = ""
         self._listing: tuple[int, str, str] = (0, "", "")
         self._again_s = 0.0
-        self._figures = L0GarbageCounters()
-
-    def facts(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._figures)
+        self._figures: L0GarbageCounters = L0GarbageCounters()
 
     async def run(self, budget: StepBudget) -> bool:
         """Process one stretch of the listing. Return True until its end is reached."""

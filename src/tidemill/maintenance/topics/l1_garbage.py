@@ -21,7 +21,7 @@ import msgspec
 
 from tidemill.base.errors import ConflictError
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.scheduler import JobContext, StepBudget
+from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget
 from tidemill.metastore.rows import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import PREFIX, L1ObjectRow, l1_key
 from tidemill.topics.l1 import row_transitions
@@ -47,7 +47,7 @@ class L1GarbageCounters(msgspec.Struct):
     strange: int = 0
 
 
-class L1GarbageCollector:
+class L1GarbageCollector(MaintenanceJob):
     """The job `topic-l1`."""
 
     def __init__(self, grounds: JobContext, *, registered_s: float = REGISTRATION_TIMEOUT_S) -> None:
@@ -61,10 +61,7 @@ class L1GarbageCollector:
         """Topics without a row → since when, and what was not persisted then."""
         self._orphans: dict[str, float] = {}
         self._after = ""
-        self._figures = L1GarbageCounters()
-
-    def facts(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._figures)
+        self._figures: L1GarbageCounters = L1GarbageCounters()
 
     async def run(self, budget: StepBudget) -> bool:
         """Check every row of L1 and one stretch of the objects. Return True while more may be deleted now."""

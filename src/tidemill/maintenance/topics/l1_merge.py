@@ -12,7 +12,7 @@ import msgspec
 
 from tidemill.base.errors import CorruptError, InvalidError, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
-from tidemill.maintenance.scheduler import JobContext, StepBudget
+from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget
 from tidemill.metastore.rows import L1_PARTITIONS
 from tidemill.metastore.rows.l1 import L1PartitionRow, l1_key
 from tidemill.topics.l1.builder import ObjectBuilder
@@ -38,7 +38,7 @@ class L1MergeCounters(msgspec.Struct):
     left_out: int = 0
 
 
-class L1Merger:
+class L1Merger(MaintenanceJob):
     """The job `topic-l1-levels`."""
 
     def __init__(self, grounds: JobContext, *, target_bytes: int = L1_OBJECT_BYTES, fanout: int = FANOUT) -> None:
@@ -49,10 +49,7 @@ class L1Merger:
         self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
         self._looked: dict[tuple[str, int], int] = {}
         """Partition → its number of extents when no run was found in it."""
-        self._figures = L1MergeCounters()
-
-    def facts(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._figures)
+        self._figures: L1MergeCounters = L1MergeCounters()
 
     async def run(self, budget: StepBudget) -> bool:
         """Write one object of each topic. Return True while some topics may have more."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.change_journal import ChangedLogs
-from tidemill.maintenance.scheduler import JobContext, StepBudget
+from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.topics.lifecycle.deletion import truncate_deleted_log
 from tidemill.topics.partition.recovery import LOG_PREFIX, parse_log_name, partition_log
@@ -32,7 +32,7 @@ from tidemill.topics.partition.state_machine.commands import Rollup
 PREFIX = "rollup/topic/"
 
 
-class RollupCollector:
+class RollupCollector(MaintenanceJob):
     """The job `topic-rollups`."""
 
     def __init__(self, grounds: JobContext) -> None:
