@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from support.capture.evolving import equal
-from support.capture.world import AGAIN, GOOD, PARTITIONED, World, generation, in_world, stuck, until
+from support.capture.world import AGAIN, GOOD, PARTITIONED, World, generation, in_world, stuck
+from support.waiting import until
 from tidemill.base.status.status import derive_status
 from tidemill.capture.catalog.columns import ColumnAttributes, TableAttributes
 from tidemill.capture.tables.auto_recopy import can_copy_resolve

@@ -15,8 +15,8 @@ import psycopg
 import pytest
 
 from support.capture.copies import PROGRAM, as_folded
-from support.capture.world import World, in_world, until
-from support.waiting import DEADLINE_S
+from support.capture.world import World, in_world
+from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.naming import side_topic_name
 from tidemill.capture.snapshot.side_topic_append import SideTopicAppender

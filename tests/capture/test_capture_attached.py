@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from support.capture.evolving import equal
 from support.capture.rights import missing, reader_of
-from support.capture.world import AGAIN, PARTITIONED, World, generation, in_world, until
+from support.capture.world import AGAIN, PARTITIONED, World, generation, in_world
+from support.waiting import until
 from tidemill.capture.catalog import table_discovery
 from tidemill.capture.catalog.table_discovery import find_rows_before_attachment, list_partitions
 from tidemill.capture.postgres.connection import PgConnection, SqlRow

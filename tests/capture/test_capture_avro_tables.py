@@ -18,8 +18,9 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from starlette.applications import Starlette
 
 from support.capture.column_types import BUILT_IN, columns, filled, quoted, selected
-from support.capture.world import World, header, until
+from support.capture.world import World, header
 from support.postgres import EmbeddedPostgres
+from support.waiting import until
 from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.pgtypes.debezium import json_writer, value_form
 from tidemill.capture.encode.avro_schemas import field_names

@@ -9,8 +9,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from support.capture.world import World, in_world, until
+from support.capture.world import World, in_world
 from support.postgres import EmbeddedPostgres
+from support.waiting import until
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLostError

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.capture.gate import Gate
-from support.capture.world import World, in_world, until
+from support.capture.world import World, in_world
+from support.waiting import until
 from tidemill.capture.decode.transaction_builder import FRAGMENT_BYTES
 
 pytestmark = pytest.mark.postgres

@@ -15,7 +15,8 @@ import psycopg
 import pytest
 
 from support.capture.copies import PROGRAM, SMALL, as_folded, copy_of, stores
-from support.capture.world import World, in_world, until
+from support.capture.world import World, in_world
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.capture.changes import Column, Relation

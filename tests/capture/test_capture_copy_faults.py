@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from support.capture.copies import SMALL, as_folded, copy_of, stores
-from support.capture.world import GOOD, World, good_flows, in_world, plain, until
+from support.capture.world import GOOD, World, good_flows, in_world, plain
+from support.waiting import until
 from tidemill.base.errors import ConflictError, CorruptError, FencedError, TidemillError, UnavailableError
 from tidemill.capture.catalog.table_choice import Refusal
 from tidemill.capture.postgres.connection import PgConnection

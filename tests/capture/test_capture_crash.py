@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from support.capture.on_every_server import TWO_TABLES, Writer
-from support.capture.world import World, assert_no_position_twice, table_as_folded, until
+from support.capture.world import World, assert_no_position_twice, table_as_folded
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects

@@ -16,8 +16,9 @@ import pytest
 
 from support.capture.evolving import ends_equal, equal
 from support.capture.servers import INSTALLED, SETTINGS
-from support.capture.world import GOOD, World, until
+from support.capture.world import GOOD, World
 from support.postgres import EmbeddedPostgres
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.tables.recopy_requests import accept_effects
 from tidemill.consensus.factory import open_consensus

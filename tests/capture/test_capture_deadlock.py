@@ -7,7 +7,8 @@ import asyncio
 import psycopg
 import pytest
 
-from support.capture.world import World, in_world, until
+from support.capture.world import World, in_world
+from support.waiting import until
 from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.setup.publication import Identities, create_publication, publish_tables

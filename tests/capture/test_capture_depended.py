@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.capture.world import GOOD, World, good_flows, in_world, until
+from support.capture.world import GOOD, World, good_flows, in_world
+from support.waiting import until
 from tidemill.capture.catalog.type_dependencies import is_compatible_type, serialize_type
 
 MADE = (

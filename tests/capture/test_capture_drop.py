@@ -11,7 +11,8 @@ from support.capture.on_every_server import (
     identities,
     test_all_that_a_capture_changed_is_as_it_was,
 )
-from support.capture.world import World, in_world, until
+from support.capture.world import World, in_world
+from support.waiting import until
 from tidemill.base.errors import InvalidError, UnknownOutcomeError
 from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.config import CaptureConfig

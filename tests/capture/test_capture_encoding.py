@@ -10,8 +10,9 @@ import psycopg
 import pytest
 from msgspec.structs import replace
 
-from support.capture.world import GOOD, World, good_flows, in_world, until
+from support.capture.world import GOOD, World, good_flows, in_world
 from support.postgres import EmbeddedPostgres
+from support.waiting import until
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode import undecodable
 from tidemill.capture.decode.transaction_builder import TransactionBuilder

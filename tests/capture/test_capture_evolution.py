@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from support.capture.evolving import equal, folded, selected, version
-from support.capture.world import GOOD, World, good_flows, in_world, until
+from support.capture.world import GOOD, World, good_flows, in_world
+from support.waiting import until
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.shards.bindings.remap import LogRemap

@@ -7,7 +7,8 @@ import asyncio
 import psycopg
 import pytest
 
-from support.capture.world import World, until
+from support.capture.world import World
+from support.waiting import until
 from tidemill.capture.session import capture as capture_module
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from support.capture.world import World, in_world, until
-from support.waiting import slowness
+from support.capture.world import World, in_world
+from support.waiting import slowness, until
 from tidemill.base.status.status import StageState, derive_status
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.consumers import FlushNotices

@@ -15,7 +15,8 @@ from support.capture.on_every_server import (
     test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched,
     unchanged,
 )
-from support.capture.world import World, in_world, until
+from support.capture.world import World, in_world
+from support.waiting import until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.privileges import check_capture

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from support.capture.world import World, until
-from support.waiting import DEADLINE_S
+from support.capture.world import World
+from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import SystemClock
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus

@@ -9,8 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import GOOD, T, World, good_flows, in_world, plain, told, until
-from support.waiting import DEADLINE_S
+from support.capture.world import GOOD, T, World, good_flows, in_world, plain, told
+from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.base.status.status import StageState
 from tidemill.capture.session import bootstrap

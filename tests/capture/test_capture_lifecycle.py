@@ -11,7 +11,8 @@ import pytest
 
 from support.capture.identity import identity, left_in_database
 from support.capture.rights import NAMED_TABLES, missing, reader_of
-from support.capture.world import World, in_world, plain, until
+from support.capture.world import World, in_world, plain
+from support.waiting import until
 from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.capture.session.teardown import drop_capture

@@ -8,7 +8,8 @@ import socket
 
 import pytest
 
-from support.capture.world import World, until
+from support.capture.world import World
+from support.waiting import until
 from tidemill.capture.config import NAME_LENGTH
 from tidemill.capture.postgres.connection import PgConnection, application_name
 from tidemill.capture.postgres.replication_stream import ReplicationStream

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.capture.world import World, until
+from support.capture.world import World
+from support.waiting import until
 from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.session import bootstrap, session, table_adder
 from tidemill.capture.session.bootstrap import PreparedSession

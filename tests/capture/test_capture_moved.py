@@ -14,8 +14,9 @@ import pytest
 from support.capture.copies import SMALL, as_folded, copy_of
 from support.capture.proxy import Proxy
 from support.capture.standbys import copied_files, cut_off, primary, promote, signalled, standby
-from support.capture.world import World, in_world, until
+from support.capture.world import World, in_world
 from support.postgres import EmbeddedPostgres
+from support.waiting import until
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.timeline import find_fork, parse_history

@@ -9,7 +9,8 @@ import pytest
 
 from support.capture.identity import exact, identity
 from support.capture.servers import postgres_server
-from support.capture.world import GOOD, World, good_flows, in_world, until
+from support.capture.world import GOOD, World, good_flows, in_world
+from support.waiting import until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.privileges import check_capture

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from msgspec.structs import replace
 
-from support.capture.world import World, until
+from support.capture.world import World
+from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.capture_row import FencedCaptureRow

@@ -8,8 +8,9 @@ import psycopg
 import pytest
 
 from support.capture.servers import INSTALLED, SETTINGS
-from support.capture.world import World, in_world, plain, until
+from support.capture.world import World, in_world, plain
 from support.postgres import EmbeddedPostgres
+from support.waiting import until
 from tidemill.base.errors import UnavailableError
 from tidemill.cli.verify import postgres as verify
 

@@ -9,8 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import GOOD, T, World, good_flows, in_world, told, until
-from support.waiting import DEADLINE_S
+from support.capture.world import GOOD, T, World, good_flows, in_world, told
+from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Backoff
 from tidemill.base.status.status import StageState

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from support.capture.world import World, until
+from support.capture.world import World
+from support.waiting import until
 from tidemill.base.lsn import Lsn
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue

@@ -15,7 +15,8 @@ from support.capture.on_every_server import (
     test_captures_cut_off_at_random_moments_resume_exactly_once,
     test_h14_a_transaction_open_across_the_set_up_is_not_lost,
 )
-from support.capture.world import World, assert_no_position_twice, in_world, positions, table_as_folded, until
+from support.capture.world import World, assert_no_position_twice, in_world, positions, table_as_folded
+from support.waiting import until
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.partition.recovery import partition_log

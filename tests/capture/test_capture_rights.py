@@ -9,7 +9,8 @@ from support.capture.on_every_server import (
     test_what_doctor_prints_is_all_that_an_administrator_has_to_run,
 )
 from support.capture.rights import NAMED_TABLES, missing, reader_of
-from support.capture.world import World, in_world, plain, until
+from support.capture.world import World, in_world, plain
+from support.waiting import until
 
 __all__ = [
     "test_what_doctor_prints_is_all_that_an_administrator_has_to_run",

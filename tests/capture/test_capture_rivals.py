@@ -21,7 +21,8 @@ from support.capture.on_every_server import (
     test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table,
 )
 from support.capture.wire import INT4, TEXT, Log, Notices, bursts, feed, framed, message
-from support.capture.world import World, in_world, until
+from support.capture.world import World, in_world
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.capture.catalog import relations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.capture.world import GOOD, World, good_flows, in_world, plain, stuck, until
+from support.capture.world import GOOD, World, good_flows, in_world, plain, stuck
+from support.waiting import until
 from tidemill.base.limits import METASTORE_VALUE_BYTES
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow
 from tidemill.metastore.rows import CAPTURE_TABLES, CAPTURES

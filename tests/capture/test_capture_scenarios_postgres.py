@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.capture.world import World, in_world, positions, until
+from support.capture.world import World, in_world, positions
+from support.waiting import until
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.catalog import relations
 from tidemill.capture.changes import Fragment

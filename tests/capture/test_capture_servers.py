@@ -37,8 +37,9 @@ from support.capture.on_every_server import (
     test_what_doctor_prints_is_all_that_an_administrator_has_to_run as test_rights,
 )
 from support.capture.servers import INSTALLED, SETTINGS
-from support.capture.world import GOOD, World, good_flows, in_world, until
+from support.capture.world import GOOD, World, good_flows, in_world
 from support.postgres import EmbeddedPostgres
+from support.waiting import until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.setup.privileges import check_capture
 

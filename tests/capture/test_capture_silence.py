@@ -14,8 +14,8 @@ import psycopg
 import pytest
 
 from support.capture.proxy import Proxy
-from support.capture.world import World, in_world, mark_of, until
-from support.waiting import slowness
+from support.capture.world import World, in_world, mark_of
+from support.waiting import slowness, until
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS

@@ -5,7 +5,8 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from support.capture.world import World, in_world, until
+from support.capture.world import World, in_world
+from support.waiting import until
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLostError
 from tidemill.capture.session import server_watch

@@ -13,7 +13,8 @@ from support.capture.on_every_server import (
     test_partitions_of_a_table_are_captured_as_their_root,
     test_truncate_is_one_record_without_key_and_empties_the_table,
 )
-from support.capture.world import World, header, in_world, positions, until
+from support.capture.world import World, header, in_world, positions
+from support.waiting import until
 
 __all__ = [
     "test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal",

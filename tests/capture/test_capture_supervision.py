@@ -9,8 +9,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import World, in_world, mark_of, until
+from support.capture.world import World, in_world, mark_of
 from support.postgres import EmbeddedPostgres
+from support.waiting import until
 from tidemill.base.status.status import RESTARTS_MAX, StageState, StatusTracker
 from tidemill.capture.decode import undecodable
 from tidemill.capture.decode.transaction_builder import TransactionBuilder

@@ -10,7 +10,8 @@ from support.capture.on_every_server import (
     test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later,
     test_f406_a_table_whose_identity_is_taken_away_gets_it_back,
 )
-from support.capture.world import GOOD, PARTITIONED, World, good_flows, in_world, plain, stuck, until
+from support.capture.world import GOOD, PARTITIONED, World, good_flows, in_world, plain, stuck
+from support.waiting import until
 
 __all__ = [
     "test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later",

@@ -10,7 +10,8 @@ import psycopg
 import pytest
 from msgspec.structs import replace
 
-from support.capture.world import World, until
+from support.capture.world import World
+from support.waiting import until
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.session.bootstrap import start_over_undecodable
 from tidemill.capture.setup import server_checks

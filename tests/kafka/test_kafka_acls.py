@@ -23,9 +23,10 @@ from kafka.errors import GroupAuthorizationFailedError
 from kio.index import load_request_schema
 
 from kafka import KafkaConsumer, TopicPartition
-from support.kafka.harness import FakeBroker, RealBroker, eventually
+from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import RawClient, batch, code, encode, example, fetch_body, fields, nested, produce_body
 from support.kafka.security import PASSWORD, add, allow, as_user, confluent, gate
+from support.waiting import eventually
 from tidemill.kafka import error_codes
 from tidemill.kafka.api import required_operations
 from tidemill.kafka.handlers import APIS

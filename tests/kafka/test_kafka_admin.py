@@ -10,8 +10,9 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 from kio.index import load_request_schema
 
 from kafka import KafkaAdminClient
-from support.kafka.harness import FakeBroker, RealBroker, eventually
+from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import ZERO, RawClient, encode, nested
+from support.waiting import eventually
 from tidemill.kafka import error_codes
 from tidemill.kafka.handlers import k75_describe_topic_partitions as paging
 

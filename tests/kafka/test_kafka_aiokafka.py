@@ -7,7 +7,8 @@ import asyncio
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from support.kafka.harness import RealBroker, run
+from support.kafka.harness import RealBroker
+from support.waiting import run
 
 
 def test_idempotent_produce_and_assigned_consume(broker: RealBroker) -> None:

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 import kafka
 from support.kafka.captured import TABLE, TOPIC, Captured, by_confluent
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
+from support.waiting import eventually
 from tidemill import __version__
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget

@@ -13,9 +13,10 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from kio.index import load_request_schema
 
-from support.kafka.harness import Cluster, eventually
+from support.kafka.harness import Cluster
 from support.kafka.raw import RawClient, batch, encode, fields, nested, produce_body
 from support.kafka.session_reader import Fetcher
+from support.waiting import eventually
 from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import TopicRow
 

@@ -11,7 +11,8 @@ import pytest
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
 
 from support.kafka.confluent import consumer, produce_all, producer, read_all
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
+from support.waiting import eventually
 
 CODECS = ["none", "gzip", "snappy", "lz4", "zstd"]
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from support.kafka.groups.members import PARTITIONS, SETTINGS, produce
-from support.kafka.harness import Cluster, eventually
+from support.kafka.harness import Cluster
 from support.kafka.transactions import shown
+from support.waiting import eventually
 
 DEADLINE_S = 120
 MEMBER = Path(__file__).parents[1] / "support" / "kafka" / "groups" / "transforming_member.py"

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, batch, produce_body
 from support.kafka.session_reader import Answer, Fetcher, Place
+from support.waiting import eventually
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.fetch_sessions import sessions as sessions_module
 from tidemill.kafka.handlers import APIS

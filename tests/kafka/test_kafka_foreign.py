@@ -9,7 +9,8 @@ import pytest
 
 from support.kafka import foreign
 from support.kafka.foreign import PARTITIONS, SETTINGS, Driver, Members, Refused, numbered, of, share
-from support.kafka.harness import Cluster, RealBroker, eventually
+from support.kafka.harness import Cluster, RealBroker
+from support.waiting import eventually
 from tidemill.kafka import error_codes
 
 FENCED = (error_codes.INVALID_PRODUCER_EPOCH, error_codes.PRODUCER_FENCED)

@@ -9,8 +9,9 @@ import pytest
 
 from support.kafka import foreign
 from support.kafka.foreign import PARTITIONS, SETTINGS, Driver, Members, Refused, numbered, of
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
 from support.kafka.security import PASSWORD, Authority, add, gate, token
+from support.waiting import eventually
 from tidemill.kafka import error_codes
 from tidemill.security.sasl import MECHANISMS
 

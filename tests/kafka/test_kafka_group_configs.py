@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from kio.index import load_request_schema
 
 from support.kafka.groups.consumer import beat
-from support.kafka.harness import FakeBroker, RealBroker, eventually
+from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import RawClient, alter, described, encode, fields, nested
 from support.kafka.security import add, allow, as_user, gate
+from support.waiting import eventually
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits

@@ -11,8 +11,8 @@ from confluent_kafka import ConsumerGroupState
 from confluent_kafka.admin import AdminClient
 
 from support.kafka.groups.members import CLIENTS, PARTITIONS, PATIENT, SETTINGS, Member, produce, shared
-from support.kafka.harness import Cluster, RealBroker, eventually
-from support.waiting import DEADLINE_S
+from support.kafka.harness import Cluster, RealBroker
+from support.waiting import DEADLINE_S, eventually
 from tidemill.kafka.groups.consumer.state import ConsumerGroup
 
 

@@ -13,8 +13,9 @@ from confluent_kafka.admin import AdminClient
 from kio.index import load_request_schema
 
 from support.kafka.groups.consumer import ask, beat
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, fields, nested
+from support.waiting import eventually
 from tidemill.kafka import KafkaSettings, error_codes
 
 SETTINGS = KafkaSettings(

@@ -7,10 +7,9 @@ from pathlib import Path
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from support.kafka.groups.members import PARTITIONS, Member, committed, produce, shared
-from support.kafka.harness import eventually
 from support.kafka.processes import Process
 from support.ports import free_port
-from support.waiting import DEADLINE_S
+from support.waiting import DEADLINE_S, eventually
 from tidemill.topics.membership import rendezvous_leader
 
 NODES = ("n1", "n2")

@@ -11,7 +11,8 @@ from confluent_kafka import ConsumerGroupState, ConsumerGroupType
 from confluent_kafka.admin import AdminClient, ConsumerGroupDescription
 
 from support.kafka.groups.members import CLIENTS, PARTITIONS, PATIENT, SETTINGS, Member, committed, produce, shared
-from support.kafka.harness import Cluster, RealBroker, eventually
+from support.kafka.harness import Cluster, RealBroker
+from support.waiting import eventually
 
 DEADLINE_S = 90
 AT_ONCE = 40

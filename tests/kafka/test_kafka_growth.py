@@ -11,8 +11,9 @@ from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 from kio.index import load_request_schema
 
-from support.kafka.harness import Cluster, FakeBroker, RealBroker, eventually
+from support.kafka.harness import Cluster, FakeBroker, RealBroker
 from support.kafka.raw import ZERO, RawClient, batch, encode, nested, produce_body
+from support.waiting import eventually
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.metastore.catalogue import TopicRow
 

@@ -9,7 +9,8 @@ import confluent_kafka as ck
 import pytest
 
 from support.kafka.confluent import consumer, produce_all, producer, read_all
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
+from support.waiting import eventually
 from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
 from tidemill.metastore.catalogue import TopicRow

@@ -10,8 +10,9 @@ import pytest
 from confluent_kafka import Producer
 from kio.index import load_request_schema
 
-from support.kafka.harness import Cluster, FakeBroker, eventually
+from support.kafka.harness import Cluster, FakeBroker
 from support.kafka.raw import RawClient, encode, nested
+from support.waiting import eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import exposed_servers, parse
 from tidemill.base.errors import InvalidError

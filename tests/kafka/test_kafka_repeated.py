@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, batch, decode, produce_body
 from support.kafka.session_reader import Fetcher, Place, body_of
+from support.waiting import eventually
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.fetch_sessions import implicit as repeated_module
 from tidemill.kafka.fetch_sessions.request_diff import RequestDiff

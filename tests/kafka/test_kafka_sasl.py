@@ -28,9 +28,10 @@ from kafka.errors import KafkaError, SaslAuthenticationFailedError
 from kafka.net.sasl.oauth import AbstractTokenProvider
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
-from support.kafka.harness import FakeBroker, RealBroker, eventually, run
+from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import request_frame
 from support.kafka.security import PASSWORD, Authority, add, confluent, gate, plainly, token
+from support.waiting import eventually, run
 from tidemill.base.clock import Rand
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.listener_security import UNAUTHENTICATED_REQUEST_BYTES

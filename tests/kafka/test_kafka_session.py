@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.kafka.fake_topics import FakeTopicLog
-from support.kafka.harness import FakeBroker, RealBroker, eventually, run
+from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
+from support.waiting import eventually, run
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.coop import CoopBudget

@@ -15,9 +15,10 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
-from support.kafka.harness import FakeBroker, RealBroker, eventually, run
+from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import request_frame
 from support.kafka.security import Authority, trusting
+from support.waiting import eventually, run
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.listener_security import ListenerSecurity

@@ -8,7 +8,8 @@ import confluent_kafka as ck
 import pytest
 
 from support.kafka.foreign import SETTINGS, Driver
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
+from support.waiting import eventually
 
 pytestmark = pytest.mark.java
 

@@ -10,8 +10,9 @@ import confluent_kafka as ck
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from support.kafka.harness import Cluster, RealBroker, eventually
+from support.kafka.harness import Cluster, RealBroker
 from support.kafka.transactions import DEADLINE_S, QUIET, producer, shown
+from support.waiting import eventually
 from tidemill.base.errors import UnavailableError
 from tidemill.kafka import error_codes
 from tidemill.kafka.transactions.coordinator import TransactionCoordinator

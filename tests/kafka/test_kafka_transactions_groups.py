@@ -12,8 +12,9 @@ import pytest
 from kio.index import load_request_schema
 
 from support.kafka.groups.moved import World, run, stable
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, encode, fields, nested
+from support.waiting import eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.kafka import KafkaSettings, error_codes

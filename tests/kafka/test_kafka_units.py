@@ -11,9 +11,9 @@ from typing import Any
 import crc32c
 import pytest
 
-from support.kafka.harness import eventually, run
 from support.kafka.processes import Process
 from support.kafka.raw import RawClient, batch, decode, fetch_body, produce_body, request_frame
+from support.waiting import eventually, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.kafka import error_codes

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, batch, fetch_body, produce_body
 from support.kafka.session_reader import Fetcher
+from support.waiting import eventually
 from tidemill.kafka import KafkaSettings, error_codes
 
 FOR_EVER_MS = 0x7FFFFFFF

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 import crc32c
 import pytest
 
-from support.metastore.lsm_world import PREFIX, UUID, World, collect, expected, numbered, run
+from support.metastore.lsm_world import PREFIX, UUID, World, collect, expected, numbered
 from support.metastore.lsm_world import objects as objects  # the fixture
+from support.waiting import run
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.metastore.lsm.database import Database

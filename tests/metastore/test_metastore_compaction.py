@@ -11,19 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.metastore.lsm_world import (
-    PREFIX,
-    SMALL,
-    Gate,
-    World,
-    collect,
-    eventually,
-    expected,
-    failing,
-    numbered,
-    objects,
-    run,
-)
+from support.metastore.lsm_world import PREFIX, SMALL, Gate, World, collect, expected, failing, numbered, objects
+from support.waiting import run, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError, FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.lsm.compaction.executor import SizeBasedExecutor
@@ -97,14 +86,14 @@ def test_reads_and_writes_go_on_while_a_merge_is_under_way(after: bool) -> None:
         database = await open_with(world, held)
         for n in range(SMALL.l0_compact):
             await flushed(world, database, numbered(range(n, 40), f"{n}-"))
-        await eventually(lambda: bool(held.jobs))
+        await until(lambda: bool(held.jobs))
         await check(world, database)
         # A flush passes the merge and changes keys that are in it.
         await flushed(world, database, {**numbered(range(10, 20), "later"), b"row/000003": b""})
         await check(world, database)
         assert len(database.version.levels[0]) == SMALL.l0_compact + 1
         held.let_go.set()
-        await eventually(lambda: database.stats().merges == 1)
+        await until(lambda: database.stats().merges == 1)
         assert len(database.version.levels[0]) == 1
         await check(world, database)
         assert await database.get(b"row/000003") is None
@@ -228,7 +217,7 @@ def test_tombstones_never_resurrect_what_lies_below() -> None:
             await database.flush()
             if n % 10 == 0:
                 await check(world, database)
-        await eventually(lambda: settled(database))
+        await until(lambda: settled(database))
         assert len(database.version.levels) > 2
         await check(world, database)
         await database.compact()
@@ -263,7 +252,7 @@ def test_level_sizes_converge() -> None:
             world.put(database, {source.randbytes(8): source.randbytes(40) for _ in range(20)})
             await database.wait_for_room()
             await database.flush()
-        await eventually(lambda: settled(database))
+        await until(lambda: settled(database))
         levels = database.version.levels
         assert len(levels[0]) < SMALL.l0_compact and len(levels) >= 4
         for level in range(1, len(levels)):
@@ -285,7 +274,7 @@ def test_small_flushes_of_ascending_keys_do_not_pile_up_small_files() -> None:
         for n in range(150):
             await database.wait_for_room()
             await flushed(world, database, numbered(range(5 * n, 5 * n + 5), "ascending"))
-        await eventually(lambda: settled(database))
+        await until(lambda: settled(database))
         assert len(database.version.files) < 30
         assert database.stats().write_amplification < 20
         await check(world, database)
@@ -314,7 +303,7 @@ def test_an_output_that_may_not_be_stored_is_made_again_under_a_new_name(error: 
         world.objects.before_put, world.objects.after_put = (None, step) if stored else (step, None)
         world.objects.puts.clear()
         database = await world.open(background=True)
-        await eventually(lambda: database.stats().merges == 1)
+        await until(lambda: database.stats().merges == 1)
         tried = [key for key in world.objects.puts if "sst/" in key]
         assert len(set(tried)) == len(tried)
         assert database.stats().merge_error == "" and database.compactor.stats.failures == 1
@@ -337,7 +326,7 @@ def test_a_refused_manifest_is_tried_again_without_merging_again() -> None:
         world.objects.before_put = failing("manifest/", UnavailableError("refused"), times=2)
         world.objects.puts.clear()
         database = await world.open(background=True)
-        await eventually(lambda: database.stats().merges == 1)
+        await until(lambda: database.stats().merges == 1)
         made = {key for key in world.objects.puts if "sst/" in key}
         assert made == {world.files.key(file) for file in database.version.files}
         assert database.compactor.stats.failures == 2
@@ -393,7 +382,7 @@ def test_a_manifest_of_unknown_fate_or_a_newer_epoch_breaks_the_database(
         await database.aclose()
         world.objects.before_put = failing("manifest/", kind("no"))
         database = await world.open(background=True)
-        await eventually(lambda: database.end_reason is not None)
+        await until(lambda: database.end_reason is not None)
         for broken in (database.collect_garbage, database.compact, database.flush):
             with pytest.raises(kind):
                 await broken()
@@ -402,7 +391,7 @@ def test_a_manifest_of_unknown_fate_or_a_newer_epoch_breaks_the_database(
         await database.aclose()
         # What it merged are orphans; the next database merges again.
         database = await world.open(background=True)
-        await eventually(lambda: database.stats().merges == 1)
+        await until(lambda: database.stats().merges == 1)
         await check(world, database)
         await database.aclose()
 
@@ -420,7 +409,7 @@ def test_a_damaged_input_is_told_and_heals_when_the_object_is_restored() -> None
         await world.objects.delete(key)
         await world.objects.inner.put(key, data[:40] + bytes([data[40] ^ 1]) + data[41:])
         database = await world.open(background=True)
-        await eventually(lambda: database.stats().merge_error != "")
+        await until(lambda: database.stats().merge_error != "")
         assert key.rpartition("-")[2].removesuffix(".sst") in database.stats().merge_error
         with pytest.raises(CorruptError):
             await database.compact()
@@ -429,7 +418,7 @@ def test_a_damaged_input_is_told_and_heals_when_the_object_is_restored() -> None
         assert await database.get(b"aside") == b"x"
         await world.objects.delete(key)
         await world.objects.inner.put(key, data)
-        await eventually(lambda: database.stats().merges >= 1 and settled(database))
+        await until(lambda: database.stats().merges >= 1 and settled(database))
         assert database.stats().merge_error == ""
         await check(world, database)
         await database.aclose()
@@ -453,8 +442,8 @@ def test_a_merge_that_dies_of_a_bug_is_tried_again() -> None:
         await fill_level_0(world, database)
         await database.aclose()
         database = await open_with(world, Buggy(world))
-        await eventually(lambda: "nobody foresaw this" in database.stats().merge_error)
-        await eventually(lambda: database.stats().merges >= 1 and settled(database))
+        await until(lambda: "nobody foresaw this" in database.stats().merge_error)
+        await until(lambda: database.stats().merges >= 1 and settled(database))
         assert database.stats().merge_error == "" and database.failure is None
         await check(world, database)
         await database.aclose()
@@ -468,7 +457,7 @@ def test_a_merge_cut_off_by_closing_leaves_orphans_that_are_swept() -> None:
         held = Held(world, after=True)
         database = await open_with(world, held)
         await fill_level_0(world, database)
-        await eventually(lambda: len(world.objects.puts) > 2 * SMALL.l0_compact)
+        await until(lambda: len(world.objects.puts) > 2 * SMALL.l0_compact)
         await database.aclose()
         orphans = set(await world.sst_keys()) - {world.files.key(file) for file in database.version.files}
         assert orphans
@@ -492,7 +481,7 @@ def test_a_cancelled_compact_changes_nothing_and_may_be_repeated() -> None:
         gate = Gate("sst/")
         world.objects.before_put = gate
         compacting = asyncio.ensure_future(database.compact())
-        await eventually(lambda: gate.waiting == 1)
+        await until(lambda: gate.waiting == 1)
         before = database.version
         assert database.compactor.merging is not None and database.compactor.merging.rows == before.rows
         compacting.cancel()
@@ -514,12 +503,12 @@ def test_collection_spares_the_outputs_of_a_merge_that_is_not_committed_yet() ->
         held = Held(world, after=True)
         database = await open_with(world, held)
         await fill_level_0(world, database)
-        await eventually(lambda: len(world.objects.puts) > 2 * SMALL.l0_compact)
+        await until(lambda: len(world.objects.puts) > 2 * SMALL.l0_compact)
         for _ in range(3):
             done = await database.collect_garbage()
             assert done.skipped_in_flight > 0 and done.deleted_files == 0
         held.let_go.set()
-        await eventually(lambda: database.stats().merges == 1)
+        await until(lambda: database.stats().merges == 1)
         await check(world, database)
         assert not (await database.collect_garbage()).missing
         await database.aclose()
@@ -546,7 +535,7 @@ def test_a_database_outlives_its_workers_deaths(tmp_path: Path) -> None:
                 killed.add(worker.pid)
                 os.kill(worker.pid, signal.SIGKILL)
             await check(world, database)
-        await eventually(lambda: settled(database) and database.stats().merge_error == "")
+        await until(lambda: settled(database) and database.stats().merge_error == "")
         assert len(killed) == 2 and database.compactor.stats.failures >= 1
         assert database.stats().merges >= 1
         await check(world, database)

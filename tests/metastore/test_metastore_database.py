@@ -14,20 +14,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from support.metastore.lsm_world import (
-    SMALL,
-    UUID,
-    Gate,
-    Watched,
-    World,
-    collect,
-    eventually,
-    expected,
-    failing,
-    numbered,
-    run,
-)
+from support.metastore.lsm_world import SMALL, UUID, Gate, Watched, World, collect, expected, failing, numbered
 from support.metastore.lsm_world import objects as objects  # the fixture
+from support.waiting import run, until
 from tidemill.base.errors import (
     ClosedError,
     ConflictError,
@@ -195,7 +184,7 @@ def test_pre_open_reads_no_file_unless_it_is_told_to(objects: ObjectStore) -> No
             for how in ({}, {"read_only": True}):
                 database = await world.open(options=options, **how)
                 opened = files[:wished]
-                await eventually(lambda: all(database.tables.cached_meta(file) is not None for file in opened))  # noqa: B023
+                await until(lambda: all(database.tables.cached_meta(file) is not None for file in opened))  # noqa: B023
                 read = [key for key in world.objects.reads if SST in key]
                 assert sorted(read) == sorted(database.files.key(file) for file in opened)
                 world.objects.reads.clear()
@@ -217,7 +206,7 @@ def test_a_damaged_file_does_not_keep_a_database_from_opening(objects: ObjectSto
         await database.aclose()
         await world.objects.delete((await world.sst_keys())[1])
         database = await world.open(options=msgspec.structs.replace(SMALL, pre_open=9))
-        await eventually(lambda: sum(SST in key for key in world.objects.reads) == 3)
+        await until(lambda: sum(SST in key for key in world.objects.reads) == 3)
         assert await database.get_many([b"a", b"c"]) == [b"1", b"1"] and database.failure is None
         with pytest.raises(MissingError):
             await database.get(b"b")
@@ -364,7 +353,7 @@ def test_flush_and_write_interleave_and_the_seqno_covers_only_the_frozen_rows(ob
         world.put(database, numbered(range(40)))
         gate = world.objects.before_put = Gate(SST)
         flushing = asyncio.create_task(database.flush())
-        await eventually(lambda: gate.waiting > 0)
+        await until(lambda: gate.waiting > 0)
         world.put(database, numbered(range(20, 50), "w"))
         assert await collect(database.scan()) == expected(world.rows)
         gate.open.set()
@@ -385,7 +374,7 @@ def test_flushes_called_at_once_share_one_file() -> None:
         world.put(database, numbered(range(10)))
         gate = world.objects.before_put = Gate(SST)
         first = [asyncio.create_task(database.flush()) for _ in range(5)]
-        await eventually(lambda: gate.waiting > 0)
+        await until(lambda: gate.waiting > 0)
         world.put(database, numbered(range(10), "w"))
         later = [asyncio.create_task(database.flush()) for _ in range(5)]
         await asyncio.sleep(0)
@@ -411,7 +400,7 @@ def test_a_failed_flush_is_told_to_those_who_waited_for_it_and_not_to_who_came_l
 
         world.objects.before_put = wait_then_fail
         first = asyncio.create_task(database.flush())
-        await eventually(lambda: gate.waiting > 0)
+        await until(lambda: gate.waiting > 0)
         world.put(database, numbered(range(10), "w"))
         later = asyncio.create_task(database.flush())
         await asyncio.sleep(0)
@@ -433,7 +422,7 @@ def test_a_flush_past_its_deadline_is_unavailable_and_goes_on() -> None:
             await database.flush(timeout_s=0.01)
         assert database.max_persisted_seqno == 0
         gate.open.set()
-        await eventually(lambda: database.max_persisted_seqno == 1)
+        await until(lambda: database.max_persisted_seqno == 1)
         assert len(await world.sst_keys()) == 1 and await database.flush(timeout_s=0.01) == 1
 
     run(body())
@@ -446,12 +435,12 @@ def test_a_cancelled_flush_call_leaves_the_flush_running() -> None:
         world.put(database, numbered(range(10)))
         gate = world.objects.before_put = Gate(MANIFEST)
         flushing = asyncio.create_task(database.flush())
-        await eventually(lambda: gate.waiting > 0)
+        await until(lambda: gate.waiting > 0)
         flushing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await flushing
         gate.open.set()
-        await eventually(lambda: database.max_persisted_seqno == 1)
+        await until(lambda: database.max_persisted_seqno == 1)
         database.apply(2, [b"a"], [b"1"])  # and the database is not broken
 
     run(body())
@@ -465,7 +454,7 @@ def test_a_full_write_buffer_is_flushed_without_a_call() -> None:
         await asyncio.sleep(0.01)
         assert database.max_persisted_seqno == 0
         world.put(database, numbered(range(15, 30)))
-        await eventually(lambda: database.max_persisted_seqno == 2)
+        await until(lambda: database.max_persisted_seqno == 2)
 
     run(body())
 
@@ -476,10 +465,10 @@ def test_an_automatic_flush_that_failed_is_tried_again() -> None:
         database = await world.open()
         world.objects.before_put = failing(SST, UnavailableError("no"), times=2)
         world.put(database, numbered(range(9)))
-        await eventually(lambda: database.stats().flushes == 1)
+        await until(lambda: database.stats().flushes == 1)
         assert sum(SST in key for key in world.objects.puts) == 3 and len(await world.sst_keys()) == 1
         assert database.max_persisted_seqno == 1
-        await eventually(lambda: database.stats().flush_error == "")
+        await until(lambda: database.stats().flush_error == "")
 
     run(body())
 
@@ -605,7 +594,7 @@ def test_a_closed_database_raises_closed_and_flushes_nothing(objects: ObjectStor
         world.put(database, numbered(range(5)))
         gate = world.objects.before_put = Gate(SST)
         flushing = asyncio.create_task(database.flush())
-        await eventually(lambda: gate.waiting > 0)
+        await until(lambda: gate.waiting > 0)
         await database.aclose()
         with pytest.raises(ClosedError):
             await flushing
@@ -741,7 +730,7 @@ def test_a_cold_read_outlives_the_merge_that_removes_its_file() -> None:
         gate = world.objects.before_read = Gate(SST)
         reading = asyncio.create_task(database.get(b"row/000030"))
         reading_many = asyncio.create_task(database.get_many([b"row/000031", b"row/000032"]))
-        await eventually(lambda: gate.waiting > 0 and database.versions.pins == 2)
+        await until(lambda: gate.waiting > 0 and database.versions.pins == 2)
         world.objects.before_read = None
         before = set(await world.sst_keys())
         await database.compact()
@@ -804,7 +793,7 @@ def test_writers_are_slowed_and_then_stopped_as_level_0_grows() -> None:
             await database.flush()
         assert waits == [(0, 0), (0, 0), (0, 0), (1, 0)]
         stopped = asyncio.create_task(database.wait_for_room())
-        await eventually(lambda: database.stats().stopped == 1)
+        await until(lambda: database.stats().stopped == 1)
         assert not stopped.done()
         await database.compact()
         await stopped
@@ -820,17 +809,17 @@ def test_writers_stop_while_more_than_two_write_buffers_are_full_and_may_be_canc
         gate = world.objects.before_put = Gate(SST)
         world.put(database, numbered(range(15)))
         await database.wait_for_room()
-        await eventually(lambda: gate.waiting > 0)
+        await until(lambda: gate.waiting > 0)
         world.put(database, numbered(range(15, 30)))
         stopped = [asyncio.create_task(database.wait_for_room()) for _ in range(3)]
-        await eventually(lambda: database.stats().stopped == 3)
+        await until(lambda: database.stats().stopped == 3)
         stopped[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopped[0]
         assert not stopped[1].done()
         gate.open.set()
         await asyncio.gather(*stopped[1:])
-        await eventually(lambda: database.max_persisted_seqno == 2)
+        await until(lambda: database.max_persisted_seqno == 2)
 
     run(body())
 
@@ -902,7 +891,7 @@ def test_manifests_are_written_one_after_the_other_each_from_the_newest_version(
         world.put(database, numbered(range(20, 40)))
         gate = world.objects.before_put = Gate(MANIFEST)
         flushing = asyncio.create_task(database.flush())
-        await eventually(lambda: gate.waiting == 1)
+        await until(lambda: gate.waiting == 1)
         old = database.version.levels[0][0]
         moving = asyncio.create_task(database.commit_edit(Edit(added=((1, old),), removed=(old,))))
         for _ in range(20):
@@ -927,12 +916,12 @@ def test_a_cancelled_commit_goes_on_and_breaks_nothing() -> None:
         old = database.version.levels[0][0]
         gate = world.objects.before_put = Gate(MANIFEST)
         moving = asyncio.create_task(database.commit_edit(Edit(added=((1, old),), removed=(old,))))
-        await eventually(lambda: gate.waiting == 1)
+        await until(lambda: gate.waiting == 1)
         moving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await moving
         gate.open.set()
-        await eventually(lambda: len(database.version.levels) == 2)
+        await until(lambda: len(database.version.levels) == 2)
         assert await collect(database.scan()) == expected(world.rows)
 
     run(body())
@@ -949,7 +938,7 @@ def test_a_commit_cut_off_by_closing_is_told_as_closed() -> None:
         old = database.version.levels[0][0]
         gate = world.objects.before_put = Gate(MANIFEST)
         moving = asyncio.create_task(database.commit_edit(Edit(added=((1, old),), removed=(old,))))
-        await eventually(lambda: gate.waiting == 1)
+        await until(lambda: gate.waiting == 1)
         await database.aclose()
         with pytest.raises(ClosedError):
             await moving
@@ -981,7 +970,7 @@ def test_a_number_is_in_flight_until_its_file_is_in_a_version() -> None:
         world.put(database, numbered(range(5)))
         gate = world.objects.before_put = Gate(MANIFEST)
         flushing = asyncio.create_task(database.flush())
-        await eventually(lambda: gate.waiting == 1)
+        await until(lambda: gate.waiting == 1)
         assert database.versions.lowest_in_flight == name.number == 1
         database.release_file_names([name])
         assert database.versions.lowest_in_flight == 2  # the flush's, whose file is stored already

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
+from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run
 from support.metastore.domain_world import world as world
 from support.metastore.lsm_world import Gate, Watched
-from support.waiting import DEADLINE_S
+from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import ConflictError, FencedError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.domain import replicated_manifest
 from tidemill.metastore.domain.domain import Domain

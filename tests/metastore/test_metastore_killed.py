@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from support.metastore.lsm_killed_child import OPTIONS, PREFIX, STEPS, UUID, batch, state_at
-from support.metastore.lsm_world import collect, run
+from support.metastore.lsm_world import collect
+from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.file_store import SstFiles

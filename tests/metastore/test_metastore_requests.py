@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
-from support.waiting import DEADLINE_S
+from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run
+from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead, LogSlice
 from tidemill.consensus.memory import MemoryConsensus

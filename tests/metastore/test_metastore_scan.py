@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.metastore.lsm_world import SMALL, Gate, World, collect, eventually, expected, failing, numbered, run
+from support.metastore.lsm_world import SMALL, Gate, World, collect, expected, failing, numbered
 from support.metastore.lsm_world import objects as objects  # the fixture
+from support.waiting import run, until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.lsm.database import Database
@@ -341,7 +342,7 @@ def test_reads_of_several_runs_are_asked_at_once() -> None:
         database = await reopened(world)
         gate = world.objects.before_read = Gate("/sst/")
         scanning = asyncio.create_task(collect(database.scan()))
-        await eventually(lambda: gate.waiting == 4)
+        await until(lambda: gate.waiting == 4)
         gate.open.set()
         assert await scanning == expected(world.rows)
 
@@ -373,7 +374,7 @@ def test_a_cancelled_scan_lets_go() -> None:
             await database.flush()
         gate = world.objects.before_read = Gate("/sst/")
         scanning = asyncio.create_task(collect(database.scan()))
-        await eventually(lambda: gate.waiting == 3)
+        await until(lambda: gate.waiting == 3)
         scanning.cancel()
         with pytest.raises(asyncio.CancelledError):
             await scanning

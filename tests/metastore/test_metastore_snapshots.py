@@ -15,8 +15,9 @@ import warnings
 import msgspec
 import pytest
 
-from support.metastore.lsm_world import SMALL, UUID, Gate, World, collect, eventually, expected, numbered, run
+from support.metastore.lsm_world import SMALL, UUID, Gate, World, collect, expected, numbered
 from support.metastore.lsm_world import objects as objects  # the fixture
+from support.waiting import run, until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import ClosedError, InvalidError
 from tidemill.metastore.lsm.manifest import Manifest
@@ -385,7 +386,7 @@ def test_refreshes_at_once_take_turns() -> None:
         gate = world.objects.before_read = Gate("/manifest/")
         world.put(writer, numbered(range(9), "w"))
         first = asyncio.create_task(reader.refresh())
-        await eventually(lambda: gate.waiting == 1)
+        await until(lambda: gate.waiting == 1)
         second = asyncio.create_task(reader.refresh())
         await asyncio.sleep(0)
         assert gate.waiting == 1

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from sim.scenarios.metastore_plants import planted
-from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
+from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run
+from support.waiting import until
 from tidemill.base.errors import (
     ConflictError,
     CorruptError,

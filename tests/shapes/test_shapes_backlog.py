@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from support.shapes.consumer import COLUMNS, ENDLESS, OTHER, TABLE, row
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.base.clock import ManualClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment, Relation
@@ -51,7 +52,7 @@ def test_f120_a_large_transaction_ends_no_shape_of_a_table_that_it_does_not_touc
                 assert client.refetches == 0
             await touched.follow_until(lambda: _values(touched.rows) == {"new"} and len(touched.rows) == 100)
             assert world.service.facts()["fell_behind"] == touched.refetches == 1
-            await eventually(lambda: world.sink.held_bytes == 0)
+            await until(lambda: world.sink.held_bytes == 0)
 
     run(main())
 

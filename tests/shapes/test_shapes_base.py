@@ -8,7 +8,8 @@ import psycopg
 import pytest
 
 from support.shapes.real_world import RealWorld
-from support.shapes.world import ShapeSettings, eventually, run
+from support.shapes.world import ShapeSettings
+from support.waiting import run, until
 from tidemill.shapes.tables import initial_snapshot
 
 pytestmark = pytest.mark.postgres
@@ -29,7 +30,7 @@ def test_nobody_empties_a_table_between_the_snapshot_and_the_rows_that_are_read_
 
     async def main() -> None:
         async with RealWorld(postgres_dsn, DDL, SETTINGS) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
 
             async def meanwhile(connection: Any, relation: Any) -> None:
                 await opened(connection, relation)
@@ -63,7 +64,7 @@ def test_rows_of_tables_that_inherit_are_in_neither_the_shape_nor_its_subsets(po
 
     async def main() -> None:
         async with RealWorld(postgres_dsn, ddl, SETTINGS) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             for table, keys in (("a", {"1", "2"}), ("p", {"1", "7"})):
                 client = await world.sync(table=table)
                 assert {row["id"] for row in client.rows.values()} == keys

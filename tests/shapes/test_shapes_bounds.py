@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from support.shapes.fake_shard import FakeShard
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.definition.definition import SHAPE_BYTES
@@ -46,7 +47,7 @@ def test_f101_a_clause_that_fails_on_a_row_ends_its_shape_with_400_and_nothing_e
             healthy = await world.sync(table="item")
             for key, where, weight in ((201, "1 / weight > 0", "0"), (202, "weight::int > 1", "1e12")):
                 poll = asyncio.ensure_future(world.get(**await follow(world, where=where)))
-                await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
+                await until(lambda: any(s["waiting"] for s in world.service.shapes()))
                 await insert(world, key, weight)
                 answer = await poll
                 assert answer.status == 400, answer.body
@@ -81,7 +82,7 @@ def test_f102_whatever_evaluation_raises_ends_that_shape_only_and_is_told(
         async with ShapeWorld(postgres_dsn, DDL) as world:
             healthy = await world.sync(table="item")
             poll = asyncio.ensure_future(world.get(**await follow(world, where="id > 0")))
-            await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
+            await until(lambda: any(s["waiting"] for s in world.service.shapes()))
             monkeypatch.setattr(TableConsumer, "evaluate", evaluate)
             await insert(world, 201)
             assert (await poll).status == 503
@@ -128,7 +129,7 @@ def test_f103_a_feed_over_a_shard_that_fails_ends_its_shape_and_is_told(
             client = await world.sync(table="shard.s")
             params = {"table": "shard.s", "offset": client.offset, "handle": client.handle, "live": "true"}
             poll = asyncio.ensure_future(world.get(**params))
-            await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
+            await until(lambda: any(s["waiting"] for s in world.service.shapes()))
             shard.armed = True
             await shard.append(2000, (1500, 1, {"id": 2, "v": "b"}))
             assert (await poll).status == 503
@@ -143,8 +144,8 @@ def test_f103_a_feed_over_a_shard_that_fails_ends_its_shape_and_is_told(
 
             assert told()
             shard.armed = False
-            await eventually(lambda: _served(world, table="shard.s"))
-            await eventually(lambda: not told())  # whoever has the same shape again has nothing to be told of
+            await until(lambda: _served(world, table="shard.s"))
+            await until(lambda: not told())  # whoever has the same shape again has nothing to be told of
 
     run(main())
 
@@ -167,7 +168,7 @@ def test_a_shape_that_has_its_rows_is_not_told_as_loading(postgres_dsn: str, mon
             def said() -> list[str]:
                 return [m.reason for m in world.tracker.report("p", 0).marks if " of them loading" in m.reason]
 
-            await eventually(lambda: len(said()) == 2 and all("1 shapes, 0 of them" in reason for reason in said()))
+            await until(lambda: len(said()) == 2 and all("1 shapes, 0 of them" in reason for reason in said()))
             await asyncio.sleep(2.5)  # two looks after it would be told
             assert not [m for m in world.tracker.report("p", 0).marks if m.name.startswith("shape:")]
 
@@ -191,7 +192,7 @@ def test_a_clause_that_fails_on_a_row_of_a_shard_is_400_at_first_and_later(postg
             client = await world.sync(table="shard.s", where="1 / (id - 2) < 5")
             params = {**client.params, "offset": client.offset, "handle": client.handle, "live": "true"}
             poll = asyncio.ensure_future(world.get(**params))
-            await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
+            await until(lambda: any(s["waiting"] for s in world.service.shapes()))
             await shard.append(2000, (1500, 1, {"id": 2, "v": "b"}))
             answer = await poll
             assert answer.status == 400, answer.body
@@ -228,7 +229,7 @@ def test_f104_a_shape_too_many_is_refused_and_none_in_use_ends_for_it(postgres_d
                     assert (await world.get(table="item", offset="-1", where=f"id = {n}")).handle == handles[n]
                 return (await world.get(table="item", offset="-1", where="id = 3")).status == 200
 
-            await eventually(refreshed)
+            await until(refreshed)
             left = {str(s["handle"]) for s in world.service.shapes()}
             assert handles[0] in left and handles[2] in left and handles[1] not in left
             assert world.service.facts()["evicted_idle"] == 1
@@ -251,7 +252,7 @@ def test_f105_shapes_together_stay_within_their_memory_and_give_all_of_it_back(p
             await one.follow_until(lambda: len(one.rows) == 101)
             assert one.refetches == 0
             await world.db.execute("UPDATE item SET name = repeat('x', 200)")
-            await eventually(lambda: one.handle not in {s["handle"] for s in world.service.shapes()})
+            await until(lambda: one.handle not in {s["handle"] for s in world.service.shapes()})
             assert budget.used_bytes <= budget.limit_bytes
             await small.follow_until(lambda: all(len(row["name"]) == 200 for row in small.rows.values()))
             assert small.refetches == 0
@@ -292,7 +293,7 @@ def test_f106_a_shape_that_falls_behind_ends_and_the_stream_and_other_shapes_go_
             assert healthy.refetches == 0
             assert (await poll).status == 409
             assert world.service.facts()["fell_behind"] == 1
-            await eventually(lambda: world.sink.held_bytes == 0)
+            await until(lambda: world.sink.held_bytes == 0)
             monkeypatch.undo()
 
     run(main())
@@ -321,7 +322,7 @@ def test_a_transaction_larger_than_the_log_may_be_ends_the_shape_before_it_is_wh
             assert answer.status == 409
             shape = world.service.find_by_handle(answer.handle)
             assert shape is not None
-            await eventually(lambda: world.service.budget.used_bytes < 2 * SHAPE_BYTES)
+            await until(lambda: world.service.budget.used_bytes < 2 * SHAPE_BYTES)
 
     run(main())
 
@@ -367,7 +368,7 @@ def test_a_shard_that_was_dropped_ends_its_shapes_and_its_name_may_mean_another_
                 await world.get(table="shard.s", offset="-1", where=f"id = {n}")
             assert opened == 1, "one handle serves all who ask within ten seconds"
             poll = asyncio.ensure_future(client.step(live=True))
-            await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
+            await until(lambda: any(s["waiting"] for s in world.service.shapes()))
             shards.append(FakeShard("s", SCHEMA))
             await shards[1].append(5000, (10, 1, {"id": 7, "v": "new"}))
             await shards[0].append(2000)
@@ -383,19 +384,19 @@ def test_f107_shapes_of_a_table_that_is_not_captured_any_more_leave_memory_and_m
         async with ShapeWorld(postgres_dsn, DDL + "CREATE TABLE other (id int PRIMARY KEY)") as world:
             poll = asyncio.ensure_future(world.get(**await follow(world, where="id > 0")))
             keeps = await world.sync(table="other")
-            await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
-            await eventually(lambda: [m.name for m in world.tracker.report("p", 0).marks] == ["shapes:main"])
+            await until(lambda: any(s["waiting"] for s in world.service.shapes()))
+            await until(lambda: [m.name for m in world.tracker.report("p", 0).marks] == ["shapes:main"])
             world.relations = {oid: r for oid, r in world.relations.items() if r.table != "item"}
             answer = await poll
             assert answer.status in (400, 409)
             assert (await world.get(table="item", offset="-1")).status == 400
-            await eventually(lambda: [s["source"] for s in world.service.shapes()] == ["public.other"])
+            await until(lambda: [s["source"] for s in world.service.shapes()] == ["public.other"])
             await world.db.execute("INSERT INTO other VALUES (1)")
             await keeps.follow_until(lambda: len(keeps.rows) == 1)
             shape = world.service.find_by_handle(keeps.handle)
             assert shape is not None
             world.service.delete(shape)
-            await eventually(lambda: not world.tracker.report("p", 0).marks)
+            await until(lambda: not world.tracker.report("p", 0).marks)
             assert world.service.budget.used_bytes == 0
 
     run(main())
@@ -406,9 +407,9 @@ def test_marks_do_not_grow_with_the_number_of_shapes(postgres_dsn: str) -> None:
         async with ShapeWorld(postgres_dsn, DDL) as world:
             for n in range(60):
                 assert (await world.get(table="item", offset="-1", where=f"id = {n}")).status == 200
-            await eventually(lambda: [m.name for m in world.tracker.report("p", 0).marks] == ["shapes:main"])
+            await until(lambda: [m.name for m in world.tracker.report("p", 0).marks] == ["shapes:main"])
             (mark,) = world.tracker.report("p", 0).marks
-            await eventually(lambda: "60 shapes" in world.tracker.report("p", 0).marks[0].reason)
+            await until(lambda: "60 shapes" in world.tracker.report("p", 0).marks[0].reason)
             assert mark.position == mark.target
             largest = world.service.facts()["largest"]
             assert isinstance(largest, list) and len(largest) == 5

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from support.ports import free_port
-from support.shapes.world import Answer, ShapeWorld, _fetch, eventually, run
+from support.shapes.world import Answer, ShapeWorld, _fetch
+from support.waiting import run, until
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.settings import CacheAges
@@ -69,7 +70,7 @@ async def nginx(home: Path, upstream: int) -> AsyncIterator[Cache]:
     config.write_text(CONFIG.format(home=home, port=port, upstream=upstream))
     process = await asyncio.create_subprocess_exec(binary, "-p", str(home), "-c", str(config))
     try:
-        await eventually(lambda: answers(port))
+        await until(lambda: answers(port))
         yield Cache(port)
     finally:
         process.terminate()
@@ -101,11 +102,11 @@ def test_nginx_serves_initial_rows_and_chunks_and_says_hit_stale_and_revalidated
             assert known.status == 304
             later = {"table": "item", "offset": first.offset, "handle": first.handle}
             assert [await cache.said(**later), await cache.said(**later)] == ["MISS", "HIT"]
-            await eventually(lambda: is_said(cache, later, "STALE"))
-            await eventually(lambda: is_said(cache, later, "HIT"))
+            await until(lambda: is_said(cache, later, "STALE"))
+            await until(lambda: is_said(cache, later, "HIT"))
             await world.db.execute("DELETE FROM item WHERE id = 1")
-            await eventually(lambda: bool(world.service.shapes()[0]["log_bytes"]))
-            await eventually(lambda: shows_the_delete(cache, later))
+            await until(lambda: bool(world.service.shapes()[0]["log_bytes"]))
+            await until(lambda: shows_the_delete(cache, later))
             assert await cache.said(table="item", offset="now") == "MISS"
             assert await cache.said(table="item", offset="now") == "MISS", "no-cache is never kept"
             subset = {"table": "item", "offset": "now", "subset__where": "id = 2"}
@@ -133,11 +134,11 @@ def test_nginx_asks_again_for_what_is_too_old_to_be_shown_and_keeps_it_when_it_i
                 patch.setitem(globals(), "CONFIG", plain)
                 async with nginx(tmp_path, world.server.port) as cache:
                     first = await cache.get(table="item", offset="-1")
-                    await eventually(lambda: is_said(cache, {"table": "item", "offset": "-1"}, "REVALIDATED"))
+                    await until(lambda: is_said(cache, {"table": "item", "offset": "-1"}, "REVALIDATED"))
                     assert (await cache.get(table="item", offset="-1")).body == first.body
                     tail = {"table": "item", "offset": first.offset, "handle": first.handle}
                     await cache.get(**tail)
-                    await eventually(lambda: is_said(cache, tail, "REVALIDATED"))
+                    await until(lambda: is_said(cache, tail, "REVALIDATED"))
 
     run(main())
 
@@ -151,7 +152,7 @@ def test_clients_that_poll_together_are_one_request_to_the_node(postgres_dsn: st
             first = await cache.get(table="item", offset="-1")
             tail = {"table": "item", "offset": first.offset, "handle": first.handle, "live": "true", "cursor": "7"}
             polls = [asyncio.ensure_future(cache.get(**tail)) for _ in range(5)]
-            await eventually(lambda: any(shape["waiting"] for shape in world.service.shapes()))
+            await until(lambda: any(shape["waiting"] for shape in world.service.shapes()))
             assert [shape["waiting"] for shape in world.service.shapes()] == [1]
             await world.db.execute("DELETE FROM item WHERE id = 1")
             found = await asyncio.gather(*polls)

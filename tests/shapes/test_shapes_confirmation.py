@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from support.shapes.real_world import DDL, RealWorld, equal_in_the_end
-from support.shapes.world import eventually, run
+from support.waiting import run, until
 from tidemill.capture.changes import Fragment
 from tidemill.shapes import ShapeSettings, ShapeTap
 
@@ -27,7 +27,7 @@ def test_f435_a_thousand_dear_shapes_do_not_delay_the_confirmation_of_lsns(postg
     async def main() -> None:
         ddl = "CREATE TABLE t (id int PRIMARY KEY, grp int, v text)"
         async with RealWorld(postgres_dsn, ddl, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             places = asyncio.Semaphore(8)
 
             async def shape(number: int) -> None:
@@ -73,7 +73,7 @@ def test_f425_shapes_start_over_when_their_tap_breaks_and_capture_does_not_notic
 
     async def main() -> None:
         async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             client = await world.sync(table="stock", where="w = 1")
             session, real, breaks = world.capture._session, ShapeTap.process_fragment, 3
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from support.shapes.consumer import TABLE
 from support.shapes.storage import INFO, written
-from support.shapes.world import eventually, run
+from support.waiting import run, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError
 from tidemill.base.status.status import StatusTracker
@@ -61,7 +61,7 @@ def test_f131_what_is_damaged_in_a_shapes_file_ends_that_shape_alone(tmp_path: P
         sink.begin_session(["owner"])
         sink.set_carried_relations([TABLE.oid])
         sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
-        await eventually(lambda: not sink.restoring)
+        await until(lambda: not sink.restoring)
         assert service.find_by_handle(f"h{RECORD}") is None, "its definition may be another: it is not restored"
         base, item, whole = (service.find_by_handle(f"h{key}") for key in (BASE, ITEM, WHOLE))
         assert base is not None and item is not None and whole is not None

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from support.shapes.real_world import RealWorld
-from support.shapes.world import Client, ShapeWorld, eventually, run
+from support.shapes.world import Client, ShapeWorld
+from support.waiting import run, until
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shapes import ShapeSettings
 
@@ -46,7 +47,7 @@ def quoted(*parts: str) -> str:
 def test_a_table_that_was_made_a_moment_ago_is_served_at_its_first_request_whatever_its_name(postgres_dsn: str) -> None:
     async def main() -> None:
         async with Patient(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             for number, (schema, table) in enumerate(NAMES):
                 await world.db.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted(schema)}")
                 await world.db.execute(f"CREATE TABLE {quoted(schema, table)} (id int PRIMARY KEY, v text)")
@@ -75,7 +76,7 @@ def test_a_request_that_comes_before_the_capture_knows_its_tables_waits_for_it(p
 def test_a_table_that_is_not_there_is_refused_by_one_look_for_all_who_ask(postgres_dsn: str) -> None:
     async def main() -> None:
         async with Patient(postgres_dsn, DDL) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             await world.db.execute("CREATE TABLE keyless (v text)")
             looks = _count_looks(world)
             names = [f"absent_{n}" for n in range(40)]
@@ -95,7 +96,7 @@ def test_a_table_made_anew_under_its_name_is_409_to_who_has_the_old_rows_and_nev
 ) -> None:
     async def main() -> None:
         async with Patient(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             await world.db.execute(
                 "CREATE TABLE again (id int PRIMARY KEY, v text); INSERT INTO again VALUES (1, 'old')"
             )
@@ -105,7 +106,7 @@ def test_a_table_made_anew_under_its_name_is_409_to_who_has_the_old_rows_and_nev
                 "CREATE TABLE again (id int PRIMARY KEY, v text); INSERT INTO again VALUES (2, 'new')"
             )
             # Another shape of the name reads its rows now: what it finds is told to the capture, which then looks.
-            await eventually(lambda: _status(world, table="again", where="id > 0", offset="-1", wanted=200))
+            await until(lambda: _status(world, table="again", where="id > 0", offset="-1", wanted=200))
             fresh = await world.sync(table="again", where="id > 0")
             assert _values(fresh) == ["new"]
             await client.follow_until(lambda: _values(client) == ["new"])
@@ -151,7 +152,7 @@ class Eager(RealWorld):
 def test_many_tables_that_come_are_asked_for_and_go_leave_nothing_behind(postgres_dsn: str) -> None:
     async def main() -> None:
         async with Eager(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             await world.sync(table="first")
 
             async def churn(round_: int, count: int) -> None:
@@ -163,15 +164,15 @@ def test_many_tables_that_come_are_asked_for_and_go_leave_nothing_behind(postgre
                 assert all(len(client.rows) == 1 for client in clients)
                 for name in names:
                     await world.db.execute(f"DROP TABLE {quoted(name)}")
-                await eventually(lambda: len(world.service.shapes()) == 1)
-                await eventually(lambda: _captured(world, 1))
+                await until(lambda: len(world.service.shapes()) == 1)
+                await until(lambda: _captured(world, 1))
 
             await churn(0, 5)
             before = await _left(world)
             for round_ in range(1, 3):
                 await churn(round_, 40)
             try:
-                await eventually(lambda: _not_more(world, before))
+                await until(lambda: _not_more(world, before))
             except AssertionError:
                 assert await _left(world) == before
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 
-from support.shapes.world import ShapeWorld, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.node.http.server import HttpServer
 from tidemill.shapes import LogLimits, ShapeService, ShapeSettings, shape_routes

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pytest
 
 from support.shapes.fake_shard import FakeShard
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.loop_share import LoopShare, Step, Turn
@@ -178,10 +179,10 @@ def test_f110_no_request_keeps_the_loop_for_longer_than_a_moment(postgres_dsn: s
                 slices = SliceWatch(world.service.share)
                 shard.go.set()
                 await world.db.execute("UPDATE item SET t = t || 'z' WHERE id < 10000 AND id > 0")
-                await eventually(lambda: world.delivered and world.sink.taken == world.delivered[-1].commit_lsn)
-                await eventually(lambda: world.sink.held_bytes == 0)
+                await until(lambda: world.delivered and world.sink.taken == world.delivered[-1].commit_lsn)
+                await until(lambda: world.sink.held_bytes == 0)
                 (followed,) = [s for s in world.service.shapes() if s["source"] == "shard:s"]
-                await eventually(lambda: world.service.find_by_handle(str(followed["handle"])).last_seen == 1_999)  # type: ignore[union-attr]
+                await until(lambda: world.service.find_by_handle(str(followed["handle"])).last_seen == 1_999)  # type: ignore[union-attr]
                 seen["10,000 updates for all of these, and 15,000 rows of a shard"] = slices.longest_s
             assert not failures
             limit_s = stall_s()

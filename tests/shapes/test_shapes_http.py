@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from support.shapes.world import ShapeWorld, eventually, run
-from support.waiting import DEADLINE_S
+from support.shapes.world import ShapeWorld
+from support.waiting import DEADLINE_S, run
+from support.waiting import until as eventually
 from tidemill.base.clock import Rand
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.http.responses import CURSOR_EPOCH_MS, next_cursor

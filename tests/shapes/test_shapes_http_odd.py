@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from support.shapes.world import ShapeWorld, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run
 from tidemill.shapes import ShapeSettings
 
 pytestmark = pytest.mark.postgres

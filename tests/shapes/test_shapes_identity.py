@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.shapes.tables import captured_database
 
 pytestmark = pytest.mark.postgres
@@ -36,7 +37,7 @@ async def follows(world: ShapeWorld, client: Any) -> None:
         await client.step()
         return held(client) == await world.select("wide")
 
-    await eventually(same)
+    await until(same)
 
 
 def test_an_update_leaves_out_what_nobody_said_and_a_client_that_merges_it_holds_the_table(postgres_dsn: str) -> None:
@@ -63,7 +64,7 @@ def test_an_update_leaves_out_what_nobody_said_and_a_client_that_merges_it_holds
             assert client.refetches == 1
             narrow = await world.sync(table="wide", columns="id,v")
             await world.db.execute("UPDATE wide SET id = 55 WHERE id = 5")
-            await eventually(lambda: _moved(narrow))
+            await until(lambda: _moved(narrow))
             assert narrow.refetches == 0
 
     run(main())
@@ -89,7 +90,7 @@ def test_f112_a_shape_that_needs_old_rows_is_refused_with_full_as_the_way_and_se
             await world.db.execute("ALTER TABLE wide REPLICA IDENTITY FULL")
             client = await world.sync(table="wide", where="v > 2")
             await world.db.execute("UPDATE wide SET v = 0 WHERE id = 3")
-            await eventually(lambda: _holds(client, {"4", "5"}))
+            await until(lambda: _holds(client, {"4", "5"}))
             # Taken away under it: what may have left the shape is not told any more, so the shape ends there.
             await world.db.execute("ALTER TABLE wide REPLICA IDENTITY DEFAULT")
             await world.db.execute("UPDATE wide SET v = 0 WHERE id = 4")
@@ -98,7 +99,7 @@ def test_f112_a_shape_that_needs_old_rows_is_refused_with_full_as_the_way_and_se
                 answer = await world.get(table="wide", offset=client.offset, handle=client.handle, where="v > 2")
                 return answer.status == 400
 
-            await eventually(refused)
+            await until(refused)
 
     run(main())
 

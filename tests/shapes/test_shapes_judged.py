@@ -8,7 +8,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.changes import Relation
 from tidemill.shapes import ShapeSettings
@@ -159,7 +160,7 @@ def test_a_shape_whose_question_the_database_answers_with_an_error_ends(postgres
             client = await world.sync(table="item", where="weight * 1e9000 > 10 OR 1 / id > 5")
             params = {"table": "item", "where": "weight * 1e9000 > 10 OR 1 / id > 5", "handle": client.handle}
             poll = asyncio.ensure_future(world.get(**params, offset=client.offset, live="true"))
-            await eventually(lambda: any(shape["waiting"] for shape in world.service.shapes()))
+            await until(lambda: any(shape["waiting"] for shape in world.service.shapes()))
             await world.db.execute("INSERT INTO item VALUES (0, -1)")
             answer = await poll
             assert answer.status == 400, answer.body
@@ -191,7 +192,7 @@ def test_a_question_that_the_database_does_not_answer_holds_up_no_other(
             for _ in range(MAX_LOOKUPS):
                 await lookups.acquire()
             await world.db.execute("INSERT INTO item VALUES (2, 1e9000)")
-            await eventually(lambda: len(answered) == 2)
+            await until(lambda: len(answered) == 2)
             assert blocked[0] not in answered
 
     run(main())
@@ -212,7 +213,7 @@ def test_refusals_that_come_at_once_share_a_look_that_began_after_them(postgres_
 
             database.source.columns = slow  # type: ignore[method-assign]
             first = asyncio.ensure_future(database.check_definition_current(relation, 0.0))
-            await eventually(lambda: looks == [4])
+            await until(lambda: looks == [4])
             await world.db.execute("ALTER TABLE item ADD COLUMN later int")
             checks = [asyncio.ensure_future(database.check_definition_current(relation, 0.0)) for _ in range(40)]
             await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.shapes.world import run
+from support.waiting import run
 from tidemill.base.errors import UnavailableError
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
 from tidemill.shapes.log.stale_files import remove_stale_files

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.shapes.fake_shard import FakeShard
-from support.shapes.world import ShapeWorld, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.arrays import read_array

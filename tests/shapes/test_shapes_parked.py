@@ -10,7 +10,8 @@ import pytest
 
 from support.shapes.node_client import NodeClient
 from support.shapes.real_world import RealWorld
-from support.shapes.world import Answer, Client, eventually, run
+from support.shapes.world import Answer, Client
+from support.waiting import run, until
 from tidemill.capture.tables import recopy_requests
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.shapes import ShapeSettings
@@ -73,7 +74,7 @@ def holder(world: RealWorld, client: Client, **more: str) -> Any:
 def test_f121_a_table_that_was_made_anew_a_moment_ago_is_never_400(postgres_dsn: str) -> None:
     async def main() -> None:
         async with Unpolled(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             await world.sync(table="t")
             for number in range(8):
                 await world.db.execute("DROP TABLE t")
@@ -89,7 +90,7 @@ def test_f121_a_table_that_was_made_anew_a_moment_ago_is_never_400(postgres_dsn:
                     assert answer.status in SERVED, answer.body
                     return answer.status == 200 and [item["value"]["id"] for item in answer.items] == [str(number)]
 
-                await eventually(served)
+                await until(served)
 
     run(main())
 
@@ -106,7 +107,7 @@ def test_f121_a_request_whose_shape_ends_while_it_loads_is_sent_to_the_table_mad
 
     async def main() -> None:
         async with Unpolled(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             monkeypatch.setattr(PostgresSource, "load", slowly)
             young = asyncio.ensure_future(world.get(table="t", offset="-1"))
             await loading.wait()
@@ -128,15 +129,15 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
 
     async def main() -> None:
         async with Parted(postgres_dsn, PARTED, ShapeSettings(long_poll_s=30.0)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             await world.db.execute("ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (100) TO (200)")
 
             async def copied() -> bool:
                 (row,) = await world.catalogue.all_tables()
                 return row.is_streaming and len(row.partitions or ()) == 2 and row.again_last_ms > 0
 
-            await eventually(copied)
-            await eventually(lambda: world.capture.relations())
+            await until(copied)
+            await until(lambda: world.capture.relations())
             client, other = await world.sync(table="p"), await world.sync(table="p", where="id < 100")
             assert len(client.rows) == 2
             live = asyncio.ensure_future(holder(world, client, live="true"))
@@ -144,7 +145,7 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
             told = await live
             assert told.status == 409 and told.json == [{"headers": {"control": "must-refetch"}}]
             assert told.handle != client.handle
-            await eventually(lambda: parks(world, "public.p"))
+            await until(lambda: parks(world, "public.p"))
             assert (await holder(world, other)).status == 409
             words = ("paused until it is copied", "a partition is gone", "public.p")
             for params in ({"offset": "-1"}, {"offset": "now"}, {"offset": "-1", "handle": told.handle}):
@@ -156,7 +157,7 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
             async def served() -> bool:
                 return (await world.get(table="p", offset="-1")).status == 200
 
-            await eventually(served)
+            await until(served)
             client.rows, client.offset, client.handle = {}, "-1", told.handle
             await client.catch_up()
             assert {(row["id"], row["v"]) for row in client.rows.values()} == await world.select("p")
@@ -169,17 +170,17 @@ def test_f123_a_table_parked_for_good_has_its_clients_start_over_once_and_wait(p
 
     async def main() -> None:
         async with Asked(postgres_dsn, DDL, ShapeSettings(long_poll_s=30.0)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             client = await world.sync(table="t")
             async with NodeClient(f"{world.server.url}/v1/shape", {"table": "t"}) as node:
-                await eventually(lambda: node.last["upToDate"] and len(node.last["rows"]) == 1)
+                await until(lambda: node.last["upToDate"] and len(node.last["rows"]) == 1)
                 live = asyncio.ensure_future(holder(world, client, live="true"))
                 await world.db.execute("ALTER TABLE t RENAME v TO w")
                 await world.db.execute("INSERT INTO t VALUES (2, 'b')")
                 assert (await live).status == 409
-                await eventually(lambda: node.last["refetches"] >= 1)
+                await until(lambda: node.last["refetches"] >= 1)
                 assert not node.last["rows"], "no rows are shown that may be incomplete"
-                await eventually(lambda: parks(world, "public.t"))
+                await until(lambda: parks(world, "public.t"))
                 assert (await holder(world, client)).status == 409
                 assert_heals(await world.get(table="t", offset="-1"), "until an operator has it copied", "public.t")
                 assert await world.capture.wait_for_table("public", "t", 5.0), (
@@ -190,7 +191,7 @@ def test_f123_a_table_parked_for_good_has_its_clients_start_over_once_and_wait(p
 
                 await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, "public.t")
                 world.capture.check_tables_soon()
-                await eventually(lambda: node.last["upToDate"] and len(node.last["rows"]) == 2)
+                await until(lambda: node.last["upToDate"] and len(node.last["rows"]) == 2)
                 rows = {(str(row["id"]), row["w"]) for row in node.last["rows"].values()}
                 assert rows == await world.select("t")
                 assert not [line for line in node.lines if "error" in line]
@@ -216,10 +217,10 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
     async def main() -> None:
         ddl = f"{DDL}; CREATE TABLE other (id int PRIMARY KEY)"
         async with Asked(postgres_dsn, ddl, ShapeSettings(long_poll_s=30.0)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             client = await world.sync(table="t")
             live = asyncio.ensure_future(holder(world, client, live="true"))
-            await eventually(lambda: any(shape["waiting"] for shape in world.service.shapes()))
+            await until(lambda: any(shape["waiting"] for shape in world.service.shapes()))
             broken.append(True)
             await world.db.execute("ALTER TABLE t RENAME v TO w")
             await world.db.execute("INSERT INTO t VALUES (2, 'b')")
@@ -237,10 +238,10 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
 def test_a_table_that_is_dropped_is_409_to_its_holders_and_then_400(postgres_dsn: str) -> None:
     async def main() -> None:
         async with Polled(postgres_dsn, DDL, ShapeSettings(long_poll_s=30.0)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             client = await world.sync(table="t")
             live = asyncio.ensure_future(holder(world, client, live="true"))
-            await eventually(lambda: any(shape["waiting"] for shape in world.service.shapes()))
+            await until(lambda: any(shape["waiting"] for shape in world.service.shapes()))
             await world.db.execute("DROP TABLE t")
             assert (await live).status == 409
             statuses: list[int] = []
@@ -249,7 +250,7 @@ def test_a_table_that_is_dropped_is_409_to_its_holders_and_then_400(postgres_dsn
                 statuses.append((await world.get(table="t", offset="-1")).status)
                 return statuses[-1] == 400
 
-            await eventually(refused)
+            await until(refused)
             assert set(statuses) <= {400, 503}
 
     run(main(), 150)
@@ -264,7 +265,7 @@ def test_a_refused_table_is_503_with_the_reason_and_is_served_once_the_reason_is
             async def refused() -> bool:
                 return (await states(world)).get("public.t") == "refused"
 
-            await eventually(refused)
+            await until(refused)
             assert_heals(await world.get(table="t", offset="-1"), "other", "column list")
             assert_heals(await world.get(table="t", offset="now", subset__where="true"), "other", "column list")
             await world.db.execute("DROP PUBLICATION other")
@@ -274,6 +275,6 @@ def test_a_refused_table_is_503_with_the_reason_and_is_served_once_the_reason_is
                 assert answer.status in (200, 503), answer.body
                 return answer.status == 200 and [item["value"]["v"] for item in answer.items] == ["a"]
 
-            await eventually(served)
+            await until(served)
 
     run(main(), 60)

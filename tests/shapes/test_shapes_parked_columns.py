@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from support.shapes.real_world import RealWorld
-from support.shapes.world import Client, eventually, run
+from support.shapes.world import Client
+from support.waiting import run, until
 from tidemill.capture.tables import recopy_requests
 from tidemill.shapes import ShapeSettings
 
@@ -107,7 +108,7 @@ def test_f126_a_shape_without_the_changed_column_goes_on_while_its_table_is_park
 ) -> None:
     async def main() -> None:
         async with Polled(postgres_dsn, ddl(*CHANGES), SETTINGS) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             clients: list[tuple[Client, str]] = []
             for name in CHANGES:
                 for more in ({}, {"where": "b > 30"}, {"replica": "full"}):
@@ -127,7 +128,7 @@ def test_f126_a_shape_without_the_changed_column_goes_on_while_its_table_is_park
                 else:
                     await world.db.execute(change)  # type: ignore[arg-type]
             for client in ended:
-                await eventually(lambda client=client: ends(client))
+                await until(lambda client=client: ends(client))
             for name in CHANGES:
                 await write(world, name, 4)
             for client, where in clients:
@@ -150,7 +151,7 @@ def test_f126_a_shape_without_the_changed_column_goes_on_while_its_table_is_park
             for number, name in enumerate([*CHANGES, *CHANGES], 7):
                 await write(world, name, number % 30)
             for name in CHANGES:
-                await eventually(lambda name=name: flows(world, name))
+                await until(lambda name=name: flows(world, name))
                 await write(world, name, 38)
             for client, where in clients:
                 await follows(world, client, where)
@@ -196,11 +197,11 @@ def ending_ddl() -> str:
 def test_a_shape_starts_over_where_its_own_columns_may_be_others(postgres_dsn: str) -> None:
     async def main() -> None:
         async with Polled(postgres_dsn, ending_ddl(), SETTINGS) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             clients = {name: await world.sync(table=name, columns="id,a") for name in [*ENDING, *LATER]}
             for name in LATER:
                 await world.db.execute(f"ALTER TABLE {name} DROP COLUMN x")
-                await eventually(lambda name=name: parks(world, name))
+                await until(lambda name=name: parks(world, name))
                 await follows(world, clients[name])
             publication = f'ALTER PUBLICATION "{world.capture.config.publication}"'
             await world.db.execute(f"{publication} DROP TABLE unpublished")
@@ -209,7 +210,7 @@ def test_a_shape_starts_over_where_its_own_columns_may_be_others(postgres_dsn: s
                 if said:
                     await world.db.execute(said)  # type: ignore[arg-type]
             for client in clients.values():
-                await eventually(lambda client=client: ends(client))
+                await until(lambda client=client: ends(client))
 
     run(main(), 200)
 
@@ -221,7 +222,7 @@ def test_a_swap_of_columns_that_only_the_stream_tells_is_found_before_its_first_
     async def main() -> None:
         made = f"CREATE TABLE t ({names}); INSERT INTO t VALUES (1, 10, 100, 0)"
         async with Unpolled(postgres_dsn, made, SETTINGS) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             client = await world.sync(table="t", columns="id,a")
             await world.db.execute("ALTER TABLE t DROP COLUMN x")
             await world.db.execute("INSERT INTO t VALUES (2, 20, 200)")
@@ -235,7 +236,7 @@ def test_a_swap_of_columns_that_only_the_stream_tells_is_found_before_its_first_
                 seen.extend(row["a"] for row in client.rows.values())
                 return answer.status == 409
 
-            await eventually(over)
+            await until(over)
             assert not {"30", "10", "20"} & set(seen)
 
     run(main(), 150)
@@ -260,7 +261,7 @@ def test_a_shape_beside_generated_columns_continues_while_these_and_other_column
 
     async def main() -> None:
         async with Polled(postgres_dsn, ddl, SETTINGS) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             clients = {name: await world.sync(table=name, columns="id,a", where="b > 30") for name in GENERATED}
             for name, change in GENERATED.items():
                 await write(world, name, 1)
@@ -274,7 +275,7 @@ def test_a_shape_beside_generated_columns_continues_while_these_and_other_column
                 await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, f"public.{name}")
             world.capture.check_tables_soon()
             for name, client in clients.items():
-                await eventually(lambda name=name: flows(world, name))
+                await until(lambda name=name: flows(world, name))
                 await write(world, name, 4)
                 await follows(world, client, "b > 30")
                 answer = await world.get(**client.params, offset="-1")
@@ -291,13 +292,13 @@ def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_s
 
     async def main() -> None:
         async with SetAside(postgres_dsn, ddl("dropped"), SETTINGS) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             where = "b < 300"
             client = await world.sync(table="dropped", columns="id,a", where=where)
             await world.db.execute("INSERT INTO dropped SELECT i, 'a' || i, i, i FROM generate_series(1001, 5000) i")
             await write(world, "dropped", 1)
             await world.db.execute(CHANGES["dropped"])  # type: ignore[arg-type]
-            await eventually(lambda: parks(world, "dropped"))
+            await until(lambda: parks(world, "dropped"))
             await write(world, "dropped", 2)
             await follows(world, client, where)
             await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, "public.dropped")
@@ -309,7 +310,7 @@ def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_s
                 (row,) = await world.catalogue.all_tables()
                 return row.aside is not None
 
-            await eventually(set_aside)
+            await until(set_aside)
             await write(world, "dropped", 3)
             await follows(world, client, where)
             # From here on it is not set aside any more, and WAL is kept for it.
@@ -321,7 +322,7 @@ def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_s
             await world.break_stream()
             await write(world, "dropped", 5)
             await follows(world, client, where)
-            await eventually(lambda: flows(world, "dropped"))
+            await until(lambda: flows(world, "dropped"))
             await write(world, "dropped", 6)
             await follows(world, client, where)
             answer = await world.get(**client.params, offset="-1")
@@ -333,10 +334,10 @@ def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_s
 def test_what_nobody_follows_of_a_parked_table_is_not_published_any_more(postgres_dsn: str) -> None:
     async def main() -> None:
         async with Polled(postgres_dsn, ddl("dropped"), SETTINGS) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             client = await world.sync(table="dropped", columns="id,a")
             await world.db.execute(CHANGES["dropped"])  # type: ignore[arg-type]
-            await eventually(lambda: parks(world, "dropped"))
+            await until(lambda: parks(world, "dropped"))
             await write(world, "dropped", 1)
             await follows(world, client)
 
@@ -348,7 +349,7 @@ def test_what_nobody_follows_of_a_parked_table_is_not_published_any_more(postgre
             shape = world.service.find_by_handle(client.handle)
             assert shape is not None
             world.service.delete(shape)
-            await eventually(lambda: _not(published))
+            await until(lambda: _not(published))
             assert (await world.get(**client.params, handle=client.handle, offset=client.offset)).status == 409
             assert (await world.get(**client.params, offset="-1")).status == 503
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from support.shapes.real_world import RealWorld
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.shapes import ShapeSettings
 
 pytestmark = pytest.mark.postgres
@@ -70,7 +71,7 @@ def test_a_database_without_tables_is_active_once_that_is_known_and_serves_the_f
                 assert (answer.status, answer.json["status"]) in ((202, "starting"), (200, "active"))
                 return answer.status == 200
 
-            await eventually(active)
+            await until(active)
             assert (await world.get(table="none", offset="-1")).status in (400, 503)
             await world.db.execute(DDL)
 
@@ -79,7 +80,7 @@ def test_a_database_without_tables_is_active_once_that_is_known_and_serves_the_f
                 assert answer.status in (200, 503)
                 return answer.status == 200
 
-            await eventually(served, 100)
+            await until(served, 100)
             client = await world.sync(table="item")
             assert {(row["id"], row["v"]) for row in client.rows.values()} == await world.select("item")
 
@@ -92,7 +93,7 @@ def test_a_shape_without_the_column_that_came_or_was_widened_continues_and_other
     async def main() -> None:
         ddl = "CREATE TABLE wide (id int PRIMARY KEY, v text, n int); INSERT INTO wide VALUES (1, 'a', 1)"
         async with RealWorld(postgres_dsn, ddl, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             chosen = await world.sync(table="wide", columns="id,v")
             listed = await world.sync(table="wide", columns="id,v,n")
             asking = await world.sync(table="wide", columns="id,v", where="n > 0")
@@ -118,7 +119,7 @@ def test_a_shape_without_the_column_that_came_or_was_widened_continues_and_other
 def test_a_column_that_came_a_moment_ago_is_never_400(postgres_dsn: str) -> None:
     async def main() -> None:
         async with Unpolled(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             await world.sync(table="item", columns="id,v")
             await world.db.execute("ALTER TABLE item ADD COLUMN n int DEFAULT 7")
             asked: list[dict[str, str]] = [
@@ -133,7 +134,7 @@ def test_a_column_that_came_a_moment_ago_is_never_400(postgres_dsn: str) -> None
                     assert answer.status in (200, 503), answer.body
                     return answer.status == 200
 
-                await eventually(served)
+                await until(served)
             wrong = await world.get(table="item", offset="-1", columns="id,m")
             assert (wrong.status, wrong.json["errors"].keys()) == (400, {"columns"})
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from support.shapes.consumer import TABLE, row
 from support.shapes.storage import INFO, OTHERWISE, UNCOMPILABLE, UNREADABLE, WITHOUT_LSN, written
-from support.shapes.world import eventually, run
+from support.waiting import run, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
@@ -40,7 +40,7 @@ def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(
         sink.begin_session(["owner"])
         sink.set_carried_relations([TABLE.oid])
         sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
-        await eventually(lambda: not sink.restoring)
+        await until(lambda: not sink.restoring)
         over = {UNREADABLE, UNCOMPILABLE, OTHERWISE, *WITHOUT_LSN}
         lives = {f"h{key}" for key in range(1, COUNT + 1) if key not in over}
         assert {shape.handle for shape in service._live.by_handle.values()} == lives
@@ -48,7 +48,7 @@ def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(
             Change(TABLE, "insert", ChangePosition(900, 2 * key), row(key), None) for key in range(1, COUNT + 1)
         )
         sink.process_fragment(Fragment(5, 900, 0, True, True, changes, changes[-1].position, (), 100))
-        await eventually(lambda: sink.evaluated_position() == 900)
+        await until(lambda: sink.evaluated_position() == 900)
         for handle in lives:
             shape = service.find_by_handle(handle)
             assert shape is not None
@@ -90,7 +90,7 @@ def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_
         sink.begin_session(["owner"])
         sink.set_carried_relations([TABLE.oid])
         sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
-        await eventually(lambda: not sink.restoring)
+        await until(lambda: not sink.restoring)
         assert captured != [TABLE] and not service._live.by_handle and not sink.router
         await service.aclose()
 

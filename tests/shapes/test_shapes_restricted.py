@@ -15,7 +15,8 @@ from structlog.testing import capture_logs
 from support.shapes.guarded import Guarded, bearer, may
 from support.shapes.node_client import NodeClient
 from support.shapes.signing import KEYS, query_of
-from support.shapes.world import Answer, ShapeWorld, eventually, run
+from support.shapes.world import Answer, ShapeWorld
+from support.waiting import run, until
 from tidemill.base.clock import SystemClock
 from tidemill.security.acls import Operation
 from tidemill.shapes import ShapeSettings
@@ -173,7 +174,7 @@ def test_f117_a_token_that_ends_and_a_rule_that_goes_end_what_waits(postgres_dsn
             assert shape is not None
             live = f"/v1/shape?shape=mine&offset={current.offset}&handle={current.handle}&live=true{more}"
             waiting = asyncio.ensure_future(world.ask(live, authorization=of_ann()))
-            await eventually(lambda: shape.waiting_count)  # noqa: B023
+            await until(lambda: shape.waiting_count)  # noqa: B023
             await guarded.rulebook.delete([RULES[0]])
             await world.db.execute(f"INSERT INTO item SELECT max(id) + 1, 't1', {n}, '' FROM item")  # type: ignore[arg-type]
             answer = await waiting
@@ -279,15 +280,15 @@ def test_the_stock_client_follows_its_tenants_rows_by_token_and_by_signed_url(po
             return {(f"t{i % 3}", i) for i in range(above + 1, 31) if f"t{i % 3}" in names}
 
         async with token, narrow, by_url, ending, refused:
-            await eventually(lambda: shown(token) == of("t1") and shown(by_url) == of("t2"))
-            await eventually(lambda: shown(narrow) == of("t0", "t2", above=20))
+            await until(lambda: shown(token) == of("t1") and shown(by_url) == of("t2"))
+            await until(lambda: shown(narrow) == of("t0", "t2", above=20))
             await world.db.execute("UPDATE item SET tenant = 't2' WHERE id IN (1, 28)")
             await world.db.execute("UPDATE item SET tenant = 't1' WHERE id = 30")
-            await eventually(lambda: shown(token) == (of("t1") - {("t1", 1), ("t1", 28)}) | {("t1", 30)})
-            await eventually(lambda: shown(by_url) == of("t2") | {("t2", 1), ("t2", 28)})
-            await eventually(lambda: shown(narrow) == (of("t0", "t2", above=20) - {("t0", 30)}) | {("t2", 28)})
-            await eventually(lambda: refused.last.get("status") == 403)
-            await eventually(lambda: ending.last.get("status") == 401)
+            await until(lambda: shown(token) == (of("t1") - {("t1", 1), ("t1", 28)}) | {("t1", 30)})
+            await until(lambda: shown(by_url) == of("t2") | {("t2", 1), ("t2", 28)})
+            await until(lambda: shown(narrow) == (of("t0", "t2", above=20) - {("t0", 30)}) | {("t2", 28)})
+            await until(lambda: refused.last.get("status") == 403)
+            await until(lambda: ending.last.get("status") == 401)
             assert "expired" in ending.last["error"]
 
     scenario(postgres_dsn, work, long_poll_s=2)

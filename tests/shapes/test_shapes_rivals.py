@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from support.shapes.real_world import RealWorld
-from support.shapes.world import Client, eventually
+from support.shapes.world import Client
+from support.waiting import until
 
 pytestmark = pytest.mark.postgres
 
@@ -34,7 +35,7 @@ def test_a_client_that_takes_every_operation_literally_has_what_select_has(postg
     async def run() -> None:
         rand = random.Random(7)
         async with RealWorld(postgres_dsn, DDL) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             clients = [await world.sync(table="d", **shape) for shape in SHAPES]
             for statements in (
                 ["UPDATE d SET id = id + 1"],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.shapes.world import ShapeWorld, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run
 
 pytestmark = pytest.mark.postgres
 

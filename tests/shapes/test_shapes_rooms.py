@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from support.shapes.real_world import DDL, RealWorld, equal_in_the_end
-from support.shapes.world import Client, eventually, run
+from support.shapes.world import Client
+from support.waiting import run, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MissingError
 from tidemill.shapes import ShapeSettings
@@ -24,7 +25,7 @@ def test_clients_end_equal_to_select_while_the_replication_connection_breaks(pos
         async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
             starting = await world.get(table="stock", offset="-1")
             assert starting.status in (200, 503)
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             where = "qty < 95 AND w <> 2"
             everything, some = await world.sync(table="stock"), await world.sync(table="stock", where=where)
             rand = random.Random(11)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.shapes.consumer import COLUMNS, ENDLESS, OTHER, Bench, row
-from support.shapes.world import Client, ShapeWorld, run
+from support.shapes.world import Client, ShapeWorld
+from support.waiting import run
 from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.shapes.fake_shard import FakeShard
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MissingError
 from tidemill.consensus.memory import MemoryConsensus
@@ -265,7 +266,7 @@ def test_a_shard_is_followed_over_http_and_its_feed_ends_with_the_shape(postgres
             assert shape is not None
             world.service.delete(shape)
             await shard.append(3000, (2500, 1, {"id": 2, "v": "b"}))
-            await eventually(lambda: shard.listeners == 0)
+            await until(lambda: shard.listeners == 0)
             assert ShapeRequest("x").log_mode == "full"
 
     run(main())
@@ -297,7 +298,7 @@ def test_a_shape_that_history_overtakes_starts_over_and_its_clients_refetch(post
                 assert await shard.downgrade_since("keeper", 1, 2900) == 2900
                 shape = world.service.find_by_handle(early)
                 assert shape is not None and not shape.has_ended
-            await eventually(lambda: world.service.find_by_handle(early) is None)
+            await until(lambda: world.service.find_by_handle(early) is None)
             refused = await world.get(table="shard.s", offset=client.offset, handle=early, live="true")
             assert (refused.status, refused.controls) == (409, ["must-refetch"])
             assert refused.handle != early

@@ -16,7 +16,8 @@ from urllib.parse import urlencode
 import pyarrow as pa
 
 from support.ports import free_address
-from support.shapes.world import Answer, Client, ShapeWorld, eventually, run
+from support.shapes.world import Answer, Client, ShapeWorld
+from support.waiting import run, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
@@ -145,7 +146,7 @@ def test_clients_of_a_shard_go_on_under_their_handles_while_the_process_is_kille
             bags = served.client(table="shard.bag")
             for client in (*clients, bags):
                 await client.catch_up()
-            await eventually(lambda: served.kept() == 4)
+            await until(lambda: served.kept() == 4)
             at = NOW_MS
             for round_ in range(2):
                 for step in range(8):
@@ -193,7 +194,7 @@ def test_a_shape_that_cannot_go_on_where_it_was_is_409_and_shows_no_stale_row(tm
             for client in clients:
                 await client.catch_up()
             old = [client.handle for client in clients]
-            await eventually(lambda: served.kept() == 2)
+            await until(lambda: served.kept() == 2)
             await served.stop()
             await served.append(forgets, NOW_MS + 100, [(NOW_MS + 50, -1, 1, "a")])
             await forgets.downgrade_since("keeper", 1, NOW_MS + 60)
@@ -203,7 +204,7 @@ def test_a_shape_that_cannot_go_on_where_it_was_is_409_and_shows_no_stale_row(tm
             await served.start()
             await over(served, clients, old)
             old += [client.handle for client in clients]
-            await eventually(lambda: served.kept() == 2)
+            await until(lambda: served.kept() == 2)
             await served.kill()
             served.cluster = "two"
             await served.start()

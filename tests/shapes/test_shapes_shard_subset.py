@@ -10,7 +10,8 @@ import pytest
 
 from support.shapes.fake_shard import FakeShard, Update
 from support.shapes.subset_client import SubsetClient
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
 from tidemill.shards.api import Column, ShardSchema
@@ -128,7 +129,7 @@ def test_a_subset_of_a_shard_refuses_what_it_cannot_do_and_gives_memory_back(pos
             page = {"subset__order_by": "f DESC", "subset__limit": "5", "offset": "now", "log": "changes_only"}
             answer = await world.get(table="shard:t", **page)
             assert len(answer.json["data"]) == 5
-            await eventually(lambda: world.service.budget.used_bytes == used)
+            await until(lambda: world.service.budget.used_bytes == used)
             assert world.service.subsets.used_bytes == 0
 
     run(main(), 150)
@@ -194,7 +195,7 @@ def test_the_stock_client_joins_subsets_of_a_shard_to_its_changes_exactly(postgr
                 rest = await client.ask(where="id > 100")
                 assert "error" not in rest
                 expected = {row["id"]: (row["project"], row["title"], row["done"]) for row in held.values()}
-                await eventually(lambda: client.rows == expected)
+                await until(lambda: client.rows == expected)
                 assert client.last["duplicates"] == []
                 assert client.last["refetches"] == 0
                 assert not client.errors

@@ -19,7 +19,8 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from support.shapes.signing import KEYS, query_of
-from support.shapes.world import ShapeWorld, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app as cli

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from support.shapes.real_world import RealWorld
-from support.shapes.world import ShapeSettings, eventually, run
+from support.shapes.world import ShapeSettings
+from support.waiting import run, until
 
 pytestmark = pytest.mark.postgres
 
@@ -32,7 +33,7 @@ def test_rc1_a_new_publication_makes_the_slot_anew_and_shapes_that_missed_change
 ) -> None:
     async def main() -> None:
         async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             client = await world.sync(table="a")
             first, other = client.handle, await world.sync(table="a", where="id > 100")
             await paused(world)
@@ -43,7 +44,7 @@ def test_rc1_a_new_publication_makes_the_slot_anew_and_shapes_that_missed_change
             await world.db.execute(f'DROP PUBLICATION "tidemill_{world.capture.config.name}"')  # type: ignore[arg-type]
             await world.db.execute("INSERT INTO a VALUES (2, 2), (200, 200)")
             resumed(world)
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             await world.db.execute("INSERT INTO a VALUES (3, 3)")
             await client.follow_until(lambda: set(client.rows) == {KEY.format(n) for n in (1, 2, 3, 200)})
             await other.follow_until(lambda: set(other.rows) == {KEY.format(200)})
@@ -62,7 +63,7 @@ def test_a_table_that_starts_over_alone_ends_its_own_shapes_and_no_others(postgr
     async def main() -> None:
         ddl = DDL + "; CREATE TABLE b (id int PRIMARY KEY, v int); INSERT INTO b VALUES (1, 1)"
         async with RealWorld(postgres_dsn, ddl, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             gone, kept = await world.sync(table="a"), await world.sync(table="b")
             await paused(world)
             publication = f'"tidemill_{world.capture.config.name}"'
@@ -73,8 +74,8 @@ def test_a_table_that_starts_over_alone_ends_its_own_shapes_and_no_others(postgr
             async def taken_in() -> bool:
                 return (await world.get(table="a", offset="-1")).status == 200
 
-            await eventually(lambda: world.capture.streaming)
-            await eventually(taken_in)
+            await until(lambda: world.capture.streaming)
+            await until(taken_in)
             for client, table in ((gone, "a"), (kept, "b")):
                 await client.follow_until(
                     lambda client=client, table=table: (
@@ -90,7 +91,7 @@ def test_a_table_that_starts_over_alone_ends_its_own_shapes_and_no_others(postgr
 def test_what_was_written_while_no_session_ran_is_what_the_next_one_catches_up_with(postgres_dsn: str) -> None:
     async def main() -> None:
         async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
-            await eventually(lambda: world.capture.streaming)
+            await until(lambda: world.capture.streaming)
             client = await world.sync(table="a")
             await paused(world)
             await world.db.execute("INSERT INTO a SELECT n, n FROM generate_series(2, 300) n")

@@ -7,7 +7,8 @@ import asyncio
 import psycopg
 import pytest
 
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.tables.snapshot_filter import SnapshotFilter
@@ -78,7 +79,7 @@ def test_a_shape_that_another_process_begins_sees_what_waits_for_a_synchronous_s
                 async with await psycopg.AsyncConnection.connect(postgres_dsn) as late:
                     await late.execute("INSERT INTO t VALUES (2)")
                     committing = asyncio.ensure_future(late.commit())
-                    await eventually(lambda: world.sink.recent)
+                    await until(lambda: world.sink.recent)
                     assert not committing.done(), "it is flushed, and not visible"
                     world.sink._recent.clear()
                     beginning = asyncio.ensure_future(world.sync(table="t"))

@@ -15,7 +15,8 @@ import pytest
 
 from support.shapes.consumer import COLUMNS, ENDLESS, TABLE, Bench, row
 from support.shapes.storage import recorded, store_of, whole
-from support.shapes.world import Answer, Client, ShapeWorld, run
+from support.shapes.world import Answer, Client, ShapeWorld
+from support.waiting import run
 from tidemill.base.clock import ManualClock
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings

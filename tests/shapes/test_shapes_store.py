@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.shapes.storage import recorded, store_of, whole
-from support.shapes.world import run
-from support.waiting import until
+from support.waiting import run, until
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks

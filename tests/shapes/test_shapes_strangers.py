@@ -19,8 +19,8 @@ from starlette.applications import Starlette
 
 from support.shapes.consumer import TABLE
 from support.shapes.storage import INFO
-from support.shapes.world import ShapeWorld, eventually, run
-from support.waiting import DEADLINE_S
+from support.shapes.world import ShapeWorld
+from support.waiting import DEADLINE_S, run, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
@@ -143,7 +143,7 @@ def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_an
         sink.begin_session(["owner"])
         sink.set_carried_relations([TABLE.oid])
         sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), items[-1].tx)  # type: ignore[arg-type]
-        await eventually(lambda: not sink.restoring)
+        await until(lambda: not sink.restoring)
         lent, memory = service._sources.database_stores["main"].lent, service.budget.used_bytes
         app = Starlette(routes=list(shape_routes(service)))
         query = b"table=t&where=id+%3D+1&handle=h1&"
@@ -172,14 +172,14 @@ def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_an
 
         async with Tasks(print) as tasks:
             answering = tasks.spawn(app(scope, receive, send), name="answer")
-            await eventually(lambda: len(sent) == 1)
+            await until(lambda: len(sent) == 1)
             assert (lent.used_bytes, service.budget.used_bytes) == (len(big), memory + len(big))
             assert service.facts()["read_bytes"] == len(big)
             takes.set()
-            await eventually(lambda: sum(map(len, sent)) > max(1, changes) * len(big))
+            await until(lambda: sum(map(len, sent)) > max(1, changes) * len(big))
             if not waits:
                 await answering
-            await eventually(lambda: (lent.used_bytes, service.budget.used_bytes) == (0, memory))
+            await until(lambda: (lent.used_bytes, service.budget.used_bytes) == (0, memory))
             assert answering.done() is not waits, "a stream that was not behind waits, and holds nothing meanwhile"
             gone.set()
         await service.aclose()

@@ -9,7 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.shapes.world import Answer, ShapeWorld, eventually, run
+from support.shapes.world import Answer, ShapeWorld
+from support.waiting import run, until
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
 
@@ -314,7 +315,7 @@ def test_what_the_metadata_calls_visible_is_what_the_rows_show(postgres_dsn: str
                 found.update({item["value"]["id"]: item for item in news.items})
                 return len(found) >= 2
 
-            await eventually(followed)
+            await until(followed)
             metadata = answer.json["metadata"]
             xips = ",".join(metadata["xip_list"])
             snapshot = PgSnapshot.parse(f"{metadata['xmin']}:{metadata['xmax']}:{xips}")
@@ -334,7 +335,7 @@ def test_a_handle_that_ended_is_409_at_the_start_and_elsewhere_the_stream_is_lef
             params = {"table": "item", "log": "changes_only"}
             first = await world.get(**params, offset="now", subset__where="id = 1")
             await world.db.execute("UPDATE item SET name = 'x' WHERE id = 9")
-            await eventually(lambda: world.delivered and world.sink.last_seen_by)
+            await until(lambda: world.delivered and world.sink.last_seen_by)
             world.service.suspend_database("main", "test")
             world.sink = world.service.add_database("main", world.dsn, lambda: world.relations.values())
             ended = {**params, "handle": first.handle}
@@ -388,7 +389,7 @@ def test_subsets_are_bounded_in_bytes_places_and_memory_and_give_all_of_it_back(
             async with await psycopg.AsyncConnection.connect(world.dsn) as writer:
                 await writer.execute("LOCK TABLE item IN ACCESS EXCLUSIVE MODE")
                 held = asyncio.ensure_future(world.get(**params, subset__where="id = 1"))
-                await eventually(lambda: waiting(world))
+                await until(lambda: waiting(world))
                 busy = await world.post({"where": "id = 2"}, **params)
                 assert busy.status == 503
                 assert 6 <= int(busy.headers["retry-after"]) <= 10
@@ -421,9 +422,9 @@ def test_a_subset_that_is_not_read_in_time_is_503_and_its_query_is_cancelled(pos
                 await writer.execute("LOCK TABLE item IN ACCESS EXCLUSIVE MODE")
                 late = await world.get(**params, subset__where="id = 1")
                 assert (late.status, 6 <= int(late.headers["retry-after"]) <= 10) == (503, True)
-                await eventually(lambda: nobody(world))
+                await until(lambda: nobody(world))
                 await writer.rollback()
-            await eventually(lambda: answered(world, params))
+            await until(lambda: answered(world, params))
 
     async def answered(world: ShapeWorld, params: dict[str, str]) -> bool:
         answer = await world.get(**params, subset__where="id = 1")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from support.shapes.subset_client import SubsetClient
-from support.shapes.world import ShapeWorld, eventually, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run, until
 from tidemill.base.runtime.tasks import Tasks
 
 pytestmark = [pytest.mark.node, pytest.mark.postgres]
@@ -57,7 +58,7 @@ def test_the_stock_client_asks_for_pages_and_for_trees_of_conditions(postgres_ds
                 refused = await client.ask(where="id = 1; DROP TABLE todo")
                 assert refused["status"] == 400
                 await world.db.execute("UPDATE todo SET title = 'changed' WHERE id IN (3, 88)")
-                await eventually(lambda: client.rows[3][1] == client.rows[88][1] == "changed")
+                await until(lambda: client.rows[3][1] == client.rows[88][1] == "changed")
                 assert not client.errors
 
     def ref(name: str) -> dict[str, str]:
@@ -87,7 +88,7 @@ def test_snapshots_asked_for_while_the_table_changes_join_the_stream_exactly(
                 rest = await client.ask(where="id > 100")
                 assert "error" not in rest
                 expected = await table_rows(world)
-                await eventually(lambda: client.rows == expected)
+                await until(lambda: client.rows == expected)
                 assert client.last["duplicates"] == []
                 assert client.last["refetches"] == 0
                 assert not client.errors
@@ -120,7 +121,7 @@ def test_changes_that_a_snapshot_shows_are_dropped_when_the_stream_brings_them(p
             SubsetClient(f"{world.server.url}/v1/shape", {"table": "todo"}) as client,
         ):
             await client.ask(where="id = 1")
-            await eventually(lambda: client.last["upToDate"])
+            await until(lambda: client.last["upToDate"])
             world.hold()
             await world.db.execute("INSERT INTO todo VALUES (500, 1, 'new')")
             await world.db.execute("UPDATE todo SET title = 'once' WHERE id = 7")
@@ -129,7 +130,7 @@ def test_changes_that_a_snapshot_shows_are_dropped_when_the_stream_brings_them(p
             assert shown["ids"] == [7, 500]
             await world.db.execute("UPDATE todo SET title = 'later' WHERE id = 500")
             world.release()
-            await eventually(lambda: client.rows[500][1] == "later")
+            await until(lambda: client.rows[500][1] == "later")
             titles = [row["title"] for batch in client.batches for row in batch["rows"].values() if row["id"] == 7]
             assert set(titles) == {"twice"}, "what came before the snapshot is not shown after it"
             assert client.last["duplicates"] == []
@@ -149,17 +150,17 @@ def test_a_shape_that_started_over_while_a_snapshot_is_asked_for_is_refetched_an
             for step in range(3):
                 # At a place of the log, not at its start: there a new handle is taken without a loss.
                 await world.db.execute("UPDATE todo SET title = %s WHERE id = 1", (f"seen {step}",))
-                await eventually(lambda: client.rows[1][1] == f"seen {step}" and streamed(client))  # noqa: B023
+                await until(lambda: client.rows[1][1] == f"seen {step}" and streamed(client))  # noqa: B023
                 refetches = client.last["refetches"]
                 world.service.suspend_database("main", "test")
                 world.sink = world.service.add_database("main", world.dsn, lambda: world.relations.values())
                 asked = await client.ask(where="id <= 2", orderBy="id")
                 assert asked.get("ids") == [1, 2], asked
-                await eventually(lambda: client.last["refetches"] > refetches)  # noqa: B023
+                await until(lambda: client.last["refetches"] > refetches)  # noqa: B023
                 assert "error" not in await client.ask(where="id <= 3")
-            await eventually(lambda: streamed(client))
+            await until(lambda: streamed(client))
             await world.db.execute("UPDATE todo SET title = 'after' WHERE id <= 3")
-            await eventually(lambda: [client.rows.get(n, ("", ""))[1] for n in (1, 2, 3)] == ["after"] * 3)
+            await until(lambda: [client.rows.get(n, ("", ""))[1] for n in (1, 2, 3)] == ["after"] * 3)
 
     def streamed(client: SubsetClient) -> bool:
         return client.last["offset"] not in ("-1", "now")

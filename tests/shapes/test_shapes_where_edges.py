@@ -15,7 +15,8 @@ import psycopg
 import pytest
 
 from support.postgres import EmbeddedPostgres
-from support.shapes.world import ShapeWorld, run
+from support.shapes.world import ShapeWorld
+from support.waiting import run
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_where
 

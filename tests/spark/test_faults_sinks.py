@@ -12,7 +12,7 @@ import pytest
 
 from support.spark.pipelines import running, until
 from support.spark.running import mark
-from support.spark.running import until as found_when
+from support.waiting import eventually
 
 pytestmark = pytest.mark.spark
 
@@ -92,7 +92,7 @@ def test_f334_a_sink_or_function_that_raises_ends_no_query_and_delays_no_other_t
             pace.come(3)
             pace.there(*others)
             if how == "always":
-                found_when(lambda: (found := mark(harbour, "shard:of_t0")) and "LookupError" in found.error)
+                eventually(lambda: (found := mark(harbour, "shard:of_t0")) and "LookupError" in found.error)
         pace.there("of_t0")  # tried again until it works
         raises.unlink()
 
@@ -101,15 +101,15 @@ def test_f334_a_sink_or_function_that_raises_ends_no_query_and_delays_no_other_t
             for _ in range(3):
                 pace.come(1)
                 pace.there(*others)
-            found_when(lambda: (found := mark(harbour, "pipeline:p:topic/t0")) and "is broken" in found.error)
-            held = found_when(lambda: (found := mark(harbour, "shard:t0")) and found.held_by and found)
+            eventually(lambda: (found := mark(harbour, "pipeline:p:topic/t0")) and "is broken" in found.error)
+            held = eventually(lambda: (found := mark(harbour, "shard:t0")) and found.held_by and found)
             assert held.held_by == "pipeline:p:topic/t0"
             assert "is broken" in held.reason
             brought = query.lastProgress["batchId"]
             until(lambda: query.lastProgress["batchId"] >= brought, "batches come")
         pace.come(1)
         pace.there(*TABLES, "of_t0", "of_t1")
-        found_when(lambda: not runner.tracker.failures("pipeline:p"))
+        eventually(lambda: not runner.tracker.failures("pipeline:p"))
         assert [active.runId for active in spark.streams.active if active.id not in queries] == [query.runId]
         assert query.exception() is None
     for name in TABLES:

@@ -10,7 +10,8 @@ from typing import Any
 import crc32c
 import pytest
 
-from support.spark.running import error_of, mark, pipeline, until
+from support.spark.running import error_of, mark, pipeline
+from support.waiting import eventually
 from tidemill.cli.verify.tables import poisoned_keys
 from tidemill.topics.batch import Record, encode_batch
 
@@ -40,7 +41,7 @@ def test_f301_a_record_that_cannot_be_read_is_a_dead_letter_and_the_pipeline_goe
         for n, poison in enumerate(POISON, start=1):
             harbour.produce(topic, [(b"a", {"click_id": f"k{n}"}), (b"x", poison), (b"b", {"click_id": f"m{n}"})])
             harbour.mint("topic/clicks", n * 1000, topic)
-        until(lambda: harbour.upper("clicks") == len(POISON) * 1000 + 1)
+        eventually(lambda: harbour.upper("clicks") == len(POISON) * 1000 + 1)
         assert not error_of(harbour, "shard:clicks")
     assert len(harbour.contents("clicks")) == 2 * len(POISON)
     letters = harbour.contents("p.dead_letters")
@@ -85,7 +86,7 @@ def test_f302_a_batch_that_cannot_be_read_is_one_dead_letter_for_its_range(
         for n in range(4):
             harbour.produce(topic, [(b"k", {"click_id": f"{n}.{i}"}) for i in range(4)])
         harbour.mint("topic/clicks", 1000, topic)
-        until(lambda: harbour.upper("clicks") == 1001)
+        eventually(lambda: harbour.upper("clicks") == 1001)
     assert [r["click_id"][0] for r in harbour.contents("clicks")] == ["0"] * 4 + ["3"] * 4
     letters = harbour.contents("p.dead_letters")
     assert sorted((r["offset"], r["last_offset"]) for r in letters) == [(4, 7), (8, 11)]
@@ -113,7 +114,7 @@ def test_f303_a_value_that_its_column_cannot_hold_is_a_dead_letter_and_a_later_g
         harbour.produce(orders, [({"id": row["id"]}, row) for row in rows])
         harbour.produce(others, [({"id": time_ms}, good | {"id": time_ms})])
         harbour.mint("capture/shop", time_ms, orders, others)
-        until(lambda: harbour.upper("orders") == harbour.upper("others") == time_ms + 1)
+        eventually(lambda: harbour.upper("orders") == harbour.upper("others") == time_ms + 1)
         return [row["id"] for row in harbour.contents("orders")]
 
     with pipeline(harbour, tmp_path, SHOP):
@@ -139,7 +140,7 @@ def test_values_that_only_postgres_writes_are_rows_like_others(harbour: Any, tmp
     with pipeline(harbour, tmp_path, 'def build(p):\n    p.table("t", p.capture("shop").table("t"))\n'):
         harbour.produce(topic, [({"id": n}, {"id": n, "d": d, "at": at}) for n, (d, at) in enumerate(rows)])
         harbour.mint("capture/shop", 1000, topic)
-        until(lambda: harbour.upper("t") == 1001)
+        eventually(lambda: harbour.upper("t") == 1001)
     assert harbour.portal.call(harbour.shard("t").snapshot(1000)).num_rows == 3
     assert harbour.upper("p.dead_letters") == 0
 
@@ -156,8 +157,8 @@ def test_f304_a_record_with_other_columns_stops_its_table_before_its_time_and_re
             harbour.produce(orders, [({"id": n}, renamed if n >= 4 else {"id": n, **row})])
             harbour.produce(others, [({"id": n}, {"id": n, **row})])
             harbour.mint("capture/shop", n * 1000, orders, others)
-        until(lambda: harbour.upper("others") == 5001)
-        until(lambda: "columns differ" in error_of(harbour, "shard:orders"))
+        eventually(lambda: harbour.upper("others") == 5001)
+        eventually(lambda: "columns differ" in error_of(harbour, "shard:orders"))
         found = mark(harbour, "shard:orders")
         assert found is not None and found.parked
         assert found.position == harbour.upper("orders") == 4000, "everything before the transaction, nothing of it"
@@ -169,11 +170,11 @@ def test_f304_a_record_with_other_columns_stops_its_table_before_its_time_and_re
                                                               ("at", "timestamp", -1)]})["public.orders"]  # fmt: skip
         harbour.produce(new, [({"id": n}, {"id": n, "cost": "2.00", "at": None}) for n in range(1, 6)])
         harbour.mint("capture/shop", 6000, orders, others, new)
-        until(lambda: "exists with another schema" in error_of(harbour, "shard:orders"))
+        eventually(lambda: "exists with another schema" in error_of(harbour, "shard:orders"))
         harbour.drop_shard("orders")
-        until(lambda: harbour.upper("orders") == 6001)
+        eventually(lambda: harbour.upper("orders") == 6001)
         assert [sorted(r) for r in harbour.contents("orders")] == [["at", "cost", "id"]] * 5
-        until(lambda: not error_of(harbour, "shard:orders"))
+        eventually(lambda: not error_of(harbour, "shard:orders"))
     assert harbour.upper("p.dead_letters") == 0
 
 
@@ -186,8 +187,8 @@ def test_f308_a_shard_with_another_schema_parks_its_table_and_nothing_else(harbo
     with pipeline(harbour, tmp_path, f"def build(p):\n    {CLICKS}\n    {more}\n"):
         harbour.produce(topic, [(b"k", {"click_id": "a", "n": 1})])
         harbour.mint("topic/clicks", 1000, topic)
-        until(lambda: harbour.upper("twin") == 1001)
-        until(lambda: "another schema" in error_of(harbour, "shard:clicks"))
+        eventually(lambda: harbour.upper("twin") == 1001)
+        eventually(lambda: "another schema" in error_of(harbour, "shard:clicks"))
         found = mark(harbour, "shard:clicks")
         assert found is not None and found.parked and "+at timestamp" in found.error
 
@@ -201,7 +202,7 @@ def test_f309_a_scratch_directory_that_cannot_be_written_is_told_and_heals(
     with pipeline(harbour, tmp_path, f"def build(p):\n    {CLICKS}\n") as runner:
         harbour.produce(topic, [(b"k", {"click_id": "a"})])
         harbour.mint("topic/clicks", 1000, topic)
-        until(lambda: harbour.upper("clicks") == 1001)
+        eventually(lambda: harbour.upper("clicks") == 1001)
         mirrors = runner.mirror_dir("clicks").parent
         shutil.rmtree(mirrors, ignore_errors=True)
         mirrors.write_text("in the way")
@@ -212,10 +213,10 @@ def test_f309_a_scratch_directory_that_cannot_be_written_is_told_and_heals(
         for at in range(0, len(rows), 20_000):
             harbour.produce(topic, rows[at : at + 20_000])
         harbour.mint("topic/clicks", 2000, topic)
-        until(lambda: "Error" in error_of(harbour, "shard:clicks"))
+        eventually(lambda: "Error" in error_of(harbour, "shard:clicks"))
         mirrors.unlink()
-        until(lambda: harbour.upper("clicks") == 2001)
-        until(lambda: not error_of(harbour, "shard:clicks"))
+        eventually(lambda: harbour.upper("clicks") == 2001)
+        eventually(lambda: not error_of(harbour, "shard:clicks"))
     assert len(harbour.contents("clicks")) == 130_001
 
 
@@ -228,7 +229,7 @@ def test_an_exception_of_no_known_type_in_one_table_leaves_the_others_alone(harb
     broken = threading.Event()
     broken.set()
     with pipeline(harbour, tmp_path, SHOP) as runner:
-        until(lambda: len(runner.tables()) == 2)
+        eventually(lambda: len(runner.tables()) == 2)
         writer = next(t for t in runner.tables() if t.name == "orders")
         drain = writer.operator.drain
 
@@ -241,6 +242,6 @@ def test_an_exception_of_no_known_type_in_one_table_leaves_the_others_alone(harb
         for topic in (orders, others):
             harbour.produce(topic, [({"id": 1}, {"id": 1, "price": None, "at": None})])
         harbour.mint("capture/shop", 1000, orders, others)
-        until(lambda: harbour.upper("others") == 1001)
-        until(lambda: harbour.upper("orders") == 1001)  # it was opened anew, and works
-        until(lambda: not error_of(harbour, "shard:orders"))
+        eventually(lambda: harbour.upper("others") == 1001)
+        eventually(lambda: harbour.upper("orders") == 1001)  # it was opened anew, and works
+        eventually(lambda: not error_of(harbour, "shard:orders"))

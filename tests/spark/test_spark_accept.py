@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from support.spark.captured_under_ddl import Ground
-from support.spark.running import error_of, mark, pipeline, until
+from support.spark.running import error_of, mark, pipeline
+from support.waiting import eventually
 from tidemill.base.errors import MissingError
 from tidemill.capture.tables.recopy_requests import predict_shard_effect
 from tidemill.cli.capture import accept
@@ -69,7 +70,7 @@ def test_f468_dropped_and_renamed_columns_are_accepted_and_the_shard_keeps_its_h
     with Ground(postgres_dsn, harbour, tmp_path) as ground:
         ground.sql(*T)
         with pipeline(harbour, tmp_path / "one", ground.pipeline("one")):
-            until(lambda: len(ground.contents("one")) == 200)
+            eventually(lambda: len(ground.contents("one")) == 200)
             before, at = ground.contents("one"), harbour.upper("one") - 1
             shard_id = harbour.shard("one").shard_id
             ground.sql("ALTER TABLE t DROP w, ADD x int DEFAULT 3", "ALTER TABLE t RENAME v TO u")
@@ -83,11 +84,11 @@ def test_f468_dropped_and_renamed_columns_are_accepted_and_the_shard_keeps_its_h
                 {"shard": "one", "becomes": "grown",
                  "changes": "+u int32, +x int32, v is null from then on, w is null from then on"}
             ]  # fmt: skip
-            until(lambda: ground.row().snapshot is None or ground.row().generation > 0)
+            eventually(lambda: ground.row().snapshot is None or ground.row().generation > 0)
             ground.restart()
             ground.sql("UPDATE t SET u = u + 1 WHERE id < 50")
-            until(lambda: ground.contents("one") == with_null(ground.selected(), "v", "w"))
-            until(lambda: not error_of(harbour, "shard:one"))
+            eventually(lambda: ground.contents("one") == with_null(ground.selected(), "v", "w"))
+            eventually(lambda: not error_of(harbour, "shard:one"))
             assert harbour.shard("one").shard_id == shard_id
             old = [{k: row[k] for k in ("id", "v", "w")} for row in ground.contents("one", at)]
             assert old == before, "times of before read as they did"
@@ -98,10 +99,10 @@ def test_f468_dropped_and_renamed_columns_are_accepted_and_the_shard_keeps_its_h
             assert code == 0 and not said["copied_again"] and not said["difference"], "nothing is left to accept"
             # The column is there again, null in all rows of before: it flows, and is the shard's again.
             ground.sql("ALTER TABLE t ADD w text", "UPDATE t SET w = 'new' WHERE id = 2")
-            until(lambda: ground.contents("one") == with_null(ground.selected(), "v"))
+            eventually(lambda: ground.contents("one") == with_null(ground.selected(), "v"))
             assert harbour.shard("one").shard_id == shard_id and verified(ground, "one")
         with pipeline(harbour, tmp_path / "two", ground.pipeline("two")):
-            until(lambda: ground.contents("two") == ground.selected())
+            eventually(lambda: ground.contents("two") == ground.selected())
 
 
 def verified(ground: Ground, shard: str) -> bool:
@@ -117,21 +118,21 @@ def test_f468_another_type_and_another_key_are_accepted_and_the_shard_is_made_an
     with Ground(postgres_dsn, harbour, tmp_path) as ground:
         ground.sql(*T)
         with pipeline(harbour, tmp_path / "one", ground.pipeline("one")):
-            until(lambda: len(ground.contents("one")) == 200)
+            eventually(lambda: len(ground.contents("one")) == 200)
             shard_id = harbour.shard("one").shard_id
             ground.sql("ALTER TABLE t ALTER v TYPE text USING 'v' || v", "UPDATE t SET w = 'later' WHERE id = 3")
             ground.parked()
             code, said = ground.command("capture", "accept", "t", "--json", "--yes")
             assert code == 0 and said["copied_again"]
             assert said["shards"] == [{"shard": "one", "becomes": "anew", "changes": "v int32→string"}]
-            until(lambda: ground.contents("one") == ground.selected())
+            eventually(lambda: ground.contents("one") == ground.selected())
             assert harbour.shard("one").shard_id != shard_id
             shard_id = harbour.shard("one").shard_id
             ground.sql("ALTER TABLE t DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (id, v)", "DELETE FROM t WHERE id = 3")
             ground.parked()
             code, said = ground.command("capture", "resnapshot", "t", "--json", "--yes")
             assert code == 0 and not ground.row().accepted, said
-            until(lambda: "capture accept" in error_of(harbour, "shard:one"))
+            eventually(lambda: "capture accept" in error_of(harbour, "shard:one"))
             assert harbour.shard("one").shard_id == shard_id, "nobody has agreed to what that would cost"
 
         def made_anew() -> bool:
@@ -145,8 +146,8 @@ def test_f468_another_type_and_another_key_are_accepted_and_the_shard_is_made_an
         assert ground.row().accepted == (AcceptedSchemaChange(shard_id, anew=True),)
         with pipeline(harbour, tmp_path / "one", ground.pipeline("one")):
             # a reader of the former shard, which is dropped meanwhile, is refused
-            until(lambda: harbour.upper("one") > 0 and made_anew())
-            until(lambda: ground.contents("one") == ground.selected())
+            eventually(lambda: harbour.upper("one") > 0 and made_anew())
+            eventually(lambda: ground.contents("one") == ground.selected())
             assert harbour.shard("one").schema.key == ("id", "v")
             assert verified(ground, "one")
 
@@ -161,7 +162,7 @@ def test_f469_a_shard_whose_drop_was_cut_off_is_made_anew_and_a_peers_is_left_al
     with pipeline(harbour, tmp_path / "1", text):
         harbour.produce(old, [({"id": 1}, {"id": 1, "v": 1})])
         harbour.mint("capture/shop", 1000, old)
-        until(lambda: harbour.upper("t") == 1001)
+        eventually(lambda: harbour.upper("t") == 1001)
     created = call(read_registration(s.consensus, "t"))[0]
     new = harbour.capture_more("shop", {"public.t": [("id", "integer", 0), ("v", "text", -1)]})["public.t"]
     row = call(s.catalogue.table("shop", "public.t"))
@@ -172,7 +173,7 @@ def test_f469_a_shard_whose_drop_was_cut_off_is_made_anew_and_a_peers_is_left_al
     with pipeline(harbour, tmp_path / "1", text):
         harbour.produce(new, [({"id": 1}, {"id": 1, "v": "one"})])
         harbour.mint("capture/shop", 2000, old, new)
-        until(lambda: harbour.upper("t") == 2001)
+        eventually(lambda: harbour.upper("t") == 2001)
         assert harbour.contents("t") == [{"id": 1, "v": "one"}]
     there = harbour.shard("t").shard_id
     assert there != created.shard_id
@@ -190,25 +191,25 @@ def test_f470_of_a_table_that_is_gone_nobody_is_told_to_accept_it_and_its_pipeli
     with pipeline(harbour, tmp_path / "1", text):
         harbour.produce(old, [({"id": 1}, {"id": 1, "v": 1})])
         harbour.mint("capture/shop", 1000, old)
-        until(lambda: harbour.upper("t") == 1001)
+        eventually(lambda: harbour.upper("t") == 1001)
     harbour.capture_more("shop", {"public.t": [("id", "integer", 0), ("v", "text", -1)]})
     row = call(s.catalogue.table("shop", "public.t"))
     with pipeline(harbour, tmp_path / "1", text):
-        until(lambda: "capture accept 'public.t'" in error_of(harbour, "shard:t"))
+        eventually(lambda: "capture accept 'public.t'" in error_of(harbour, "shard:t"))
     gone = replace(row, state="dropped", reason="DROP TABLE", fix="Make it anew.")
     call(s.catalogue.change_table("shop", "public.t", lambda _: gone))
     with pipeline(harbour, tmp_path / "1", text) as runner:
         runner.session_ready.set()
-        until(lambda: "no longer captured (DROP TABLE)" in error_of(harbour, "shard:t"))
+        eventually(lambda: "no longer captured (DROP TABLE)" in error_of(harbour, "shard:t"))
         assert "capture accept" not in error_of(harbour, "shard:t")
-        shard, whole = mark(harbour, "shard:t"), until(lambda: mark(harbour, "pipeline:p"))
+        shard, whole = mark(harbour, "shard:t"), eventually(lambda: mark(harbour, "pipeline:p"))
         assert shard is not None and shard.parked and whole.held_by == "shard:t" and whole.position < whole.target
-        until(lambda: (m := mark(harbour, "pipeline:p")) and m.progress == 0)
+        eventually(lambda: (m := mark(harbour, "pipeline:p")) and m.progress == 0)
         since = mark(harbour, "pipeline:p").since_ms  # type: ignore[union-attr]
         reported = harbour.stores.clock.now_ms()
-        until(lambda: harbour.stores.clock.now_ms() > reported + 2_500)
+        eventually(lambda: harbour.stores.clock.now_ms() > reported + 2_500)
         assert mark(harbour, "pipeline:p").since_ms == since  # type: ignore[union-attr]
     created = call(read_registration(s.consensus, "t"))[0]
     call(drop_shard(s.consensus, s.objects, s.clock, s.rand, created))  # as it says
     with pipeline(harbour, tmp_path / "1", text) as runner:
-        until(lambda: [c.type for table in runner.tables() for c in table.schema.columns] == ["int32", "string"])
+        eventually(lambda: [c.type for table in runner.tables() for c in table.schema.columns] == ["int32", "string"])

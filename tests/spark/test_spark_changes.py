@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import StructType
 
-from support.spark.running import until
+from support.waiting import eventually
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import DIFF, TIME, Column, SchemaEvolvedError, ShardSchema
@@ -148,7 +148,7 @@ def test_a_planner_that_nobody_asks_keeps_its_place_until_it_is_gone(
     reader = reader_of(harbour, start="100")
     begun_ms = SystemClock().now_ms()
     assert latest(reader, {"ts": 100}) == {"ts": 100}, "nothing is there yet"
-    until(lambda: (hold := stream_hold(harbour)) and hold.expires_ms > begun_ms + 6000 + 1500)
+    eventually(lambda: (hold := stream_hold(harbour)) and hold.expires_ms > begun_ms + 6000 + 1500)
     append(harbour, 100, 200, 2)
     assert forget(harbour, 199) == 99
     assert latest(reader, {"ts": 100}) == {"ts": 200}
@@ -156,7 +156,7 @@ def test_a_planner_that_nobody_asks_keeps_its_place_until_it_is_gone(
     assert not ended
     del reader
     gc.collect()
-    until(lambda: ended)
+    eventually(lambda: ended)
 
 
 @pytest.mark.parametrize("error", [UnavailableError, UnknownOutcomeError])

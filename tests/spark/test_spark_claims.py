@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.spark.running import error_of, mark, pipeline, until
+from support.spark.running import error_of, mark, pipeline
+from support.waiting import eventually
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
 from tidemill.shards.registry import REGISTER_PREFIX
@@ -46,14 +47,14 @@ def test_f318_a_table_that_another_pipeline_keeps_from_something_else_is_refused
     other = PipelineRow("other", {"clicks": "topic:there"})
     call(catalogue.put(other))
     with pipeline(harbour, tmp_path / "p", ONE.format(topic="here")):
-        assert "pipeline=other from=topic:there here=topic:here" in until(lambda: error_of(harbour, REFUSAL))
-        until(lambda: (m := mark(harbour, "pipeline:p")) and m.held_by == REFUSAL)
+        assert "pipeline=other from=topic:there here=topic:here" in eventually(lambda: error_of(harbour, REFUSAL))
+        eventually(lambda: (m := mark(harbour, "pipeline:p")) and m.held_by == REFUSAL)
         assert mark(harbour, "shard:clicks") is None, "whoever keeps it tells how it is"
         assert call(catalogue.get(PipelineRow, "p")).tables == {}
         assert harbour.upper("clicks") == 0
         call(catalogue.delete(PipelineRow, "other"))
-        until(lambda: harbour.upper("clicks") == 11)
-        until(lambda: mark(harbour, REFUSAL) is None)
+        eventually(lambda: harbour.upper("clicks") == 11)
+        eventually(lambda: mark(harbour, REFUSAL) is None)
     assert keys(harbour) == ["h"]
 
 
@@ -65,13 +66,13 @@ def test_f318_a_table_whose_source_was_changed_in_the_file_is_refused_until_its_
     say(harbour, here, 10, "h")
     say(harbour, there, 5, "t")
     with pipeline(harbour, tmp_path / "p", ONE.format(topic="here")):
-        until(lambda: harbour.upper("clicks") == 11)
+        eventually(lambda: harbour.upper("clicks") == 11)
     with pipeline(harbour, tmp_path / "p", ONE.format(topic="there")):
-        found = until(lambda: error_of(harbour, REFUSAL))
+        found = eventually(lambda: error_of(harbour, REFUSAL))
         assert "before=topic:here now=topic:there" in found and "tidemill table drop clicks" in found
         assert (harbour.upper("clicks"), keys(harbour)) == (11, ["h"])
         harbour.drop_shard("clicks")
-        until(lambda: harbour.upper("clicks") == 6)
+        eventually(lambda: harbour.upper("clicks") == 6)
     assert keys(harbour) == ["t"]
 
 
@@ -91,11 +92,11 @@ def test_a_table_that_waits_for_the_catalogue_is_held_by_it(
 
     monkeypatch.setattr(Catalogue, "put", refuses)
     with pipeline(harbour, tmp_path / "p", ONE.format(topic="here")):
-        until(lambda: (m := mark(harbour, "shard:clicks")) and m.held_by == "pipeline:p:catalogue")
+        eventually(lambda: (m := mark(harbour, "shard:clicks")) and m.held_by == "pipeline:p:catalogue")
         assert "away" in error_of(harbour, "pipeline:p:catalogue")
         assert harbour.upper("clicks") == 0, "nothing begins before its row is there"
         away.clear()
-        until(lambda: harbour.upper("clicks") == 11)
+        eventually(lambda: harbour.upper("clicks") == 11)
 
 
 def test_a_register_that_cannot_be_read_keeps_no_other_table_waiting(harbour: Any, tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_register_that_cannot_be_read_keeps_no_other_table_waiting(harbour: An
     harbour.portal.call(harbour.stores.consensus.cas(f"{REGISTER_PREFIX}other", 0, b"newer", "nonce"))
     for upper in (11, 12):
         with pipeline(harbour, tmp_path / "p", ONE.format(topic="here")):
-            until(lambda upper=upper: harbour.upper("clicks") == upper)
+            eventually(lambda upper=upper: harbour.upper("clicks") == upper)
         if upper == 11:
             say(harbour, topic, 11, "i")
 

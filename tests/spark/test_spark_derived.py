@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 
 from support.spark.derived import Clicks, FakeSpark, Frame, count_by_product, counts, derivation
-from support.spark.running import until
 from support.spark.sinks import dead_letters
 from support.spark.upsert_world import SCHEMA
 from support.waiting import eventually
+from support.waiting import eventually as until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import run_unit_thread

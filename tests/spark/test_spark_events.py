@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.spark.running import pipeline, until
+from support.spark.running import pipeline
+from support.waiting import eventually
 from tidemill.base.clock import Rand
 from tidemill.base.pgtypes.avro import key_layout, row_layout
 from tidemill.base.pgtypes.debezium import value_form
@@ -255,7 +256,7 @@ def test_a_pipeline_over_a_captures_topic_of_events_holds_what_verify_finds_in_p
     build = "".join(f'    p.table("{table}", p.capture("{name}").table("things"))\n' for name, table in tables.items())
     try:
         with pipeline(harbour, tmp_path, f"def build(p):\n{build}"):
-            until(lambda: all(capture.streaming for capture, _ in captures))
+            eventually(lambda: all(capture.streaming for capture, _ in captures))
             sql.execute("TRUNCATE things")
             sql.execute(INSERT.format("200, 500"))
             sql.execute("UPDATE things SET f = -f, z = '0044-03-15 BC', s = '-infinity' WHERE id % 10 = 0")
@@ -265,7 +266,7 @@ def test_a_pipeline_over_a_captures_topic_of_events_holds_what_verify_finds_in_p
             sql.execute(INSERT.format("600, 700"))
             # Who has opened the shard before it got the column is told so, and opens it again.
             for name, table in tables.items():
-                until(
+                eventually(
                     lambda table=table: (  # type: ignore[misc]
                         harbour.upper(table) > 0
                         and "later" in [column.name for column in harbour.shard(table).schema.columns]

@@ -15,7 +15,8 @@ import numpy as np
 import psycopg
 import pytest
 
-from support.spark.running import error_of, pipeline, until
+from support.spark.running import error_of, pipeline
+from support.waiting import eventually
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
@@ -130,27 +131,27 @@ def test_ddl_under_load_with_kills_of_capture_ends_in_a_shard_that_equals_select
     wait = threading.Event()
     try:
         with pipeline(harbour, tmp_path / "one", PIPELINE.format("one", name)):
-            until(lambda: harbour.upper("one") > 0 and len(harbour.contents("one")) == 300)
+            eventually(lambda: harbour.upper("one") > 0 and len(harbour.contents("one")) == 300)
             load.start()
             for number, change in enumerate(CHANGES):
                 load.ddl.append(change)
-                until(lambda: not load.ddl or load.failed)
+                eventually(lambda: not load.ddl or load.failed)
                 wait.wait(rng.random() * 0.4)
                 process.kill()
                 process.wait()
                 process = start()
                 # Of two at once, one of which writes the rows anew, nobody could say which did.
-                until(lambda version=number + 2: described().version == version)
+                eventually(lambda version=number + 2: described().version == version)
             load.ending.set()
             load.join()
             assert load.failed is None
             with psycopg.connect(postgres_dsn, autocommit=True) as connection:
                 connection.execute("ALTER TABLE t ADD d int DEFAULT 9")  # of which no row tells
             want = selected(postgres_dsn)
-            until(lambda: harbour.upper("one") > 0 and harbour.contents("one") == want)
+            eventually(lambda: harbour.upper("one") > 0 and harbour.contents("one") == want)
             assert not error_of(harbour, "shard:one")
         with pipeline(harbour, tmp_path / "two", PIPELINE.format("two", name)):
-            until(lambda: harbour.upper("two") > 0 and harbour.contents("two") == want)
+            eventually(lambda: harbour.upper("two") > 0 and harbour.contents("two") == want)
         assert described().is_streaming and described().version == len(CHANGES) + 2
     finally:
         load.ending.set()

@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from support.spark.running import error_of, pipeline, until
+from support.spark.running import error_of, pipeline
+from support.waiting import eventually
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.schema import contents_schema, update_schema
 from tidemill.spark import Pipeline
@@ -35,7 +36,7 @@ def test_columns_of_any_name_are_written_updated_and_deleted_by_their_keys(harbo
     def commit(time_ms: int, *changes: tuple[Any, Any]) -> list[dict[str, Any]]:
         harbour.produce(topic, list(changes))
         harbour.mint("capture/shop", time_ms, topic)
-        until(lambda: harbour.upper("odd") == time_ms + 1 or bool(error_of(harbour, "shard:odd")))
+        eventually(lambda: harbour.upper("odd") == time_ms + 1 or bool(error_of(harbour, "shard:odd")))
         assert not error_of(harbour, "shard:odd")
         found: list[dict[str, Any]] = harbour.contents("odd")
         return sorted(found, key=lambda r: r[KEYS[0]])

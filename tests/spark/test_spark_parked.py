@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from support.spark.running import error_of, mark, until
+from support.spark.running import error_of, mark
+from support.waiting import eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError
 from tidemill.base.status.status import StageStatus, StatusReport, this_process
@@ -40,7 +41,7 @@ def test_a_pipeline_is_told_though_the_pid_of_its_last_driver_is_somebody_elses_
     thread = threading.Thread(target=lambda: asyncio.run(publish_failure(settings, FAULT, 0, over.is_set)))
     thread.start()
     try:
-        until(lambda: "does not import" in error_of(harbour, "pipeline:p"))
+        eventually(lambda: "does not import" in error_of(harbour, "pipeline:p"))
         found = mark(harbour, "shard:t")
         assert found is not None and (found.position, found.held_by) == (5, "pipeline:p")
     finally:

@@ -13,7 +13,8 @@ import pytest
 
 from support.spark.derived import Clicks, FakeSpark, Frame, count_by_product, counts, derivation
 from support.spark.known_clicks import Clicks as Numbers
-from support.spark.running import mark, started, until
+from support.spark.running import mark, started
+from support.waiting import eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S
@@ -145,23 +146,23 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
         harbour.mint("topic/clicks", now_ms, topic)
 
     def told(name: str, text: str) -> Any:
-        return until(lambda: (m := mark(harbour, f"shard:{name}")) and text in m.error and m)
+        return eventually(lambda: (m := mark(harbour, f"shard:{name}")) and text in m.error and m)
 
     def well(name: str) -> bool:
         def healthy() -> bool:
             m = mark(harbour, f"shard:{name}")
             return m is not None and m.position == now_ms + 1 and not m.error
 
-        return bool(until(healthy))
+        return bool(eventually(healthy))
 
     def opened_again(runner: PipelineRunner) -> None:
         """The table fails, leaves its seat and is opened again: no record came meanwhile."""
         (unit,) = runner.feeds[0].units
         before = unit.writer
         unit._on_failure(UnavailableError("The store is away."), True)
-        until(lambda: unit.writer is not before and unit.seated)
+        eventually(lambda: unit.writer is not before and unit.seated)
         opened_ms = harbour.stores.clock.now_ms()
-        until(lambda: reported_ms() > opened_ms + 1000 * STATUS_PUBLISH_INTERVAL_S)  # a whole look later
+        eventually(lambda: reported_ms() > opened_ms + 1000 * STATUS_PUBLISH_INTERVAL_S)  # a whole look later
         found = mark(harbour, "shard:clicks")
         assert found is not None and "count=10" in found.error and "away" not in found.error
 
@@ -188,7 +189,7 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
     runner.spark = FakeSpark()
     runner.session_ready.set()
     try:
-        until(lambda: runner.tables())
+        eventually(lambda: runner.tables())
         told("clicks", "count=10")
         assert exit_code(harbour, "shard:clicks") > 0
         opened_again(runner)
@@ -223,12 +224,12 @@ def test_f324_inputs_without_a_time_in_common_are_waited_for_and_park_nothing(ha
     thread = threading.Thread(target=run_unit_thread, args=("shard:counts", *body), kwargs=supervised)
     thread.start()
     try:
-        until(lambda: "no time in common that is still readable" in derived.error)
+        eventually(lambda: "no time in common that is still readable" in derived.error)
         assert derived.waits and derived.waits_for == "shard:clicks" and tracker.failure("shard:counts") is None
         for _ in range(2):
             clicks.say(("b", 1))
-        until(lambda: derived.recomputed == 1)
-        until(lambda: not derived.waits and derived.error == "")
+        eventually(lambda: derived.recomputed == 1)
+        eventually(lambda: not derived.waits and derived.error == "")
     finally:
         ending.set()
         thread.join(30)

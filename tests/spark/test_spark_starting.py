@@ -10,7 +10,7 @@ import pytest
 
 from support.spark.pipelines import running, until
 from support.spark.running import mark, pipeline
-from support.spark.running import until as found_when
+from support.waiting import eventually
 from tidemill.spark.pipeline.streaming_query import StartLimiter
 
 TOPICS = 12
@@ -108,7 +108,7 @@ def test_a_pipelines_mark_says_how_many_of_its_inputs_are_started_and_their_star
         harbour.create_topic(f"t{n}")
     with pipeline(harbour, tmp_path / "p", text):
         waits = "Spark is starting; waiting: 2 of 3 inputs are started"
-        found = found_when(lambda: (m := mark(harbour, "pipeline:p")) and m.reason == waits and m)
+        found = eventually(lambda: (m := mark(harbour, "pipeline:p")) and m.reason == waits and m)
         assert found.held_by == "shard:t0" and found.progress >= 2
         harbour.create_topic("t0")
-        found_when(lambda: (m := mark(harbour, "pipeline:p")) and m.reason == "Spark is starting")
+        eventually(lambda: (m := mark(harbour, "pipeline:p")) and m.reason == "Spark is starting")

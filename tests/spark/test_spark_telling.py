@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from support.spark.running import mark, started, until
+from support.spark.running import mark, started
+from support.waiting import eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.status.status import RESTARTS_MAX, StageStatus
@@ -44,7 +45,7 @@ def test_f312_bindings_that_cannot_be_read_are_told_and_the_driver_is_not_blind(
     runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
     released = asyncio.Event()
     try:
-        until(lambda: all((m := mark(harbour, f"shard:{n}")) and m.position == 1001 for n in ("clicks", "orders")))
+        eventually(lambda: all((m := mark(harbour, f"shard:{n}")) and m.position == 1001 for n in ("clicks", "orders")))
         assert mark(harbour, BINDINGS) is None
         sink = next(feed.sink for feed in runner.feeds if feed.source == "capture/shop")
         assert sink is not None
@@ -57,18 +58,18 @@ def test_f312_bindings_that_cannot_be_read_are_told_and_the_driver_is_not_blind(
             raise CorruptError("half a record.") if fault == "corrupt" else RecursionError("deep")
 
         sink.remap.latest = latest  # type: ignore[method-assign]
-        found = until(lambda: (m := mark(harbour, BINDINGS)) and m.error and m)
+        found = eventually(lambda: (m := mark(harbour, BINDINGS)) and m.error and m)
         assert {"corrupt": "half a record", "recursion": "RecursionError", "waits": "no answer"}[fault] in found.error
-        held = until(lambda: (m := mark(harbour, "shard:orders")) and m.held_by == BINDINGS and m)
+        held = eventually(lambda: (m := mark(harbour, "shard:orders")) and m.held_by == BINDINGS and m)
         assert held.position < held.target, "whether there is more is not known"
         harbour.produce(clicks, [(b"b", {"click_id": "b"})])
         harbour.mint("topic/clicks", 2000, clicks)
-        until(lambda: (m := mark(harbour, "shard:clicks")) and m.position == 2001)
+        eventually(lambda: (m := mark(harbour, "shard:clicks")) and m.position == 2001)
 
         sink.remap.latest = works  # type: ignore[method-assign]
         runner.portal.loop.call_soon_threadsafe(released.set)
-        until(lambda: mark(harbour, BINDINGS) is None)
-        until(lambda: (m := mark(harbour, "shard:orders")) and m.position == m.target)
+        eventually(lambda: mark(harbour, BINDINGS) is None)
+        eventually(lambda: (m := mark(harbour, "shard:orders")) and m.position == m.target)
     finally:
         runner.portal.loop.call_soon_threadsafe(released.set)
         stopping.set()
@@ -82,17 +83,17 @@ def test_a_mark_that_cannot_be_computed_fails_with_why_and_the_others_are_told(h
     harbour.mint("capture/shop", 1000, orders)
     runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
     try:
-        until(lambda: all((m := mark(harbour, f"shard:{n}")) and m.position == 1001 for n in ("clicks", "orders")))
+        eventually(lambda: all((m := mark(harbour, f"shard:{n}")) and m.position == 1001 for n in ("clicks", "orders")))
         writer = next(unit.writer for feed in runner.feeds for unit in feed.units if unit.name == "orders")
         assert writer is not None
         progress, writer.progress = writer.progress, None  # type: ignore[assignment]
-        found = until(lambda: (m := mark(harbour, "shard:orders")) and "cannot be computed" in m.error and m)
+        found = eventually(lambda: (m := mark(harbour, "shard:orders")) and "cannot be computed" in m.error and m)
         assert "AttributeError" in found.error
         harbour.mint("topic/clicks", 2000, clicks)
-        until(lambda: (m := mark(harbour, "shard:clicks")) and m.position == 2001)
+        eventually(lambda: (m := mark(harbour, "shard:clicks")) and m.position == 2001)
         assert mark(harbour, "pipeline:p").held_by == "shard:orders"  # type: ignore[union-attr]
         writer.progress = progress
-        until(lambda: (m := mark(harbour, "shard:orders")) and not m.error)
+        eventually(lambda: (m := mark(harbour, "shard:orders")) and not m.error)
     finally:
         stopping.set()
         thread.join(30)
@@ -106,7 +107,7 @@ def test_a_driver_tells_how_its_own_stores_are_and_asks_one_that_failed_until_it
     runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
     try:
         for name in ("objects", "consensus", "metastore"):
-            found = until(lambda: told(harbour, name, "pipeline:p"))  # noqa: B023
+            found = eventually(lambda: told(harbour, name, "pipeline:p"))  # noqa: B023
             assert (found.position, found.error) == (1, "")
         inner = runner.stores.objects.inner
         works = inner.put
@@ -116,10 +117,10 @@ def test_a_driver_tells_how_its_own_stores_are_and_asks_one_that_failed_until_it
 
         inner.put = full  # type: ignore[method-assign]
         putting = asyncio.run_coroutine_threadsafe(runner.stores.objects.put("x/1", b"x"), runner.portal.loop)
-        until(lambda: "no space left" in told(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
+        eventually(lambda: "no space left" in told(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
         putting.cancel()
         inner.put = works  # type: ignore[method-assign]
-        until(lambda: not told(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
+        eventually(lambda: not told(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
     finally:
         stopping.set()
         thread.join(30)
@@ -134,7 +135,7 @@ def test_a_driver_that_ends_in_life_after_life_before_it_has_begun_is_not_moving
         _, stopping, thread = started(harbour, tmp_path, PIPELINE)
         try:
             # Spark's start counts as progress, in every life: seen when it is another than its predecessor's last.
-            until(
+            eventually(
                 lambda: (m := mark(harbour, "pipeline:p")) and m.restarts == life and m.progress not in (0, before)  # noqa: B023
             )
         finally:
@@ -161,9 +162,9 @@ def test_a_row_that_was_deleted_under_a_living_driver_is_there_again(
         return found
 
     try:
-        first = until(row)
+        first = eventually(row)
         harbour.portal.call(harbour.stores.catalogue.delete(PipelineRow, "p"))
-        assert until(row) == first
+        assert eventually(row) == first
     finally:
         stopping.set()
         thread.join()
@@ -184,7 +185,7 @@ def test_a_driver_that_ends_in_order_saves_the_mirrors_of_derived_tables_whose_t
             saved.append(self.name)
 
     try:
-        until(lambda: runner.feeds)
+        eventually(lambda: runner.feeds)
         runner.tables = list  # type: ignore[method-assign]  # nobody else asks these writers anything
         for name in ("revenue", "late"):
             runner.derivations[name] = SimpleNamespace(writer=Writer(name))  # type: ignore[assignment]
@@ -216,8 +217,8 @@ def test_a_derived_table_whose_session_cannot_start_is_held_by_it_and_tables_go_
     harbour.mint("topic/clicks", 1000, clicks)
     _, stopping, thread = started(harbour, tmp_path, DERIVED, session=True)
     try:
-        until(lambda: (m := mark(harbour, "shard:clicks")) and m.position == 1001)
-        until(lambda: (m := mark(harbour, "shard:counted")) and m.held_by == "pipeline:p:spark")
+        eventually(lambda: (m := mark(harbour, "shard:clicks")) and m.position == 1001)
+        eventually(lambda: (m := mark(harbour, "shard:counted")) and m.held_by == "pipeline:p:spark")
         found = mark(harbour, "pipeline:p:spark")
         assert found is not None and "no bash" in found.error and found.parked
     finally:

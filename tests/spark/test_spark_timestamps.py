@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 
 from support.spark.frames import config as config  # a fixture
 from support.spark.frames import save
-from support.spark.running import error_of, pipeline, until
+from support.spark.running import error_of, pipeline
 from support.spark.wide_table import append, merge
+from support.waiting import eventually
 from tidemill.cli.verify.postgres import SourceColumn
 from tidemill.cli.verify.table import column_difference
 from tidemill.shards.api import Column, ShardSchema
@@ -87,7 +88,7 @@ OLD = ShardSchema((Column("id", "int32"), Column("clock", "timestamp"), Column("
 def commit(harbour: Any, topic: Any, time_ms: int, *values: tuple[int, str, str]) -> None:
     harbour.produce(topic, [({"id": i}, {"id": i, "clock": clock, "at": at}) for i, clock, at in values])
     harbour.mint("capture/shop", time_ms, topic)
-    until(lambda: harbour.upper("t") == time_ms + 1)
+    eventually(lambda: harbour.upper("t") == time_ms + 1)
 
 
 def test_a_shard_of_before_goes_on_as_it_was_and_one_made_anew_has_the_new_type(harbour: Any, tmp_path: Path) -> None:
@@ -121,5 +122,5 @@ def test_a_clock_of_a_shard_is_no_instant_because_its_source_says_so_now(harbour
         new = harbour.capture_more("shop", {"public.t": swapped})["public.t"]
         harbour.produce(new, [({"id": 1}, {"id": 1, "clock": "2026-01-02 09:00:00+00", "at": None})])
         harbour.mint("capture/shop", 2000, topic, new)
-        until(lambda: "clock timestamp_ntz→timestamp" in error_of(harbour, "shard:t"))
+        eventually(lambda: "clock timestamp_ntz→timestamp" in error_of(harbour, "shard:t"))
         assert harbour.upper("t") <= 2000

@@ -17,7 +17,8 @@ import psycopg
 import pyarrow as pa
 import pytest
 
-from support.spark.running import error_of, pipeline, until
+from support.spark.running import error_of, pipeline
+from support.waiting import eventually
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.decode.captured import CapturedDecoder
@@ -231,11 +232,11 @@ def test_f320_wide_rows_under_load_with_kills_of_capture_end_in_a_shard_that_equ
     process, load, wait = start(), Load(postgres_dsn), threading.Event()
     try:
         with pipeline(harbour, tmp_path / "one", text.format("one")):
-            until(lambda: harbour.upper("one") > 0 and len(harbour.contents("one")) == 60)
+            eventually(lambda: harbour.upper("one") > 0 and len(harbour.contents("one")) == 60)
             load.start()
             for _ in range(2):
                 seen, upper = load.count, harbour.upper("one")
-                until(lambda seen=seen, upper=upper: load.count > seen + 60 and harbour.upper("one") > upper)
+                eventually(lambda seen=seen, upper=upper: load.count > seen + 60 and harbour.upper("one") > upper)
                 process.kill()
                 process.wait()
                 process = start()
@@ -246,15 +247,15 @@ def test_f320_wide_rows_under_load_with_kills_of_capture_end_in_a_shard_that_equ
                 connection.execute("INSERT INTO wide VALUES (500, 0, repeat('x', 3000), repeat('y', 3000))")
                 connection.execute("UPDATE wide SET id = 501 WHERE id = 500")
             lacking = [row for row in selected() if row["id"] != 501]
-            until(lambda: harbour.contents("one") == lacking)
+            eventually(lambda: harbour.contents("one") == lacking)
             assert [letter["key"] for letter in harbour.contents("p.dead_letters")] == ['{"id":501}']
             with psycopg.connect(postgres_dsn, autocommit=True) as connection:
                 connection.execute("UPDATE wide SET body = body || '!', note = note || '!' WHERE id = 501")
             want = selected()
-            until(lambda: harbour.contents("one") == want)
+            eventually(lambda: harbour.contents("one") == want)
             assert not error_of(harbour, "shard:one")
         with pipeline(harbour, tmp_path / "two", text.format("two")):
-            until(lambda: harbour.upper("two") > 0 and harbour.contents("two") == want)
+            eventually(lambda: harbour.upper("two") > 0 and harbour.contents("two") == want)
     finally:
         load.ending.set()
         process.kill()

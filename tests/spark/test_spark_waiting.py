@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from support.spark.running import mark, started, until
+from support.spark.running import mark, started
+from support.waiting import eventually
 from tidemill.base.clock import Rand
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
@@ -28,25 +29,25 @@ TABLES = {"public.orders": [("o_id", "bigint", 0), ("status", "text", -1)]}
 def test_a_pipeline_waits_for_its_capture_and_its_snapshot_and_says_so(harbour: Any, tmp_path: Path) -> None:
     runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
     try:
-        found = until(lambda: (m := mark(harbour, "shard:orders")) and "not started" in m.reason and m)
+        found = eventually(lambda: (m := mark(harbour, "shard:orders")) and "not started" in m.reason and m)
         assert (found.held_by, found.position < found.target) == ("capture:shop", True)
         assert found.budget_ms == 15_000, "a capture that nobody starts leaves the table stuck"
-        assert until(lambda: mark(harbour, "shard:clicks")).held_by == "topic:clicks"
+        assert eventually(lambda: mark(harbour, "shard:clicks")).held_by == "topic:clicks"
         assert mark(harbour, "pipeline:p").held_by in ("shard:orders", "shard:clicks")  # type: ignore[union-attr]
         row = harbour.portal.call(harbour.stores.catalogue.get(PipelineRow, "p"))
         assert row.tables == {"orders": "capture:shop:public.orders", "clicks": "topic:clicks"}
         assert row.dead_letters == "p.dead_letters"
 
         topics = harbour.capture("shop", TABLES, snapshot_done=False)
-        until(lambda: "snapshot" in mark(harbour, "shard:orders").reason)  # type: ignore[union-attr]
-        until(lambda: mark(harbour, "shard:orders").budget_ms == 3_600_000)  # type: ignore[union-attr]
+        eventually(lambda: "snapshot" in mark(harbour, "shard:orders").reason)  # type: ignore[union-attr]
+        eventually(lambda: mark(harbour, "shard:orders").budget_ms == 3_600_000)  # type: ignore[union-attr]
         orders = topics["public.orders"]
         harbour.produce(orders, [({"o_id": 1}, {"o_id": 1, "status": "open"})])
         harbour.mint("capture/shop", 1000, orders)
         harbour.finish_snapshot("shop")
-        until(lambda: runner.tables() and any(t.upper == 1001 for t in runner.tables()))
+        eventually(lambda: runner.tables() and any(t.upper == 1001 for t in runner.tables()))
         assert harbour.contents("orders") == [{"o_id": 1, "status": "open"}]
-        until(lambda: mark(harbour, "shard:orders").position == 1001)  # type: ignore[union-attr]
+        eventually(lambda: mark(harbour, "shard:orders").position == 1001)  # type: ignore[union-attr]
         assert mark(harbour, "shard:orders").held_by == "capture:shop"  # type: ignore[union-attr]
         reports = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
         memory: Any = next(r for r in reports if r.process == "pipeline:p").facts["memory"]
@@ -70,9 +71,9 @@ def test_mirrors_are_saved_before_spark_is_asked_to_stop_however_long_that_takes
             saw.append(kept.exists())
 
     try:
-        until(lambda: runner.tables())
+        eventually(lambda: runner.tables())
         runner.query.query = Query()
-        ended = partial(until, lambda: not [t for t in threading.enumerate() if t.name.startswith("table-")])
+        ended = partial(eventually, lambda: not [t for t in threading.enumerate() if t.name.startswith("table-")])
         runner._start_thread("tables", lambda: runner.ending.wait() and ended())
     finally:
         stopping.set()
@@ -95,20 +96,20 @@ def build(p):
 """
     _, stopping, thread = started(harbour, tmp_path, text)
     try:
-        found = until(lambda: (m := mark(harbour, "shard:x")) and m.error and m)
+        found = eventually(lambda: (m := mark(harbour, "shard:x")) and m.error and m)
         assert "no such table: capture=shop table=public.nope" in found.error
         assert (found.parked, found.held_by) == (True, "operator")
-        until(lambda: harbour.upper("orders") == 1001)
-        until(lambda: (m := mark(harbour, "shard:orders")) and m.position == 1001)
+        eventually(lambda: harbour.upper("orders") == 1001)
+        eventually(lambda: (m := mark(harbour, "shard:orders")) and m.position == 1001)
         late = mark(harbour, "shard:late")
         assert late is not None and (late.held_by, late.error) == ("capture:other", "")
         # The capture takes the table in, and it flows without a restart.
         topics = harbour.capture_more("shop", {"public.nope": TABLES["public.orders"]})
         harbour.produce(topics["public.nope"], [({"o_id": 5}, {"o_id": 5, "status": "new"})])
         harbour.mint("capture/shop", 2000, orders, topics["public.nope"])
-        until(lambda: harbour.upper("x") == 2001)
+        eventually(lambda: harbour.upper("x") == 2001)
         assert harbour.contents("x") == [{"o_id": 5, "status": "new"}]
-        until(lambda: (m := mark(harbour, "shard:x")) and not m.error)
+        eventually(lambda: (m := mark(harbour, "shard:x")) and not m.error)
     finally:
         stopping.set()
         thread.join(30)
@@ -127,7 +128,7 @@ def test_what_the_data_does_to_a_table_is_told_under_its_mark_with_an_age_that_a
         _, stopping, thread = started(harbour, tmp_path, text)
         try:
             tries = ages[-1][1] if ages else 0
-            found = until(lambda: (m := mark(harbour, "shard:orders")) and m.tries > tries and m)  # noqa: B023
+            found = eventually(lambda: (m := mark(harbour, "shard:orders")) and m.tries > tries and m)  # noqa: B023
             assert "above the last stable offset" in found.error
             ages.append((found.failing_since_ms, found.tries))
         finally:
@@ -150,7 +151,7 @@ def test_a_driver_that_rests_gives_the_memory_of_its_steps_back_once(
         for n in (1, 2):
             harbour.produce(topic, [(b"k", {"click_id": "a"})])
             harbour.mint("topic/clicks", 1000 * n, topic)
-            until(lambda n=n: given == list(range(1, n + 1)))  # type: ignore[misc]
+            eventually(lambda n=n: given == list(range(1, n + 1)))  # type: ignore[misc]
     finally:
         stopping.set()
         thread.join(30)

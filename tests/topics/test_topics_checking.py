@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from support.topics.world import batch, run
+from support.topics.world import batch
+from support.waiting import run
 from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.topics.batch.validation import check_header
 from tidemill.topics.produce.validator_pool import THREADS, BatchValidator, ValidatedBatch

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from support.topics.world import World, batch, eventually, fetch, run
+from support.topics.world import World, batch, fetch
+from support.waiting import run, until
 from tidemill.base.errors import InvalidError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import BatchTooLargeError, InvalidTimestampError
@@ -217,7 +218,7 @@ def test_open_partitions_follow_a_changed_config_without_a_restart() -> None:
         async def change(**config: str) -> None:
             new = {name.replace("_", "."): value for name, value in config.items()}
             await world.catalogue.change_topic("t", lambda row: TopicRow(row.name, row.topic_id, 1, config=new))
-            await eventually(lambda: led.config == parse_topic_config(new))
+            await until(lambda: led.config == parse_topic_config(new))
 
         await change(max_message_bytes="2000")
         with pytest.raises(BatchTooLargeError):
@@ -245,9 +246,9 @@ def test_an_idle_partition_that_retention_had_looked_at_follows_a_changed_config
         await writer.aclose()
         node = world.node(catalogue_poll_s=0.01, retention_check_s=0.01)
         await node.start()
-        await eventually(lambda: bool(node._retainer._due_ms))
+        await until(lambda: bool(node._retainer._due_ms))
         await world.catalogue.change_topic("t", lambda row: replace(row, config={"retention.ms": "1000"}))
-        await eventually(lambda: (row.topic_id, 0) in node._led and node._led[row.topic_id, 0].state.log_start == 1)
+        await until(lambda: (row.topic_id, 0) in node._led and node._led[row.topic_id, 0].state.log_start == 1)
         await world.aclose()
 
     run(scenario())

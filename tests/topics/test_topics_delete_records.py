@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from support.topics.l1_world import L1World, in_world
-from support.topics.world import World, batch, eventually, fetch, run, values_of
+from support.topics.world import World, batch, fetch, values_of
+from support.waiting import run, until
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import NotLeaderError, OffsetOutOfRangeError, RecordsStillNeededError
@@ -93,7 +94,7 @@ def test_a_reader_that_waits_hears_of_it_and_a_deleter_hears_that_its_leader_is_
         world = World()
         node, row = await filled(world)
         waiting = asyncio.create_task(fetch(node, row.topic_id, 0, 5, wait_s=30.0))
-        await eventually(lambda: len(node._led[row.topic_id, 0].watchers) > 0)
+        await until(lambda: len(node._led[row.topic_id, 0].watchers) > 0)
         assert await node.delete_records(row.topic_id, 0, -1) == 5
         await node.produce_nowait(row.topic_id, 0, batch("x"))
         assert values_of((await waiting).batches) == [(5, "x")]
@@ -104,7 +105,7 @@ def test_a_reader_that_waits_hears_of_it_and_a_deleter_hears_that_its_leader_is_
 
         world.consensus.on_append = never  # type: ignore[assignment]
         deleting = asyncio.create_task(node.delete_records(row.topic_id, 0, -1))
-        await eventually(lambda: node._led[row.topic_id, 0]._committing)
+        await until(lambda: node._led[row.topic_id, 0]._committing)
         node._led[row.topic_id, 0].close(NotLeaderError("moved."))
         with pytest.raises(NotLeaderError):
             await deleting

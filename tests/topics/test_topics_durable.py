@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from support.topics.world import batch, eventually, values_of
-from support.waiting import DEADLINE_S
+from support.topics.world import batch, values_of
+from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
@@ -99,7 +99,7 @@ async def two_nodes(dsn: str, directory: Path) -> None:
         members.append(membership)
         nodes.append(LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand, assignment=membership))
     row = await catalogue.create_topic("t", 16)
-    await eventually(lambda: all(len(m.members()) == 2 for m in members))
+    await until(lambda: all(len(m.members()) == 2 for m in members))
 
     async def produce(partition: int, number: int) -> None:
         while True:

@@ -5,8 +5,8 @@ from collections.abc import Coroutine, Sequence
 
 import pytest
 
-from support.topics.world import World, batch, eventually, fetch, run, values_of
-from support.waiting import DEADLINE_S
+from support.topics.world import World, batch, fetch, values_of
+from support.waiting import DEADLINE_S, run, until
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.topics.api import BatchRef, FetchRead, NotLeaderError, OffsetOutOfRangeError
@@ -322,7 +322,7 @@ def test_objects_are_read_side_by_side() -> None:
             nonlocal under_way, most
             under_way += 1
             most = max(most, under_way)
-            await eventually(lambda: most == len(keys))
+            await until(lambda: most == len(keys))
             under_way -= 1
             return await read(key, ranges)
 

@@ -11,7 +11,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.topics.world import World, batch, eventually, run, values_of
+from support.topics.world import World, batch, values_of
+from support.waiting import run, until
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import Fetched, FetchRead, Marker, NotLeaderError, ProduceTransaction
 from tidemill.topics.batch.control_batch import as_transactional
@@ -219,7 +220,7 @@ def test_what_stands_still_is_not_looked_at_and_what_moves_alone_is() -> None:
         assert await following.fetch(max_wait_s=0.01, min_bytes=1, max_bytes=1 << 20) == []
         assert looked == [40, 0]
         waiting = asyncio.ensure_future(following.fetch(max_wait_s=50.0, min_bytes=1, max_bytes=1 << 20))
-        await eventually(lambda: len(looked) == 3)
+        await until(lambda: len(looked) == 3)
         await topics.produce_nowait(row.topic_id, 17, batch("v"))
         ((key, got),) = await waiting
         assert key == 17 and values_of(got.batches) == [(0, "v")]
@@ -281,7 +282,7 @@ def test_a_reader_that_ends_leaves_nobody_watched_and_one_that_waits_is_let_go()
         for partition in range(3):
             following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
         waiting = asyncio.ensure_future(following.fetch(max_wait_s=50.0, min_bytes=1, max_bytes=1 << 20))
-        await eventually(lambda: sum(len(led.watchers) for led in topics._led.values()) == 3)
+        await until(lambda: sum(len(led.watchers) for led in topics._led.values()) == 3)
         following.close()
         assert await waiting == []
         assert not any(len(led.watchers) for led in topics._led.values())

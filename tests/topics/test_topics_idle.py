@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.topics.world import World, batch, eventually, run
+from support.topics.world import World, batch
+from support.waiting import run, until
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import FetchRead, NotLeaderError
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
@@ -112,7 +113,7 @@ def test_what_becomes_due_is_trimmed_though_nothing_was_written_since() -> None:
         )
         await topics.refresh()
         await topics._retainer.run_round(topics._topics)
-        await eventually(lambda: topics._led[row.topic_id, 0].state.log_start == 1)
+        await until(lambda: topics._led[row.topic_id, 0].state.log_start == 1)
         await world.aclose()
 
     run(scenario())
@@ -260,7 +261,7 @@ def test_a_fetch_that_nothing_moves_is_planned_once_and_one_that_is_woken_again(
 
         assert await fetched(0.01) == [0] * 12 and len(opened) == 1
         waiting = asyncio.ensure_future(fetched(60.0))
-        await eventually(lambda: len(opened) == 2)
+        await until(lambda: len(opened) == 2)
         await topics.produce_nowait(rows[4].topic_id, 1, batch("w"))
         assert await waiting == [0] * 9 + [1, 0, 0] and len(opened) == 3
         assert not any(len(led.watchers) for led in topics._led.values())

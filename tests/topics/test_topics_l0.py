@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.topics.world import GatedObjects, eventually, run
+from support.topics.world import GatedObjects
+from support.waiting import run
+from support.waiting import until as eventually
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.topics.batch_reads import select_batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.topics.l1_store import Faulty, add_of, added, opened
-from support.topics.world import run
+from support.waiting import run
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l1.extent_cache import LOOKUP_EXTENTS_MIN, ExtentCache

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from support.topics.l1_store import Commit, add_of, added, opened
-from support.topics.world import run
+from support.waiting import run
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.rows import L1_OBJECTS, PARTITIONS
 from tidemill.metastore.rows.l1 import L1ExtentRow

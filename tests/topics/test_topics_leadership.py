@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from support.topics.world import FaultyConsensus, World, batch, eventually, fetch, read_all, run, values_of
+from support.topics.world import FaultyConsensus, World, batch, fetch, read_all, values_of
+from support.waiting import run, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice
@@ -40,14 +41,14 @@ def test_members_see_each_other_and_agree_on_leaders_and_ids() -> None:
         b = await member(world, "b")
         changes: list[int] = []
         a.on_change(lambda: changes.append(len(a.members())))
-        await eventually(lambda: len(a.members()) == 2)
+        await until(lambda: len(a.members()) == 2)
         assert changes == [2]
         assert a.members() == b.members()
         assert [(m.name, m.node_id, m.http_url) for m in a.members()] == [("a", 1, "http://a"), ("b", 2, "http://b")]
         assert [a.leader_of("t", p) for p in range(50)] == [b.leader_of("t", p) for p in range(50)]
         assert b.epoch() > a.epoch()
         await a.aclose()
-        await eventually(lambda: [m.name for m in b.members()] == ["b"])
+        await until(lambda: [m.name for m in b.members()] == ["b"])
         again = await member(world, "a")
         assert [m.node_id for m in again.members()] == [1, 2]
         assert again.epoch() > b.epoch()
@@ -63,10 +64,10 @@ def test_who_comes_and_who_leaves_is_heard_of_without_a_poll() -> None:
         a = await member(world, "a", ttl_ms=600_000, poll_s=600.0)
         for _ in range(3):
             b = await member(world, "b", ttl_ms=600_000, poll_s=600.0)
-            await eventually(lambda: len(a.members()) == 2)
+            await until(lambda: len(a.members()) == 2)
             await b.leave_cluster()
             assert [m.name for m in b.members()] == ["a"], "it tells its clients who leads now"
-            await eventually(lambda: [m.name for m in a.members()] == ["a"])
+            await until(lambda: [m.name for m in a.members()] == ["a"])
             await b.aclose()
         head = await world.consensus.log_head("cluster/changes")
         assert head.next - head.start == 1 and head.next == 7
@@ -82,7 +83,7 @@ def test_others_see_which_captures_a_node_offers_with_the_next_renewal_and_it_ke
         (before,) = (lease for lease in await world.consensus.leases("node/") if lease.name == "node/a")
         for offered in (("x", "y"), ("y",), ()):
             a.set_captures(offered)
-            await eventually(lambda offered=offered: b.members()[0].captures == offered)
+            await until(lambda offered=offered: b.members()[0].captures == offered)
         (after,) = (lease for lease in await world.consensus.leases("node/") if lease.name == "node/a")
         assert (after.holder, after.term) == (before.holder, before.term)
         assert a.superseded is None and [each.name for each in b.members()] == ["a", "b"]
@@ -96,9 +97,9 @@ def test_of_many_that_come_at_once_each_is_seen_by_all() -> None:
     async def scenario() -> None:
         world = World()
         members = await asyncio.gather(*(member(world, f"n{n}", 600_000, 600.0) for n in range(6)))
-        await eventually(lambda: all(len(each.members()) == 6 for each in members))
+        await until(lambda: all(len(each.members()) == 6 for each in members))
         await asyncio.gather(*(each.leave_cluster() for each in members[:5]))
-        await eventually(lambda: [m.name for m in members[5].members()] == ["n5"])
+        await until(lambda: [m.name for m in members[5].members()] == ["n5"])
         await asyncio.gather(*(each.aclose() for each in members))
 
     run(scenario())
@@ -110,7 +111,7 @@ def test_a_node_that_leaves_leads_nothing_though_its_lease_is_still_there(lost: 
         world = World()
         a = await member(world, "a")
         b = await member(world, "b")
-        await eventually(lambda: len(a.members()) == 2)
+        await until(lambda: len(a.members()) == 2)
         real = getattr(world.consensus, lost)
 
         async def refused(*_: Any, **__: Any) -> None:
@@ -123,7 +124,7 @@ def test_a_node_that_leaves_leads_nothing_though_its_lease_is_still_there(lost: 
         await looks()
         assert [m.name for m in a.members()] == ["b"]
         assert {a.leader_of("t", p) for p in range(50)} == {"b"}
-        await eventually(lambda: [m.name for m in b.members()] == ["b"])
+        await until(lambda: [m.name for m in b.members()] == ["b"])
         await a.aclose()
         await b.aclose()
 
@@ -136,7 +137,7 @@ def test_a_restarted_node_takes_its_name_at_once_and_the_old_process_stops_leadi
         old = await member(world, "a", ttl_ms=300)
         new = await member(world, "a", ttl_ms=60_000)
         assert new.leader_of("t", 0) == "a"
-        await eventually(lambda: old.members() == [])
+        await until(lambda: old.members() == [])
         assert old.leader_of("t", 0) == ""
         (lease,) = await world.consensus.leases("node/")
         assert lease.live and lease.ttl_ms == 60_000
@@ -154,9 +155,9 @@ def test_a_dead_node_is_replaced_when_its_lease_runs_out() -> None:
         world = World()
         a = await member(world, "a", ttl_ms=150)
         b = await member(world, "b")
-        await eventually(lambda: len(b.members()) == 2)
+        await until(lambda: len(b.members()) == 2)
         await a._tasks.aclose()
-        await eventually(lambda: [m.name for m in b.members()] == ["b"])
+        await until(lambda: [m.name for m in b.members()] == ["b"])
         await b.aclose()
 
     run(scenario())
@@ -169,7 +170,7 @@ def test_a_lease_that_runs_out_is_seen_then_and_not_at_the_next_poll() -> None:
         b = await member(world, "b", ttl_ms=600_000, poll_s=600.0)
         assert len(b.members()) == 2
         await a._tasks.aclose()  # dies: nobody is told
-        await eventually(lambda: [m.name for m in b.members()] == ["b"])
+        await until(lambda: [m.name for m in b.members()] == ["b"])
         await b.aclose()
 
     run(scenario())
@@ -207,7 +208,7 @@ def test_when_consensus_was_away_who_lives_stays_a_member_and_who_died_meanwhile
         for name in "abc":
             world.consensus = consensus[name]
             nodes[name] = await member(world, name, ttl_ms=1_500)
-        await eventually(lambda: all(len(each.members()) == 3 for each in nodes.values()))
+        await until(lambda: all(len(each.members()) == 3 for each in nodes.values()))
         views: dict[str, list[list[str]]] = {name: [] for name in "ab"}
         for name, seen in views.items():
             each = nodes[name]
@@ -221,7 +222,7 @@ def test_when_consensus_was_away_who_lives_stays_a_member_and_who_died_meanwhile
         await nodes[first]._refresh_view()
         for each in consensus.values():
             each.goes_on.set()
-        await eventually(lambda: all(len(nodes[name].members()) == 2 for name in "ab"))
+        await until(lambda: all(len(nodes[name].members()) == 2 for name in "ab"))
         assert views == {"a": [["a", "b"]], "b": [["a", "b"]]}
         for name in "ab":
             await nodes[name].aclose()
@@ -256,7 +257,7 @@ def test_partitions_follow_the_members_and_nothing_acknowledged_is_lost() -> Non
         topics_b = world.node(b)
         for partition in range(16):
             await produce(partition, "two")
-        await eventually(lambda: len(a.members()) == 2)
+        await until(lambda: len(a.members()) == 2)
         for partition in range(16):
             await produce(partition, "three")
         leaders = {topics_b.leader_of(row.topic_id, p) for p in range(16)}
@@ -301,7 +302,7 @@ def test_a_leader_that_was_deposed_and_has_nothing_to_write_keeps_no_reader_wait
             await asyncio.gather(first.offsets(row.topic_id, 0), second.offsets(row.topic_id, 0))
             world.consensus.fence = fence  # type: ignore[method-assign]
         waiting = asyncio.create_task(fetch(first, row.topic_id, 0, 0, wait_s=600.0))
-        await eventually(lambda: (led := first._led.get((row.topic_id, 0))) is not None and len(led.watchers) == 1)
+        await until(lambda: (led := first._led.get((row.topic_id, 0))) is not None and len(led.watchers) == 1)
         await second.produce_nowait(row.topic_id, 0, batch("v"))
         assert values_of((await waiting).batches) == [(0, "v")]
         await world.aclose()
@@ -321,18 +322,18 @@ def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_who_lead
         a = await member(world, "a", ttl_ms=1_000)
         world.consensus = plain
         b = await member(world, "b", ttl_ms=600_000)
-        await eventually(lambda: len(a.members()) == len(b.members()) == 2)
+        await until(lambda: len(a.members()) == len(b.members()) == 2)
         first, second = world.node(a), world.node(b)
         mine = next(p for p in range(8) if a.leader_of(row.topic_id, p) == "a")
         await first.produce_nowait(row.topic_id, mine, batch("v"))
         halting.goes_on.clear()
-        await eventually(lambda: [m.name for m in b.members()] == ["b"])
+        await until(lambda: [m.name for m in b.members()] == ["b"])
         await second.produce_nowait(row.topic_id, mine, batch("w"))
         assert a.leader_of(row.topic_id, mine) == "a"
         if renewed:
             before = a.lease_lapses()
             halting.goes_on.set()
-            await eventually(lambda: a.lease_lapses() == before + 1)
+            await until(lambda: a.lease_lapses() == before + 1)
         [found] = await first.fetch(
             [FetchRead(row.topic_id, mine, 0, 1 << 20)], max_wait_s=0, min_bytes=1, max_bytes=1 << 20
         )
@@ -369,7 +370,7 @@ def test_reads_go_on_while_consensus_is_away_for_longer_than_a_lease(monkeypatch
         await node.produce_nowait(row.topic_id, 0, batch("v"))
         before = a.lease_lapses()
         halting.goes_on.clear()
-        await eventually(lambda: a.lease_lapses() != before)
+        await until(lambda: a.lease_lapses() != before)
         for _ in range(3):
             assert (await node.offsets(row.topic_id, 0)).high_watermark == 1
             assert values_of((await fetch(node, row.topic_id, 0, 0)).batches) == [(0, "v")]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import structlog
 
-from support.topics.world import World, batch, eventually, read_all, run
+from support.topics.world import World, batch, read_all
+from support.waiting import run, until
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import LogHead
 from tidemill.topics.api import FetchRead, NotLeaderError
@@ -38,7 +39,7 @@ def test_a_topic_made_while_the_catalogue_is_being_read_is_found() -> None:
 
         world.catalogue.list = slow  # type: ignore[method-assign]
         early = asyncio.ensure_future(node.refresh())
-        await eventually(lambda: reads == 1)
+        await until(lambda: reads == 1)
         row = await world.topic()
         produced = [node.produce_nowait(row.topic_id, p, batch("a")) for p in range(2)]
         await asyncio.sleep(0)
@@ -59,7 +60,7 @@ def test_a_partition_that_moved_while_it_waited_for_its_turn_to_open_fences_nobo
         await node.refresh()
         node._partitions._openings = asyncio.Semaphore(0)
         waiting = asyncio.ensure_future(node.offsets(row.topic_id, 0))
-        await eventually(lambda: len(node._led) == 1)
+        await until(lambda: len(node._led) == 1)
         (led,) = node._led.values()
         led.close(NotLeaderError("moved."))
         with pytest.raises(NotLeaderError):
@@ -90,7 +91,7 @@ def test_a_fetch_opens_its_partitions_side_by_side_and_waits_for_all_of_them_onc
         reads = [FetchRead(row.topic_id, partition, 0, 1) for partition in range(8)]
         begun_s = asyncio.get_running_loop().time()
         fetching = asyncio.ensure_future(node.fetch(reads, max_wait_s=0.0, min_bytes=0, max_bytes=1))
-        await eventually(lambda: asked == 8)
+        await until(lambda: asked == 8)
         found = await fetching
         assert asyncio.get_running_loop().time() - begun_s < 3.0, "one second for all, not for each"
         assert all(isinstance(each.error, UnavailableError) for each in found)
@@ -153,14 +154,14 @@ def test_f208_a_partition_that_fails_is_told_tried_again_and_heals_by_itself_whi
             assert (await node.produce_nowait(row.topic_id, 1, batch("c"))).base_offset == n
             node.update_statuses()
         mark = f"topic:{row.name}"
-        await eventually(lambda: (failure := world.tracker.failure(mark)) is not None and failure.tries >= 3)
+        await until(lambda: (failure := world.tracker.failure(mark)) is not None and failure.tries >= 3)
         failure = world.tracker.failure(mark)
         assert failure is not None and failure.error == "partition 0: Panic: nobody listed this"
         ill.clear()
-        await eventually(lambda: (led := node._led.get((row.topic_id, 0))) is not None and led.is_open)
+        await until(lambda: (led := node._led.get((row.topic_id, 0))) is not None and led.is_open)
         assert (await node.produce_nowait(row.topic_id, 0, batch("d"))).base_offset == 1
         assert world.tracker.failure(mark) is not None, "one that opened a moment ago may fail again"
-        await eventually(lambda: world.tracker.failure(mark) is None)
+        await until(lambda: world.tracker.failure(mark) is None)
         await world.aclose()
 
     run(scenario())
@@ -246,7 +247,7 @@ def test_a_process_with_thousands_of_topics_reports_few_marks() -> None:
         assert names == {"topics"}
         world.objects.gated = True
         waiting = node.produce_nowait(rows[5].topic_id, 0, batch("b"))
-        await eventually(lambda: len(world.objects.waiting) == 1)
+        await until(lambda: len(world.objects.waiting) == 1)
         node.update_statuses()
         marks = {mark.name: mark for mark in world.tracker.report("p", 0).marks if mark.name.startswith("topic")}
         assert set(marks) == {"topics", "topic:t5"}

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from sim.scenarios.topic_plants import planted
-from support.topics.world import World, batch, eventually, fetch, in_world, read_all, values_of
+from support.topics.world import World, batch, fetch, in_world, read_all, values_of
+from support.waiting import until
 from tidemill.base.errors import MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
 from tidemill.topics.api import (
@@ -71,9 +72,9 @@ async def second_upload_first(world: World) -> list[ProduceResult | BaseExceptio
     await topics.offsets(row.topic_id, 0)
     world.objects.gated = True
     first = topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=0))
-    await eventually(lambda: len(world.objects.waiting) >= 1)
+    await until(lambda: len(world.objects.waiting) >= 1)
     second = topics.produce_nowait(row.topic_id, 0, batch("2", pid=9, seq=1))
-    await eventually(lambda: len(world.objects.waiting) >= 2)
+    await until(lambda: len(world.objects.waiting) >= 2)
     await world.objects.let_go(1)
     for _ in range(50):
         await asyncio.sleep(0)
@@ -124,7 +125,7 @@ def test_a_failed_upload_poisons_what_its_producer_has_in_line() -> None:
         world.objects.gated = True
         send = topics.produce_nowait
         first = send(row.topic_id, 0, batch("1", pid=9, seq=0))
-        await eventually(lambda: len(world.objects.waiting) >= 1)
+        await until(lambda: len(world.objects.waiting) >= 1)
         second = send(row.topic_id, 0, batch("2", pid=9, seq=1))
         other = send(row.topic_id, 0, batch("o", pid=8, seq=0))
         await world.objects.let_go(1)
@@ -375,7 +376,7 @@ def test_an_append_whose_fate_is_told_late_is_made_again_by_the_same_leader() ->
             raise UnknownOutcomeError("connection lost")
 
         async def late(log: str) -> LogHead:
-            await eventually(lambda: world.clock.monotonic_s() > begun_s + 0.03)
+            await until(lambda: world.clock.monotonic_s() > begun_s + 0.03)
             return await real_head(log)
 
         world.consensus.on_append = lose
@@ -479,12 +480,12 @@ def test_what_queues_during_an_append_shares_the_next_one() -> None:
 
         world.consensus.on_append = wait
         sent = [topics.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))]
-        await eventually(lambda: world.consensus.appends == 1)
+        await until(lambda: world.consensus.appends == 1)
         for n in range(1, 30):
             sent.append(topics.produce_nowait(row.topic_id, 0, batch(str(n), pid=9, seq=n)))
             await asyncio.sleep(0)
         led = topics._led[row.topic_id, 0]
-        await eventually(lambda: len(led._turned) == 29)
+        await until(lambda: len(led._turned) == 29)
         gate.set()
         assert [r.base_offset for r in await asyncio.gather(*sent)] == list(range(30))
         assert world.consensus.appends == 2
@@ -556,7 +557,7 @@ def test_uploads_under_way_when_leadership_ends_are_not_leader_and_never_placed(
         await new.offsets(row.topic_id, 0)
         world.objects.gated = True
         slow = old.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=1))
-        await eventually(lambda: len(world.objects.waiting) >= 1)
+        await until(lambda: len(world.objects.waiting) >= 1)
         fast = old.produce_nowait(row.topic_id, 0, batch("x", pid=8, seq=0))
         await world.objects.let_go(1)
         for future in (fast, slow):
@@ -578,7 +579,7 @@ def test_closing_ends_every_waiting_request() -> None:
         world.objects.gated = True
         sent = [topics.produce_nowait(row.topic_id, p, batch("v")) for p in (0, 0, 1)]
         waiting = asyncio.ensure_future(fetch(topics, row.topic_id, 0, 0, wait_s=60.0))
-        await eventually(lambda: len(world.objects.waiting) >= 1)
+        await until(lambda: len(world.objects.waiting) >= 1)
         await topics.aclose()
         for future in sent:
             with pytest.raises(UnavailableError):
@@ -640,7 +641,7 @@ def test_too_much_staged_is_unavailable_and_a_stale_batch_never_enters_an_object
         await topics.offsets(row.topic_id, 0)
         world.objects.gated = True
         first = topics.produce_nowait(row.topic_id, 0, batch("1"))
-        await eventually(lambda: len(world.objects.waiting) >= 1)
+        await until(lambda: len(world.objects.waiting) >= 1)
         stale = topics.produce_nowait(row.topic_id, 0, batch("2"))
         with pytest.raises(UnavailableError):
             await topics.produce_nowait(row.topic_id, 0, batch("3" * 300))
@@ -697,7 +698,7 @@ def test_marks_say_what_is_reserved_and_which_upload_holds_it() -> None:
         assert mark.share, "another node may lead other partitions of it"
         world.objects.gated = True
         topics.produce_nowait(row.topic_id, 0, batch("3"))
-        await eventually(lambda: len(world.objects.waiting) >= 1)
+        await until(lambda: len(world.objects.waiting) >= 1)
         topics.update_statuses()
         (mark,) = world.tracker.report("p", 0).marks
         assert (mark.position, mark.target) == (2, 3)
@@ -716,7 +717,7 @@ def test_what_waits_is_cut_into_near_equal_objects_within_the_upload_limit() -> 
         await topics.offsets(row.topic_id, 0)
         world.objects.gated = True
         sent = [topics.produce_nowait(row.topic_id, 0, batch("x" * 31)) for _ in range(50)]
-        await eventually(lambda: len(world.objects.waiting) == 3)
+        await until(lambda: len(world.objects.waiting) == 3)
         await asyncio.sleep(0.01)
         assert len(world.objects.waiting) == 3
         while not all(f.done() for f in sent):
@@ -739,7 +740,7 @@ def test_an_idle_writer_uploads_at_once_and_a_busy_one_collects() -> None:
         await topics.offsets(row.topic_id, 0)
         world.objects.gated = True
         sent = [topics.produce_nowait(row.topic_id, 0, batch("first"))]
-        await eventually(lambda: len(world.objects.waiting) == 1)
+        await until(lambda: len(world.objects.waiting) == 1)
         for n in range(20):
             sent.append(topics.produce_nowait(row.topic_id, n % 2, batch(str(n))))
             await asyncio.sleep(0)
@@ -762,7 +763,7 @@ def test_uploads_overlap_before_the_first_one_ends() -> None:
         sent = []
         for n in range(4):
             sent.append(topics.produce_nowait(row.topic_id, 0, batch(str(n), pid=9, seq=n)))
-            await eventually(lambda n=n: len(world.objects.waiting) == n + 1)  # type: ignore[misc]
+            await until(lambda n=n: len(world.objects.waiting) == n + 1)  # type: ignore[misc]
         for _ in range(4):
             await world.objects.let_go(-1)
             await asyncio.sleep(0)

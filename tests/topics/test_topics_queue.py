@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from support.topics.world import run
+from support.waiting import run
 from tidemill.base.errors import UnavailableError
 from tidemill.topics.produce import ProducerLine, ProducerQueue, ProducerQueueCore, Ticket, TicketState
 

@@ -12,7 +12,8 @@ import pytest
 
 from support.topics.l1_world import L1World, in_world, produced
 from support.topics.transactions import Coordinator, committed, data, open_node, planned, shown
-from support.topics.world import Append, batch, eventually, fetch, values_of
+from support.topics.world import Append, batch, fetch, values_of
+from support.waiting import until
 from tidemill.base.errors import ConflictError, CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
 from tidemill.objects.store import Buffer
@@ -302,9 +303,9 @@ def test_a_log_that_is_not_told_is_told_by_the_next_leader() -> None:
         world.consensus.on_append = refuse
         done = await world.round(node, topic_id)
         assert done.failed is None
-        await eventually(lambda: led.closed_error is not None)
+        await until(lambda: led.closed_error is not None)
         world.consensus.on_append = None
-        await eventually(lambda: (topic_id, 0) in node._led and node._led[topic_id, 0].is_open)
+        await until(lambda: (topic_id, 0) in node._led and node._led[topic_id, 0].is_open)
         assert world.state(node, topic_id).reconciled == 0
         again = await world.move(node, topic_id)
         assert again.size_bytes == 0 and world.state(node, topic_id).reconciled == 20
@@ -482,7 +483,7 @@ def test_a_topic_that_is_written_faster_than_an_object_an_interval_is_caught_up_
         await node.start()
         await produced(node, row.topic_id, *map(str, range(60)))
         await world.checkpoint()
-        await eventually(lambda: world.state(node, row.topic_id).reconciled == 120)
+        await until(lambda: world.state(node, row.topic_id).reconciled == 120)
         assert len(await world.extents(row.topic_id)) == 60
 
     in_world(scenario(), world)
@@ -621,7 +622,7 @@ def test_a_state_that_was_rolled_up_remembers_what_is_in_l1() -> None:
         node, topic_id = await filled(world)
         await world.move(node, topic_id)
         await produced(node, topic_id, *[f"n{i}" for i in range(8)])
-        await eventually(lambda: world.state(node, topic_id).rollup_position > 15)
+        await until(lambda: world.state(node, topic_id).rollup_position > 15)
         other = world.node()
         await other.offsets(topic_id, 0)
         assert world.state(other, topic_id).reconciled == 20
@@ -649,13 +650,13 @@ def test_topics_that_are_written_are_reconciled_by_themselves_and_idle_ones_are_
         await node.start()
         await produced(node, row.topic_id, "x")
         await world.checkpoint()
-        await eventually(lambda: world.state(node, row.topic_id).reconciled == 2)
+        await until(lambda: world.state(node, row.topic_id).reconciled == 2)
         rounds = node._rounds
         assert rounds is not None
-        await eventually(lambda: not rounds._listed and not rounds._interval_s)
+        await until(lambda: not rounds._listed and not rounds._interval_s)
         await produced(node, row.topic_id, "y")
         await world.checkpoint()
-        await eventually(lambda: world.state(node, row.topic_id).reconciled == 4)
+        await until(lambda: world.state(node, row.topic_id).reconciled == 4)
 
     in_world(scenario(), world)
 
@@ -677,10 +678,10 @@ def test_only_a_compacted_topic_is_moved_where_the_others_are_not_also_when_it_b
         for row in (plain, later, made):
             await node.produce_nowait(row.topic_id, 0, bytearray(encode_batch([Record(b"k", b"v", timestamp_ms=1)])))
         await world.checkpoint()
-        await eventually(lambda: world.state(node, made.topic_id).reconciled == 1)
+        await until(lambda: world.state(node, made.topic_id).reconciled == 1)
         assert world.state(node, later.topic_id).reconciled == 0
         await world.catalogue.change_topic("later", lambda row: msgspec.structs.replace(row, config=compact))
-        await eventually(lambda: world.state(node, later.topic_id).reconciled == 1)
+        await until(lambda: world.state(node, later.topic_id).reconciled == 1)
         assert world.state(node, plain.topic_id).reconciled == 0
 
     in_world(scenario(), world)
@@ -749,7 +750,7 @@ def test_a_round_that_breaks_is_tried_again_and_keeps_no_other_topic_waiting() -
             await produced(node, row.topic_id, "x")
         await world.checkpoint()
         for row in reversed(rows):
-            await eventually(partial(_is_moved, world, node, row.topic_id))
+            await until(partial(_is_moved, world, node, row.topic_id))
         assert broke == 3
 
     in_world(scenario(), world)
@@ -768,7 +769,7 @@ def test_what_is_hot_and_was_opened_by_nobody_since_the_start_is_moved() -> None
         )  # fmt: skip
         world.nodes.append(node)
         await node.start()
-        await eventually(lambda: (topic_id, 0) in node._led and world.state(node, topic_id).reconciled == 4)
+        await until(lambda: (topic_id, 0) in node._led and world.state(node, topic_id).reconciled == 4)
         assert (topic_id, 1) not in node._led, "nothing was ever in it"
 
     in_world(scenario(), world)

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from support.topics.world import World, batch, eventually, fetch, read_all, run, values_of
+from support.topics.world import World, batch, fetch, read_all, values_of
+from support.waiting import run, until
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import OffsetOutOfRangeError
@@ -100,7 +101,7 @@ def test_the_leader_moves_the_start_and_clients_below_it_are_told() -> None:
         for at_ms, value in ((now_ms - 2 * DAY_MS, "old"), (now_ms - 2 * DAY_MS, "older"), (now_ms, "new")):
             await node.produce_nowait(row.topic_id, 0, batch(value, timestamp_ms=at_ms))
         led = node._led[row.topic_id, 0]
-        await eventually(lambda: led.state.log_start == 2)
+        await until(lambda: led.state.log_start == 2)
         assert (await node.offsets(row.topic_id, 0)).log_start_offset == 2
         found = await fetch(node, row.topic_id, 0, 1)
         assert isinstance(found.error, OffsetOutOfRangeError) and found.log_start_offset == 2
@@ -152,7 +153,7 @@ def test_a_hold_keeps_what_was_not_read_and_one_that_cannot_be_told_keeps_everyt
         for value in ("a", "b", "c"):
             await node.produce_nowait(row.topic_id, 0, batch(value))
         led = node._led[row.topic_id, 0]
-        await eventually(lambda: asked >= 8)
+        await until(lambda: asked >= 8)
         assert led.state.log_start == 2
         assert await read_all(world, row.topic_id) == [(2, "c")]
         await world.aclose()

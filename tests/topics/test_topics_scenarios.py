@@ -10,7 +10,8 @@ import pytest
 
 from support.topics.l1_world import L1World, produced
 from support.topics.transactions import WITHIN, Coordinator, committed, data, open_node, shown
-from support.topics.world import World, batch, eventually, fetch, in_world, read_all, values_of
+from support.topics.world import World, batch, fetch, in_world, read_all, values_of
+from support.waiting import until
 from tidemill.base.errors import CorruptError, FencedError, MissingError
 from tidemill.consensus.api import LogHead
 from tidemill.metastore.catalogue import TopicRow
@@ -158,7 +159,7 @@ def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_came_back
         await first.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
         world.objects.gated = True
         stale = first.produce_nowait(row.topic_id, 0, batch("stale", pid=9, seq=1))
-        await eventually(lambda: len(world.objects.waiting) == 1)
+        await until(lambda: len(world.objects.waiting) == 1)
         await other.offsets(row.topic_id, 0)
         await first._led[row.topic_id, 0].prove_leadership()  # it hears that its term is over
         await first.offsets(row.topic_id, 0)  # it leads again
@@ -243,9 +244,9 @@ def test_a_producer_with_a_batch_in_flight_keeps_its_order_though_its_state_was_
         world.objects.gated = True
         first = node.produce_nowait(row.topic_id, 0, batch("a1", pid=1, seq=1))
         second = node.produce_nowait(row.topic_id, 0, batch("a2", pid=1, seq=2))
-        await eventually(lambda: len(world.objects.waiting) >= 1)
+        await until(lambda: len(world.objects.waiting) >= 1)
         others = [node.produce_nowait(row.topic_id, 0, batch("p", pid=pid, seq=0)) for pid in (2, 3, 4)]
-        await eventually(lambda: len(world.objects.waiting) >= 2)
+        await until(lambda: len(world.objects.waiting) >= 2)
         await world.objects.let_go(1)
         world.objects.gated = False
         await world.objects.let_go(0)
@@ -362,7 +363,7 @@ def test_a_topic_deleted_under_a_reader_ends_its_fetch_as_missing_and_no_other()
         reads = [FetchRead(row.topic_id, 0, 1, 1 << 20) for row in (gone, stays)]
         waiting = asyncio.ensure_future(node.fetch(reads, max_wait_s=60.0, min_bytes=1, max_bytes=1 << 20))
         led = node._led[gone.topic_id, 0]
-        await eventually(lambda: len(led.watchers) > 0)
+        await until(lambda: len(led.watchers) > 0)
         await world.catalogue.delete(TopicRow, "gone")
         await node.refresh()
         one, other = await waiting
@@ -406,7 +407,7 @@ def test_a_topic_deleted_while_a_round_moves_it_is_not_looked_at_again(while_it:
         go.set()
         rounds = node._rounds
         assert rounds is not None
-        await eventually(lambda: not rounds._listed and not rounds._due and not rounds._moved)
+        await until(lambda: not rounds._listed and not rounds._due and not rounds._moved)
         assert (row.topic_id, 0) not in node._led
 
     in_world(scenario(), world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from support.topics.world import eventually, run
+from support.waiting import run, until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
@@ -40,7 +40,7 @@ def test_the_first_try_is_at_once_later_ones_wait_and_what_cannot_be_read_is_par
         watched = PartitionSupervisor(SystemClock(), tracker, tasks, lambda key: "topic:t", opened.append)
         watched.failed(("t", 0), UnavailableError("away."))
         watched.check_available(("t", 0))
-        await eventually(lambda: len(opened) == 1)
+        await until(lambda: len(opened) == 1)
         watched.failed(("t", 0), UnavailableError("away."))
         refused = False
         try:
@@ -48,7 +48,7 @@ def test_the_first_try_is_at_once_later_ones_wait_and_what_cannot_be_read_is_par
         except UnavailableError as error:
             refused = "away." in str(error)
         assert refused
-        await eventually(lambda: len(opened) == 2)
+        await until(lambda: len(opened) == 2)
         since_ms = tracker.failure("topic:t").since_ms  # type: ignore[union-attr]
         watched.failed(("t", 0), CorruptError("damaged."))
         failure = tracker.failure("topic:t")

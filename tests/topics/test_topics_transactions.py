@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from sim.scenarios.topic_plants import planted
 from support.topics.transactions import WITHIN, Coordinator, committed, data, open_node, planned, shown
-from support.topics.world import World, batch, eventually, fetch, run
+from support.topics.world import World, batch, fetch
+from support.waiting import run, until
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.metastore.rows.partitions import AbortedRow
 from tidemill.topics.api import (
@@ -162,7 +163,7 @@ def test_a_marker_overtakes_no_data_that_comes_later_is_taken() -> None:
         coordinator.open.add((1, 0))
         coordinator.gate = asyncio.Event()
         late = node.produce_nowait(topic_id, 0, data("late", pid=1), within=WITHIN)
-        await eventually(lambda: coordinator.asked == 1)
+        await until(lambda: coordinator.asked == 1)
         await node.mark(topic_id, 0, Marker(1, 0, False))  # nothing is open here: nothing is written
         coordinator.gate.set()
         with pytest.raises(InvalidTransactionError):

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from support.capture.world import World, until
+from support.capture.world import World
+from support.waiting import until
 from tidemill.capture.catalog.schema_versions import columns_at_version
 from tidemill.metastore.catalogue import CaptureTableRow
 from tidemill.topics.batch import Record

@@ -23,8 +23,8 @@ from support.capture.world import (
     positions,
     stuck,
     table_as_folded,
-    until,
 )
+from support.waiting import until
 from tidemill.base.errors import ConflictError, MissingError
 from tidemill.capture.session.teardown import drop_capture
 from tidemill.metastore.catalogue import CaptureRow, TopicRow

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from support.capture.world import World, until
+from support.capture.world import World
+from support.waiting import until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.setup.privileges import check_capture
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import psycopg
 
-from support.waiting import DEADLINE_S
-from support.waiting import until as until
+from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import DerivedStatus, StageState, StageStatus, StatusTracker, derive_status

@@ -10,7 +10,8 @@ from typing import Any
 import confluent_kafka as ck
 import psycopg
 
-from support.kafka.harness import RealBroker, eventually
+from support.kafka.harness import RealBroker
+from support.waiting import eventually
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture

@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from support.kafka.harness import eventually
+from support.waiting import eventually
 from tidemill.kafka import KafkaSettings
 
 CLIENTS = Path(__file__).parents[2] / "clients"

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from support.kafka.fake_topics import FakeTopicLog
 from support.ports import free_port
-from support.waiting import eventually as eventually
-from support.waiting import run as run
+from support.waiting import eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal

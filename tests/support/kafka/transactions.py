@@ -6,7 +6,7 @@ from typing import Any
 
 import confluent_kafka as ck
 
-from support.kafka.harness import eventually
+from support.waiting import eventually
 
 DEADLINE_S = 60
 

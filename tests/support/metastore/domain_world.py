@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from support.waiting import DEADLINE_S, SCENARIO_S
-from support.waiting import until as until
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.factory import open_consensus

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from support.waiting import run as run
-from support.waiting import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.file_store import SstFiles

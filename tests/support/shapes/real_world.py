@@ -9,7 +9,8 @@ from typing import Any, Self
 import psycopg
 from starlette.applications import Starlette
 
-from support.shapes.world import Client, ShapeWorld, eventually
+from support.shapes.world import Client, ShapeWorld
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
@@ -71,7 +72,7 @@ class RealWorld(ShapeWorld):
         await self.server.aclose()
         await self.topics.aclose()
         await self.metastore.aclose()
-        await eventually(self._drop_slot)
+        await until(self._drop_slot)
         await self.db.close()
 
     async def _drop_slot(self) -> bool:

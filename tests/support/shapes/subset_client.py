@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pytest
 
-from support.shapes.world import eventually
+from support.waiting import until
 from tidemill.base.runtime.tasks import Tasks
 
 CLIENTS = Path(__file__).parents[2] / "clients"
@@ -70,7 +70,7 @@ class SubsetClient:
         The client takes five requests at one offset within half a second for a loop, and begins anew: all it was told
         comes once more. Whoever asks for the next snapshot before the stream went on from the last makes just that.
         """
-        await eventually(lambda: self.up_to_dates > answer["up_to_dates"])
+        await until(lambda: self.up_to_dates > answer["up_to_dates"])
 
     @property
     def last(self) -> dict[str, Any]:

@@ -19,8 +19,6 @@ import psycopg
 from starlette.types import ASGIApp
 
 from support.waiting import DEADLINE_S
-from support.waiting import run as run
-from support.waiting import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 from typer.testing import CliRunner
 
-from support.spark.running import until
+from support.waiting import eventually
 from tidemill.base.errors import TidemillError
 from tidemill.cli.main import build_application
 
@@ -90,7 +90,7 @@ class Ground:
         return self._harbour.portal.call(stores.catalogue.table(self.name, "public.t"))
 
     def parked(self) -> Any:
-        return until(lambda: (row := self.row()) is not None and row.state == "parked" and row)
+        return eventually(lambda: (row := self.row()) is not None and row.state == "parked" and row)
 
     def command(self, *arguments: str) -> tuple[int, Any]:
         """Exit code, and the JSON of the last line (None where it is none)."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from support.waiting import DEADLINE_S
-from support.waiting import eventually as until  # noqa: F401
 from tidemill.base.clock import Rand
 from tidemill.base.status.status import StageStatus
 from tidemill.consensus.status.board import StatusBoard

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from support.topics.world import World, batch, run
+from support.topics.world import World, batch
+from support.waiting import run
 from tidemill.base.clock import Rand
 from tidemill.metastore.rows import L1_OBJECTS
 from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from support.waiting import run as run
-from support.waiting import until as eventually
+from support.waiting import run, until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import StatusTracker
@@ -50,7 +49,7 @@ class GatedObjects(MemoryObjects):
         return await super().get_ranges(key, ranges)
 
     async def let_go(self, index: int = 0, error: TidemillError | None = None) -> None:
-        await eventually(lambda: len(self.waiting) > max(index, 0))
+        await until(lambda: len(self.waiting) > max(index, 0))
         _, gate = self.waiting.pop(index)
         if error is None:
             gate.set_result(None)
