@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Coroutine
 from typing import Any
 
 import psycopg
 import pyarrow as pa
 import pytest
 
+from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
@@ -42,14 +42,6 @@ ROWS = [
     "(-7, '', 0, 0, '10000-01-01', 'epoch', 'epoch', '\\x00', true, 3e38, 5e-324, '[]', 'abcdef', '::1', NULL,"
     " '0', NULL, 0, 0)",
 ]
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(90):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 class StreamRemap:

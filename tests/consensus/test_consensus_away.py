@@ -19,9 +19,8 @@ from typing import TypeVar
 
 import pytest
 
-from contracts.consensus import run
 from support.ports import free_port
-from support.waiting import until
+from support.waiting import run, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import open_with_retry

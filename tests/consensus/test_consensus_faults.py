@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from contracts.consensus import run
 from support.consensus.cutting_proxy import CuttingProxy, How
+from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, resolve_append, resolve_cas

@@ -8,7 +8,7 @@ import apsw
 import psycopg
 import pytest
 
-from contracts.consensus import run
+from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, TidemillError, UnavailableError
 from tidemill.consensus.factory import open_consensus

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from contracts.consensus import run
+from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClosedError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, LogRecord, resolve_append
@@ -247,7 +247,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(tmp_path: Pa
                 assert [r.data for r in await everything(consensus, "held")] == [b"x"]
                 await consensus.aclose()
 
-            run(body(), timeout_s=TAKEOVER_S)
+            run(body(), within_s=TAKEOVER_S)
         finally:
             os.kill(child, signal.SIGKILL)
 

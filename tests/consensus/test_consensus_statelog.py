@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import (
     ClosedError,
@@ -55,14 +56,6 @@ def make(consensus: Any, seed: int = 1, **options: Any) -> StateLog[State]:
         rand=Rand(seed),
         **options,
     )
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await coroutine
-
-    asyncio.run(bounded())
 
 
 class Faulty(MemoryConsensus):

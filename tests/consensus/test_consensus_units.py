@@ -14,8 +14,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from contracts.consensus import run
-from support.waiting import DEADLINE_S
+from support.waiting import DEADLINE_S, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
 import pytest
 
+from support.waiting import run
 from tidemill.base.clock import Rand
 from tidemill.base.errors import (
     ClosedError,
@@ -29,14 +30,6 @@ from tidemill.consensus.change_journal import PAGE_HEADS
 OpenClient = Callable[[], Awaitable[Consensus]]
 
 rand = Rand()
-
-
-def run(coroutine: Coroutine[Any, Any, None], timeout_s: float = 60) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await coroutine
-
-    asyncio.run(bounded())
 
 
 def unique() -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.maintenance.topics import World, run
+from support.maintenance.topics import World
+from support.waiting import run
 from tidemill.base.errors import UnavailableError
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.topics import l0_garbage

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.maintenance.topics import World, run
+from support.maintenance.topics import World
+from support.waiting import run
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.catalogue import TopicRow

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 
 from support.metastore.checkpoint_world import Rows, family_rows
+from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.memory import MemoryConsensus
@@ -26,10 +25,6 @@ from tidemill.topics.partition.state_machine.state import PartitionState
 from tidemill.topics.partition.state_machine.transactions import ABORT, PLAIN, TRANSACTIONAL
 
 LOG = partition_log("t", 0)
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 60))
 
 
 class World:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,19 +12,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from support.waiting import run
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.http.server import HttpServer, build_application
 from tidemill.shapes.http import responses
 from tidemill.shapes.http.authorization import client_host
 from tidemill.shapes.http.responses import ItemsResponse, split_pieces
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await main
-
-    asyncio.run(bounded())
 
 
 async def hello(request: Request) -> Response:

@@ -8,7 +8,7 @@ import os
 import select
 import socket
 import ssl
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from support.kafka.security import Authority
+from support.waiting import run
 from tidemill.base.errors import InvalidError
 from tidemill.node.http import embedded_granian
 from tidemill.node.http import server as http_module
@@ -93,14 +94,6 @@ class World:
 
 def _broke(name: str, error: BaseException) -> None:
     raise AssertionError(name) from error
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(90):
-            await main
-
-    asyncio.run(bounded())
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 from starlette.applications import Starlette
@@ -14,18 +13,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from support.waiting import eventually
+from support.waiting import eventually, run
 from tidemill.base.errors import InvalidError
 from tidemill.node.http import embedded_granian
 from tidemill.node.http.server import HttpServer
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await main
-
-    asyncio.run(bounded())
 
 
 def broke(name: str, error: BaseException) -> None:

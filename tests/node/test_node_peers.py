@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 
-from contracts.consensus import run
-from support.waiting import until
+from support.waiting import run, until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import NODE_BLIND_AFTER_MS

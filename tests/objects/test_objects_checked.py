@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from contracts.consensus import run
+from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal

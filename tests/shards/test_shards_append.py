@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from support.shards.world import SCHEMA, World, append, contents_of, run, updates
+from support.shards.world import SCHEMA, World, append, contents_of, updates
+from support.waiting import run
 from tidemill.base.errors import ClosedError, ConflictError, InvalidError, MissingError, UnavailableError
 from tidemill.shards.api import Batch, Column, Part, ShardSchema
 from tidemill.shards.state.apply import RejectedCommand, RejectionReason, apply

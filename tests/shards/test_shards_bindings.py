@@ -17,7 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from support.shards.world import World, run
+from support.shards.world import World
+from support.waiting import run
 from tidemill.base.errors import ConflictError, CorruptError
 from tidemill.shards.api import Binding, HistoryLostError
 from tidemill.shards.bindings import remap as remap_module

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from support.shards.world import SCHEMA, World, append, contents_of, run
+from support.shards.world import SCHEMA, World, append, contents_of
+from support.waiting import run
 from tidemill.base.errors import MissingError
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.shards.registry import list_created_shards, read_shards

@@ -8,7 +8,8 @@ from decimal import Decimal
 import pyarrow as pa
 import pytest
 
-from support.shards.world import SCHEMA, FlakyConsensus, World, append, run, updates
+from support.shards.world import SCHEMA, FlakyConsensus, World, append, updates
+from support.waiting import run
 from tidemill.base.errors import ClosedError, InvalidError, UnknownOutcomeError
 from tidemill.shards.api import Batch, Column, Part, SchemaEvolvedError, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once

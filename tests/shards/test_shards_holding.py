@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from support.shards.world import World, append, contents_of, run, summed
+from support.shards.world import World, append, contents_of, summed
+from support.waiting import run
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Batch, HistoryLostError, Part

@@ -8,7 +8,8 @@ from contextlib import aclosing
 import pyarrow as pa
 import pytest
 
-from support.shards.world import World, append, contents_of, run, tuples, updates
+from support.shards.world import World, append, contents_of, tuples, updates
+from support.waiting import run
 from tidemill.base.errors import ClosedError, CorruptError, MissingError, UnavailableError
 from tidemill.shards import handle as handle_module
 from tidemill.shards.api import Batch, Delta, Part

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.shards.world import SCHEMA, append, contents_of, run
-from support.waiting import DEADLINE_S
+from support.shards.world import SCHEMA, append, contents_of
+from support.waiting import DEADLINE_S, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects

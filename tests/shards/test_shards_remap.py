@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.shards.world import World, run
+from support.shards.world import World
+from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError
 from tidemill.shards.api import Binding, BindingsPage, HistoryLostError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.shards.world import World, append, run, updates
+from support.shards.world import World, append, updates
+from support.waiting import run
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema, schema_changes

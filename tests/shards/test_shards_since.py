@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.shards.world import SCHEMA, World, append, run
+from support.shards.world import SCHEMA, World, append
+from support.waiting import run
 from tidemill.base.errors import FencedError, InvalidError
 from tidemill.shards.api import Batch, HistoryLostError
 from tidemill.shards.state.apply import RejectedCommand, apply

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from support.shards.world import World, run
+from support.shards.world import World
+from support.waiting import run
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, cast_text, parse_column, with_existing_timestamps

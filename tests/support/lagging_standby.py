@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psycopg
 
 from support.postgres import EmbeddedPostgres, find_binaries
+from support.waiting import eventually
 
 SETTINGS = {"fsync": "off", "shared_buffers": "16MB", "max_connections": "100", "wal_keep_size": "64MB"}
 PATIENCE_S = 60.0
@@ -80,11 +80,8 @@ def kill(server: EmbeddedPostgres) -> None:
 
 
 def until(dsn: str, question: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
     with psycopg.connect(dsn, autocommit=True) as connection:
-        while not (connection.execute(question).fetchone() or (False,))[0]:
-            assert time.monotonic() < deadline_s, question
-            time.sleep(0.05)
+        eventually(lambda: (connection.execute(question).fetchone() or (False,))[0], question, pause_s=0.05)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from tidemill.base.clock import ManualClock, Rand
@@ -23,10 +22,6 @@ from tidemill.topics.partition.state_machine.codec import decode_command
 from tidemill.topics.partition.state_machine.commands import Rollup
 
 T = TypeVar("T")
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 class World:

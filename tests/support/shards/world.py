@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -23,14 +22,6 @@ T = TypeVar("T")
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "string")), ("k",))
 Row = tuple[int | None, str | None, int, int]
 """k, v, time, diff"""
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    async def bounded() -> T:
-        async with asyncio.timeout(60):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 def updates(rows: Iterable[Row]) -> pa.Table:
