@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from support.maintenance.world import KEYS, World, run
+from support.maintenance.world import KEYS, World
+from support.waiting import run
 from tidemill.base.status.status import StageState, StageStatus, derive_status
 from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.shards.bindings import BindingsUpkeep

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
+from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
@@ -22,10 +22,6 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.format import L1Region
 from tidemill.topics.l1.row_transitions import AddRequest
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 class World:

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from support.maintenance.world import KEYS, World, contents, run
+from support.maintenance.world import KEYS, World, contents
+from support.waiting import run
 from tidemill.base.errors import CorruptError, MissingError, UnavailableError
 from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.shards.drop import drop_shard

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.maintenance.world import World, run
+from support.maintenance.world import World
+from support.waiting import run
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -28,10 +27,6 @@ SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "binary")), ("k",))
 KEYS = range(100)
 Update = tuple[int, bytes, int, int]
 """k, v, time, diff"""
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 class Row:
