@@ -125,7 +125,7 @@ def test_a_key_that_comes_twice_is_absent_and_the_other_rows_are_there(harbour: 
 
 DERIVED = """
 def build(p):
-    from test_spark_derived import count_by_product
+    from support.spark.derived import count_by_product
     p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string, product_id long"))
     p.derived("counts", key="product_id", inputs=("clicks",), every_s=0.05)(count_by_product)
 """

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from support.topics.l1_world import L1World, in_world
-from support.topics.world import World, batch, fetch, values_of
+from support.topics.l1_world import L1World
+from support.topics.world import World, batch, fetch, in_world, values_of
 from support.waiting import run, until
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import TopicRow

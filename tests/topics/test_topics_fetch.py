@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from support.topics.world import World, batch, fetch, values_of
+from support.topics.world import World, batch, fetch, in_world, values_of
 from support.waiting import DEADLINE_S, run, until
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.limits import OBJECT_CONCURRENCY
@@ -16,16 +16,6 @@ from tidemill.topics.fetch import fetch_planner
 from tidemill.topics.fetch.fetch_planner import COLD_OBJECTS_MAX
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition_reader import LogPartitionReader
-
-
-def in_world(scenario: Coroutine[object, object, None], world: World) -> None:
-    async def whole() -> None:
-        try:
-            await scenario
-        finally:
-            await world.aclose()
-
-    run(whole())
 
 
 async def filled(world: World, count: int = 10) -> tuple[LocalTopics, str]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.topics.l1_world import L1World, in_world, produced
-from support.topics.world import fetch, values_of
+from support.topics.l1_world import L1World, produced
+from support.topics.world import fetch, in_world, values_of
 from tidemill.topics.batch.header import is_intact
 from tidemill.topics.l1.read_ahead import ReadAhead
 from tidemill.topics.local_topics import LocalTopics

@@ -10,9 +10,9 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from support.topics.l1_world import L1World, in_world, produced
+from support.topics.l1_world import L1World, produced
 from support.topics.transactions import Coordinator, committed, data, open_node, planned, shown
-from support.topics.world import Append, batch, fetch, values_of
+from support.topics.world import Append, batch, fetch, in_world, values_of
 from support.waiting import until
 from tidemill.base.errors import ConflictError, CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from typing import Any
 
 from support.topics.world import World, batch
-from support.waiting import run
 from tidemill.base.clock import Rand
 from tidemill.metastore.rows import L1_OBJECTS
 from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow
@@ -86,13 +84,3 @@ async def produced(node: LocalTopics, topic_id: str, *names: str, partition: int
     for number, name in enumerate(names):
         data = batch(f"{name}a", f"{name}b", timestamp_ms=at_ms + number)
         await node.produce_nowait(topic_id, partition, data)
-
-
-def in_world(scenario: Coroutine[object, object, None], world: World) -> None:
-    async def whole() -> None:
-        try:
-            await scenario
-        finally:
-            await world.aclose()
-
-    run(whole())
