@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
