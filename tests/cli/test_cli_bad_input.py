@@ -201,6 +201,7 @@ def test_doctor_passes_on_a_fresh_configuration_and_says_what_it_saw(tmp_path: P
         (("run", "p", "--conf", "executor.memory=2g"), "--conf"),
         (("run", "p", "--driver-memory", "lots"), "--driver-memory"),
         (("run", "p", "--label", "B!"), "--label"),
+        (("run", "p", "--label", "1_2"), "with at least one letter"),
         (("describe", "nope"), "no such pipeline: pipeline=nope"),
         (("restart", "p"), "no such driver is reporting: pipeline=p"),
     ],

@@ -67,3 +67,13 @@ def test_schemas_are_registered_listed_shown_checked_and_deleted(tmp_path: Path)
 def test_bad_input_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     with pytest.raises(InvalidError):
         Terminal(tmp_path).run(*arguments)
+
+
+def test_a_subject_is_checked_under_the_name_under_which_it_is_registered(tmp_path: Path) -> None:
+    terminal, file = Terminal(tmp_path), tmp_path / "s.avsc"
+    file.write_text(record("a:int"))
+    terminal.run("register", "s", str(file))
+    file.write_text(record("a:string"))
+    assert terminal.run("check", ":.:s", str(file), code=1)["messages"]
+    with pytest.raises(RegistryError, match="not a valid subject"):
+        terminal.run("check", "__GLOBAL", str(file))
