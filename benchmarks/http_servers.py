@@ -32,8 +32,6 @@ from typing import Any
 
 from harbour import machine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 SERVERS = ("granian", "httptools", "h11")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 CLIENTS = 8
