@@ -11,7 +11,7 @@ from support.capture.world import World, in_world
 from support.waiting import until
 from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.postgres.connection import PgConnection
-from tidemill.capture.setup.publication import Identities, create_publication, publish_tables
+from tidemill.capture.setup.publication import Identities, PublishRequest, create_publication, publish_tables
 
 pytestmark = pytest.mark.postgres
 
@@ -36,8 +36,11 @@ def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_th
         await world.sql(*TABLES[kind], "INSERT INTO t VALUES (1, 0)")
         wire = await PgConnection.connect(world.dsn, purpose="test")
 
-        async def note(table: str, found: Identities) -> None:
-            pass
+        class Store:
+            async def store_identities(self, name: str, identities: Identities) -> None:
+                """Store nothing."""
+
+            store_asked_identities = store_identities
 
         try:
             config = world.config()
@@ -48,7 +51,9 @@ def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_th
             async with await psycopg.AsyncConnection.connect(world.dsn) as application:
                 await application.execute("SELECT v FROM t")
                 publishing = asyncio.ensure_future(
-                    publish_tables(wire, config, await list_tables(wire), {}, attempts=ATTEMPTS, note=note)
+                    publish_tables(
+                        wire, config, PublishRequest(await list_tables(wire), {}, attempts=ATTEMPTS), Store()
+                    )
                 )
 
                 async def waits() -> bool:

@@ -19,7 +19,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.session import teardown
 from tidemill.capture.session.teardown import drop_capture
-from tidemill.capture.setup.publication import Identities, create_publication, publish_tables
+from tidemill.capture.setup.publication import Identities, PublishRequest, create_publication, publish_tables
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key, try_advisory_lock
 from tidemill.metastore.catalogue import PipelineRow, TopicRow
 
@@ -175,14 +175,17 @@ def test_a_note_whose_outcome_is_not_known_is_no_refusal_of_the_table(postgres_d
         await world.sql(*IDENTITY_TABLES[:1])
         wire = await PgConnection.connect(world.dsn, purpose="test")
 
-        async def note(table: str, found: Identities) -> None:
-            raise UnknownOutcomeError("nobody knows.")
+        class Store:
+            async def store_identities(self, name: str, identities: Identities) -> None:
+                raise UnknownOutcomeError("nobody knows.")
+
+            store_asked_identities = store_identities
 
         try:
             config = world.config()
             await create_publication(wire, config.publication)
             with pytest.raises(UnknownOutcomeError):
-                await publish_tables(wire, config, await list_tables(wire), {}, attempts=1, note=note)
+                await publish_tables(wire, config, PublishRequest(await list_tables(wire), {}), Store())
         finally:
             await wire.aclose()
         assert await identities(world) == {"plain": "d"}

@@ -124,11 +124,11 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
         async with world.capture(heartbeat_s=600.0, table_poll_s=600.0) as capture:
             await world.caught_up()
             session = capture._session
-            assert session is not None and session.joining is not None and session.collector is not None
+            assert session is not None and session.adder is not None and session.collector is not None
             status = session.collector.status
             # Each look at the tables ends with no copy under way. This one is over; the next is ten minutes off.
-            assert await session.joining.is_being_added("public.none") is False
-            session.joining.keeping.set_copying(True)
+            assert await session.adder.is_being_added("public.none") is False
+            session.adder.wal_hold.set_copying(True)
             held = status.hold
             await world.sql("INSERT INTO a VALUES (1)")
             at = await world.wal_end()
@@ -139,7 +139,7 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             )
             capture._publish_status()
             assert (mark := world.tracker.mark(f"capture:{world.name}")) is not None and mark.position < mark.target
-            session.joining.keeping.set_copying(False)
+            session.adder.wal_hold.set_copying(False)
             assert session._reports.due.is_set(), "not with the next status that is due anyway"
             await confirmed_reaches(world, at)
 

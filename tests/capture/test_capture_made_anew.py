@@ -12,8 +12,8 @@ from support.capture.world import World
 from support.waiting import until
 from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.session import bootstrap, session, table_adder
-from tidemill.capture.session.bootstrap import PreparedSession
 from tidemill.capture.session.session import Session
+from tidemill.capture.session.set_up_context import PreparedSession
 from tidemill.capture.tables.publication_repair import PublicationRepair
 
 pytestmark = pytest.mark.postgres
@@ -43,8 +43,8 @@ def test_f473_a_table_that_is_dropped_while_the_capture_looks_is_not_taken_for_a
         async with world.capture(table_poll_s=600.0) as capture:
             await world.flowing("t", "other")
             first = capture._session
-            assert first is not None and first.joining is not None
-            published: CachedQuery[Any] = first.joining.watching._published
+            assert first is not None and first.adder is not None
+            published: CachedQuery[Any] = first.adder.watcher._published
 
             async def question(wire: Any) -> Any:
                 rows = await world.select("SELECT to_regclass('t')::text")

@@ -237,8 +237,8 @@ def test_f491_an_identity_that_another_publication_needs_is_not_given_back(postg
             await world.sql("CREATE PUBLICATION other FOR TABLE t WHERE (v > 0), good")
         async with world.capture(tables=("split", "good"), **SOON) as capture:
             # Left out by the configuration; it keeps the identity while that is needed.
-            assert capture._session is not None and capture._session.joining is not None
-            watching = capture._session.joining.watching
+            assert capture._session is not None and capture._session.adder is not None
+            watching = capture._session.adder.watcher
             await until(lambda: bool(watching._kept_identities), "its identity was to be given back")
             await good_flows(world)
             assert await identity(world, "t") == "f" and not await refused_by_postgres(world, "t")

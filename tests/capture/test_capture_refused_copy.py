@@ -188,9 +188,9 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
 
             async def publish(*args: Any, **settings: Any) -> Any:
                 done = await real(*args, **settings)
-                assert capture._session is not None and capture._session.joining is not None
+                assert capture._session is not None and capture._session.adder is not None
                 await (
-                    capture._session.joining.mending.repair()
+                    capture._session.adder.publication_repair.repair()
                 )  # as each second, while another table's lock is waited for
                 looked.set()
                 return done
@@ -221,8 +221,8 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
             await good_flows(world)
             await parked_table(world)
             row = await world.table("public.t")
-            assert row is not None and capture._session is not None and capture._session.joining is not None
-            real, joins, taken_out = context.read_published_tables, capture._session.joining, []
+            assert row is not None and capture._session is not None and capture._session.adder is not None
+            real, joins, taken_out = context.read_published_tables, capture._session.adder, []
 
             async def published_tables(*args: Any, **more: Any) -> Any:
                 published = await real(*args, **more)
@@ -236,7 +236,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
             with monkeypatch.context() as patch:
                 patch.setattr(publication_repair, "unpublish_table", unpublish)
                 patch.setattr(context, "read_published_tables", published_tables)
-                await joins.mending._unpublish_paused()
+                await joins.publication_repair._unpublish_paused()
                 assert not taken_out
             capture._desk.finish_copy()
 

@@ -194,7 +194,7 @@ async def _status(world: ShapeWorld, wanted: int, **params: str) -> bool:
 def _count_looks(world: RealWorld) -> Callable[[], int]:
     session = world.capture._session
     assert session is not None
-    joining = session.joining
+    joining = session.adder
     assert joining is not None
     whole, found = joining._find_tables_to_add, []
 
@@ -215,7 +215,7 @@ async def _left(world: RealWorld) -> dict[str, int]:
     service, capture = world.service, world.capture
     session = capture._session
     assert session is not None
-    joining = session.joining
+    joining = session.adder
     assert joining is not None
     database = service._tables._databases[capture.config.name]
     slots = await (await world.db.execute("SELECT count(*) FROM pg_publication_tables")).fetchall()
@@ -231,7 +231,7 @@ async def _left(world: RealWorld) -> dict[str, int]:
         "runners": len(service._live._runners),
         "descriptions": len(database.infos),
         "memory": service.budget.used_bytes,
-        "digests": len(joining.watching._digests),
+        "digests": len(joining.watcher._digests),
         "plans": len(service._live.plans),
         "tasks": len(asyncio.all_tasks()),
     }

@@ -318,7 +318,7 @@ def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_s
             await write(world, "dropped", 4)
             await follows(world, client, where)
             if given_up:
-                await world.capture._session.desk.abandon_copy("public.dropped")  # type: ignore[union-attr]
+                await world.capture._session.states.abandon_copy("public.dropped")  # type: ignore[union-attr]
             await world.break_stream()
             await write(world, "dropped", 5)
             await follows(world, client, where)

@@ -16,7 +16,7 @@ import pyarrow as pa
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.shards.api import Batch, Part, ShardSchema
-from tidemill.shards.parts.parts import store_part
+from tidemill.shards.parts.parts import PartTarget, store_part
 from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.read.read_handle import ShardReadHandle
 from tidemill.shards.state.apply import RejectedCommand, RejectionReason, batch_bounds_error
@@ -40,18 +40,14 @@ class LogShard(ShardReadHandle):
     async def write_part(self, rows: pa.Table, bucket: int = 0) -> Part:
         if not 0 <= bucket < self.schema.buckets:
             raise InvalidError(f"no such bucket: table={self.name} bucket={bucket} buckets={self.schema.buckets}.")
-        return await store_part(
-            self._objects,
+        target = PartTarget(
             self.shard_id,
-            self.schema,
-            rows,
-            writer=self.writer,
-            rand=self._rand,
-            now_ms=self.part_time_ms(),
-            bucket=bucket,
+            self.writer,
+            self.part_time_ms(),
+            bucket,
             inline_bytes=INLINE_PART_BYTES if self.state.inline_bytes < INLINE_BUDGET_BYTES else 0,
-            cpu=self._cpu,
         )
+        return await store_part(self._objects, self.schema, rows, target, self._rand, cpu=self._cpu)
 
     def part_time_ms(self) -> int:
         """Return the current time for the key of a part: never before the last sweep, even if this process's clock

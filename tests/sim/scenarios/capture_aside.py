@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from sim.world import swapped
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.session import continuity_check, session, table_adder
+from tidemill.capture.session import continuity_check, table_adder
 from tidemill.capture.snapshot import chunks, copier, side_topic, side_topic_append, wal_hold
 from tidemill.capture.tables import context
 from tidemill.metastore.catalogue import CaptureTableRow, TableSnapshot
@@ -68,8 +68,8 @@ def planted_aside(fault: str) -> Iterator[None]:
         match fault:
             case "unheld-copy":
                 # The check whether WAL was released is removed too: either of the two compensates for the other.
-                stack.enter_context(swapped(session.Session, "_set_hold", lambda self, on: None))
-                stack.enter_context(swapped(session, "tables_needing_wal", lambda *_: []))
+                stack.enter_context(swapped(wal_hold.ConfirmedWal, "hold_wal", lambda self, on: None))
+                stack.enter_context(swapped(wal_hold, "tables_needing_wal", lambda *_: []))
                 stack.enter_context(swapped(continuity_check, "is_confirmed", lambda slot, lsn: False))
             case "shown-twice":
                 stack.enter_context(swapped(side_topic, "first_snapshot_of", _nothing_shown))

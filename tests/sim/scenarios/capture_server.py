@@ -11,7 +11,7 @@ import contextlib
 import re
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -31,7 +31,7 @@ from tidemill.capture.postgres.standby_status import Keepalive
 from tidemill.capture.postgres.timeline import Timeline
 from tidemill.capture.session import bootstrap, continuity_check, relation_tracker, server_watch, session, table_adder
 from tidemill.capture.setup import session_lock
-from tidemill.capture.setup.publication import PublishedTable, PublishResult, StoreIdentities
+from tidemill.capture.setup.publication import PublishedTable, PublishRequest, PublishResult
 from tidemill.capture.setup.server_checks import ServerFacts, SlotState
 from tidemill.capture.snapshot import copier
 from tidemill.capture.tables import catalog_watcher, context, publication_repair, schema_change
@@ -382,20 +382,12 @@ async def _published_tables(
 
 
 async def _publish(
-    wire: ServerWire,
-    config: CaptureConfig,
-    tables: Sequence[TableInfo],
-    published: Collection[int],
-    *,
-    attempts: int,
-    note: StoreIdentities,
-    settle: Container[int] = (),
-    asked: StoreIdentities | None = None,
-    done: Callable[[int], None] = lambda _: None,
+    wire: ServerWire, config: CaptureConfig, request: PublishRequest, store: object, begin_table: object = None
 ) -> PublishResult:
     await wire.server.asked()
-    failed = await wire.server.publish([table.oid for table in tables], settle)
-    newly = frozenset(table.oid for table in tables) - failed - {*published}
+    tables = request.tables
+    failed = await wire.server.publish([table.oid for table in tables], request.settle)
+    newly = frozenset(table.oid for table in tables) - failed - {*request.published}
     locked = UnavailableError("its lock cannot be had.")
     return PublishResult(newly, {table.name: locked for table in tables if table.oid in failed})
 

@@ -21,14 +21,12 @@ start over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
-import msgspec
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.capture_row import FencedCaptureRow
 from tidemill.capture.catalog.columns import TableAttributes, read_attributes
@@ -41,21 +39,22 @@ from tidemill.capture.catalog.table_discovery import TableInfo, list_tables
 from tidemill.capture.changes import LSN_NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection, identifier
-from tidemill.capture.postgres.timeline import Timeline
 from tidemill.capture.session.continuity_check import (
+    ContinuityResult,
     check_continuity,
     record_history,
     validate_rows,
 )
+from tidemill.capture.session.set_up_context import PreparedSession, ServerState, SetUpContext
 from tidemill.capture.setup.publication import (
-    PublishedTable,
+    PublishRequest,
+    PublishResult,
     create_publication,
     not_published_error,
     publish_tables,
     read_published_tables,
 )
 from tidemill.capture.setup.server_checks import (
-    ServerFacts,
     SlotState,
     check_slot,
     create_slot,
@@ -63,10 +62,10 @@ from tidemill.capture.setup.server_checks import (
     read_slot_state,
     start_over_instruction,
 )
-from tidemill.capture.snapshot.copier import copy_tables
+from tidemill.capture.snapshot.copier import CopyContext, copy_tables
 from tidemill.capture.snapshot.side_topic import delete_unused_side_topics, join_completed_copies, prepare_side_topic
 from tidemill.capture.tables.auto_recopy import can_copy_resolve
-from tidemill.capture.tables.copy_progress import SetUpSteps, SnapshotProgress
+from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
 from tidemill.capture.tables.table_reasons import accept_instruction, explain_missing_table, refusal_for
 from tidemill.capture.tables.table_setup import (
@@ -78,16 +77,12 @@ from tidemill.capture.tables.table_setup import (
     stream_producer_id,
     update_topic_config,
 )
-from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.metastore.catalogue import (
     CaptureRow,
     CaptureTableRow,
-    Catalogue,
     TopicRow,
 )
-from tidemill.shards.api import Remap
-from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 
@@ -98,106 +93,113 @@ FIRST_LOCK_ATTEMPTS = 3
 """Attempts to lock one table while the whole capture waits. The lock is retried concurrently with the stream."""
 
 
-class PreparedSession(msgspec.Struct, frozen=True):
-    """Result of the set-up.
-
-    `captured`: tables that the stream carries, at least up to the position at which they are paused. `fresh`: those of
-    them that are copied before the stream begins. `aside`: tables by name whose changes go to a side topic while their
-    copy runs. `tables`: the database's description of all chosen tables. `attributes`: the column attributes of the
-    known tables, by oid.
-    """
-
-    slot: SlotState
-    tables: tuple[TableInfo, ...]
-    captured: tuple[CapturedTable, ...]
-    fresh: tuple[str, ...]
-    relations: dict[int, Relation]
-    aside: dict[str, CapturedTable] = {}
-    attributes: dict[int, TableAttributes] = {}
-
-
-async def prepare_session(
-    wire: PgConnection,
-    config: CaptureConfig,
-    facts: ServerFacts,
-    catalogue: Catalogue,
-    own: FencedCaptureRow,
-    remap: Remap,
-    line: Timeline,
-    desk: TableStates,
-    topics: TopicLog,
-    clock: Clock,
-    steps: SetUpSteps,
-) -> PreparedSession:
+async def prepare_session(context: SetUpContext) -> PreparedSession:
     """Prepare a session: decide which tables continue, which start over, and which are new.
 
-    `wire` holds the capture's lock. `own` is the capture's row, which is claimed here. `line` is the server's timeline.
-
-    Raises InvalidError (nothing can be captured, or a privilege is missing), SlotLost, SqlError, UnavailableError. A
-    failure of one table affects that table only and is reported through `desk`.
+    Raises InvalidError (nothing can be captured, or a privilege is missing), SlotLost, SqlError, UnavailableError.
     """
-    row = await own.read()
-    if row is not None and row.system_id != facts.system_id:
+    row = await context.own.read()
+    if row is not None and row.system_id != context.facts.system_id:
         raise InvalidError(
-            f"this capture belongs to another database cluster: capture={config.name}"
-            f" recorded={row.system_id} found={facts.system_id}.",
+            f"this capture belongs to another database cluster: capture={context.config.name}"
+            f" recorded={row.system_id} found={context.facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
         )
+    found, choice = await _choose_tables(context)
+    if row is not None:  # `wire` answered after the row was read, so this session still had the lock (capture_row.py)
+        await context.own.claim()
+    rows, server = await _read_state(context, found, choice)
+    resumes = False
+    if context.own.row is not None:
+        rows, server, resumes = await _compare_positions(context, rows, server)
+    context.steps.begin_phase("deleting topics of dropped tables")
+    context.states.replace_rows(rows)
+    await delete_unused_side_topics(context.catalogue, context.states)
+    if resumes or any(table.snapshot is not None or table.copy is not None for table in rows.values()):
+        return await _prepare_next_session(context, server, await _join_copies(context, server))
+    return await _prepare_first_session(context, server)
+
+
+# what the server has ------------------------------------------------------------------------------
+async def _choose_tables(context: SetUpContext) -> tuple[list[TableInfo], TableChoice]:
+    """Return the tables of the database, and those to capture. Identities that no capture needs are withdrawn first."""
+    wire, config, steps = context.wire, context.config, context.steps
     steps.begin_phase("reading publications")
     objected = await find_objections(wire, config)
-    if row is not None:
+    if context.own.row is not None:
         # Before taking any lock that would block the withdrawal (identity_withdrawal.py).
-        for one in await find_unwanted_full_identities(wire, config, await catalogue.tables(config.name), objected):
+        rows = await context.catalogue.tables(config.name)
+        for one in await find_unwanted_full_identities(wire, config, rows, objected):
             await withdraw_identity(wire, config, one)
     steps.begin_phase("listing tables")
     found = await list_tables(wire)
     try:
         choice = choose_tables(
-            config.tables, found, facts.version, whole=config.requires_full_identity, objections=objected
+            config.tables, found, context.facts.version, whole=config.requires_full_identity, objections=objected
         )
     except InvalidError:
         # An existing slot retains WAL that has to be released, and tables may appear later.
-        if row is None:
+        if context.own.row is None:
             raise
         choice = TableChoice((), {})
-    if row is not None:  # `wire` answered after the row was read, so this session still had the lock (capture_row.py)
-        row = await own.claim()
-    steps.begin_phase("reading the catalogue's tables")
+    return found, choice
+
+
+async def _read_state(
+    context: SetUpContext, found: list[TableInfo], choice: TableChoice
+) -> tuple[dict[str, CaptureTableRow], ServerState]:
+    """Return the rows of the tables, and the state of publication, slot and bindings."""
+    wire, config, catalogue = context.wire, context.config, context.catalogue
+    context.steps.begin_phase("reading the catalogue's tables")
     rows = {table.table: table for table in await catalogue.tables(config.name)}
-    steps.begin_phase("reading the slot")
+    context.steps.begin_phase("reading the slot")
     published = await read_published_tables(wire, config.publication, manual=config.manual)
-    state = await read_slot_state(wire, config.slot)
-    latest = await remap.latest()
-    continues = False
-    if row is not None:
-        steps.begin_phase("comparing positions")
-        moved = await check_continuity(config, row, rows, line, state, latest, catalogue, topics)
-        rows, reason = await validate_rows(wire, config, catalogue, rows, choice, published, state, latest, moved)
-        # Even with no table copied: shapes may follow a table whose copy was abandoned, and a new slot would end them.
-        continues = bool(rows) and row.snapshot_done and not reason and published is not None and is_slot_usable(state)
-        row, latest = await record_history(own, remap, clock, line, state, latest, moved, reason)
-        if reason or moved.fork_lsn is not None:
-            lost_nothing = f"nothing that was captured is lost: timeline={line.number} fork={Lsn(moved.fork_lsn or 0)}."
-            desk.history = (
-                reason or f"the captured database failed over to another timeline, {lost_nothing}",
-                clock.now_ms(),
-            )
-        if moved.fork_lsn is not None:
-            desk.clear_capture_failures()
-    steps.begin_phase("deleting topics of dropped tables")
-    desk.replace_rows(rows)
-    await delete_unused_side_topics(catalogue, desk)
-    if continues or any(table.snapshot is not None or table.copy is not None for table in rows.values()):
-        assert row is not None
-        slot = check_slot(config, await read_slot_state(wire, config.slot))
-        if slot.active_pid is not None and any(row.aside is not None and row.aside.ends for row in rows.values()):
-            # The predecessor's last status may still be in flight, and the position at which a table joins depends on
-            # it.
-            slot = await _wait_for_free_slot(wire, config)
-        steps.begin_phase("joining completed copies")
-        await join_completed_copies(config, catalogue, desk, topics, latest, slot, clock)
-        return await _prepare_next_session(wire, config, catalogue, desk, own, choice, found, slot, steps)
-    return await _prepare_first_session(wire, config, facts, line, catalogue, desk, own, choice, published, steps)
+    slot = await read_slot_state(wire, config.slot)
+    return rows, ServerState(found, choice, published, slot, await context.remap.latest())
+
+
+async def _compare_positions(
+    context: SetUpContext, rows: dict[str, CaptureTableRow], server: ServerState
+) -> tuple[dict[str, CaptureTableRow], ServerState, bool]:
+    """Return the valid rows, the state with the newest binding of this history, and whether the capture resumes even
+    with no table copied.
+    """
+    context.steps.begin_phase("comparing positions")
+    was_complete = context.own.current.snapshot_done
+    moved = await check_continuity(context, rows, server)
+    rows, reason = await validate_rows(context, rows, server, moved)
+    latest = await record_history(context, server, moved, reason)
+    _report_history(context, moved, reason)
+    # Shapes may follow a table whose copy was abandoned, and a new slot would end them.
+    is_usable = server.published is not None and is_slot_usable(server.slot)
+    resumes = bool(rows) and was_complete and not reason and is_usable
+    return rows, replace(server, latest=latest), resumes
+
+
+def _report_history(context: SetUpContext, moved: ContinuityResult, reason: str) -> None:
+    """Report a failover, and why tables are copied again."""
+    states, fork_lsn = context.states, moved.fork_lsn
+    if reason or fork_lsn is not None:
+        lost_nothing = f"nothing that was captured is lost: timeline={context.line.number} fork={Lsn(fork_lsn or 0)}."
+        states.history = (
+            reason or f"the captured database failed over to another timeline, {lost_nothing}",
+            context.clock.now_ms(),
+        )
+    if fork_lsn is not None:
+        states.clear_capture_failures()
+
+
+async def _join_copies(context: SetUpContext, server: ServerState) -> SlotState:
+    """Let completed copies join the stream. Return the slot."""
+    wire, config, states = context.wire, context.config, context.states
+    slot = check_slot(config, await read_slot_state(wire, config.slot))
+    has_ended_side_topic = any(row.aside is not None and row.aside.ends for row in states.rows.values())
+    if slot.active_pid is not None and has_ended_side_topic:
+        # The predecessor's last status may still be in flight, and the position at which a table joins depends on it.
+        slot = await _wait_for_free_slot(wire, config)
+    context.steps.begin_phase("joining completed copies")
+    await join_completed_copies(config, context.catalogue, states, context.topics, server.latest, slot, context.clock)
+    return slot
 
 
 async def start_over_undecodable(wire: PgConnection, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
@@ -225,178 +227,219 @@ async def start_over_undecodable(wire: PgConnection, config: CaptureConfig, rows
     )
 
 
-async def _prepare_first_session(
-    wire: PgConnection,
-    config: CaptureConfig,
-    facts: ServerFacts,
-    line: Timeline,
-    catalogue: Catalogue,
-    desk: TableStates,
-    own: FencedCaptureRow,
-    choice: TableChoice,
-    published: dict[int, PublishedTable] | None,
-    steps: SetUpSteps,
-) -> PreparedSession:
+# the first session --------------------------------------------------------------------------------
+async def _prepare_first_session(context: SetUpContext, server: ServerState) -> PreparedSession:
     """Start from nothing: publish the tables, create the slot, and have every table copied before the stream begins."""
-    row = own.row
-    choice = await refuse_taken_topics(config, catalogue, choice)
-    if row is None and not choice.tables:
+    choice = await refuse_taken_topics(context.config, context.catalogue, server.choice)
+    if context.own.row is None and not choice.tables:
         _raise_no_tables(choice.refused.values())
-    if published is None and config.manual:
-        raise not_published_error(config.publication, facts.version)
-    if published is None:
-        await create_publication(wire, config.publication)
-    done = await publish_tables(
-        wire, config, choice.tables, published or {}, attempts=1, note=desk.store_identities, settle=published or {},
-        asked=desk.store_asked_identities, done=lambda number: steps.begin_table_step("publishing tables", number,
-        len(choice.tables)),
-    )  # fmt: skip
-    steps.end()
+    published = server.published or {}
+    if server.published is None:
+        await _create_publication(context)
+    done = await _publish(context, choice.tables, published, attempts=1)
+    context.steps.end()
     refused = {n: e for n, e in done.failed.items() if isinstance(e, InvalidError)}
-    if row is None and choice.tables and len(refused) == len(choice.tables):
-        if not config.manual:
-            # A refusal leaves nothing half-created behind.
-            await wire.query(f"DROP PUBLICATION {identifier(config.publication)}")
-        raise next(iter(refused.values()))
-    steps.begin_phase("creating the slot")
-    slot = await create_slot(wire, config)
+    await _raise_if_all_refused(context, choice, refused)
+    context.steps.begin_phase("creating the slot")
+    slot = await create_slot(context.wire, context.config)
     # Creating the slot waited for the open transactions, so the locks that they held may be free now.
     waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), UnavailableError)]
-    again = await publish_tables(
-        wire, config, waiting, published or {}, attempts=FIRST_LOCK_ATTEMPTS, note=desk.store_identities,
-        settle=published or {}, asked=desk.store_asked_identities, done=lambda number:
-        steps.begin_table_step("publishing tables", number, len(waiting)),
-    )  # fmt: skip
-    failed = {**refused, **again.failed}
-    steps.begin_phase("describing tables")
-    relations = await describe_tables(wire, [table.oid for table in choice.tables])
-    taken = []
-    for table in choice.tables:
-        if table.name in failed:
-            await desk.refuse_table(table.name, refusal_for(failed[table.name]), table.oid)
-        elif table.oid in relations:  # otherwise it was dropped in the meantime
-            taken.append(table)
-    await desk.refuse_all(choice.refused)
-    generation = row.generation + 1 if row is not None else 1
-    # A publication that was dropped since belongs to the creator of the next one. "given" is retained while it exists.
-    given = config.manual or (row is not None and row.given_publication and published is not None)
-    begun = CaptureRow(
-        config.name, facts.system_id, config.slot, config.publication, generation, not taken, given_publication=given,
-        history=line.history,
-    )  # fmt: skip
-    if row is not None:
-        begun = replace(begun, era=row.era, recopied=row.recopied, recopied_ms=row.recopied_ms)
-    await own.replace_row(begun)
-    entries = await read_published_tables(wire, config.publication, manual=config.manual) or {}
-    captured = []
-    for number, table in enumerate(taken, 1):
-        steps.begin_table_step("creating topics", number, len(taken))
-        if table.oid not in entries:
-            unpublished = f"the table was unpublished during the set-up: table={table.name}."
-            await desk.refuse_table(table.name, refusal_for(UnavailableError(unpublished)), table.oid)
-            continue
-        topic = await start_table(config, catalogue, desk, table, relations[table.oid], entries[table.oid])
-        if topic is not None:
-            source = event_source_of(config, desk.rows[table.name], wire.database)
-            captured.append(CapturedTable(table.name, topic, stream_producer_id(config), oid=table.oid, source=source))
+    retried = await _publish(context, waiting, published, attempts=FIRST_LOCK_ATTEMPTS)
+    context.steps.begin_phase("describing tables")
+    relations = await describe_tables(context.wire, [table.oid for table in choice.tables])
+    accepted = await _refuse_failed(context, choice, {**refused, **retried.failed}, relations)
+    await _record_first_row(context, server, has_tables=bool(accepted))
+    captured = await _create_topics(context, accepted, relations)
     fresh = tuple(table.name for table in captured)
     return PreparedSession(slot, choice.tables, tuple(captured), fresh, relations)
 
 
+async def _create_publication(context: SetUpContext) -> None:
+    if context.config.manual:
+        raise not_published_error(context.config.publication, context.facts.version)
+    await create_publication(context.wire, context.config.publication)
+
+
+async def _publish(
+    context: SetUpContext, tables: Sequence[TableInfo], published: Collection[int], *, attempts: int
+) -> PublishResult:
+    def begin_table(number: int) -> None:
+        context.steps.begin_table_step("publishing tables", number, len(tables))
+
+    request = PublishRequest(tables, published, settle=published, attempts=attempts)
+    return await publish_tables(context.wire, context.config, request, context.states, begin_table)
+
+
+async def _raise_if_all_refused(
+    context: SetUpContext, choice: TableChoice, refused: Mapping[str, InvalidError]
+) -> None:
+    """Raise the error of the first table if a new capture has no other table."""
+    if context.own.row is None and choice.tables and len(refused) == len(choice.tables):
+        if not context.config.manual:
+            # A refusal leaves nothing half-created behind.
+            await context.wire.query(f"DROP PUBLICATION {identifier(context.config.publication)}")
+        raise next(iter(refused.values()))
+
+
+async def _refuse_failed(
+    context: SetUpContext, choice: TableChoice, failed: Mapping[str, TidemillError], relations: Container[int]
+) -> list[TableInfo]:
+    """Report the tables that cannot be captured, and return the others."""
+    accepted = []
+    for table in choice.tables:
+        if table.name in failed:
+            await context.states.refuse_table(table.name, refusal_for(failed[table.name]), table.oid)
+        elif table.oid in relations:  # otherwise it was dropped in the meantime
+            accepted.append(table)
+    await context.states.refuse_all(choice.refused)
+    return accepted
+
+
+async def _record_first_row(context: SetUpContext, server: ServerState, *, has_tables: bool) -> None:
+    """Write the capture's row, with a new generation."""
+    row, config = context.own.row, context.config
+    generation = row.generation + 1 if row is not None else 1
+    # A publication that was dropped since belongs to the creator of the next one. "given" is retained while it exists.
+    given = config.manual or (row is not None and row.given_publication and server.published is not None)
+    begun = CaptureRow(
+        config.name, context.facts.system_id, config.slot, config.publication, generation, not has_tables,
+        given_publication=given, history=context.line.history,
+    )  # fmt: skip
+    if row is not None:
+        begun = replace(begun, era=row.era, recopied=row.recopied, recopied_ms=row.recopied_ms)
+    await context.own.replace_row(begun)
+
+
+async def _create_topics(
+    context: SetUpContext, tables: list[TableInfo], relations: Mapping[int, Relation]
+) -> list[CapturedTable]:
+    """Create the topics of tables that are copied before the stream begins."""
+    wire, config, catalogue, states = context.wire, context.config, context.catalogue, context.states
+    entries = await read_published_tables(wire, config.publication, manual=config.manual) or {}
+    captured = []
+    for number, table in enumerate(tables, 1):
+        context.steps.begin_table_step("creating topics", number, len(tables))
+        if table.oid not in entries:
+            unpublished = f"the table was unpublished during the set-up: table={table.name}."
+            await states.refuse_table(table.name, refusal_for(UnavailableError(unpublished)), table.oid)
+            continue
+        topic = await start_table(config, catalogue, states, table, relations[table.oid], entries[table.oid])
+        if topic is not None:
+            source = event_source_of(config, states.rows[table.name], wire.database)
+            captured.append(CapturedTable(table.name, topic, stream_producer_id(config), oid=table.oid, source=source))
+    return captured
+
+
 async def take_first_snapshot(
-    config: CaptureConfig,
-    prepared: PreparedSession,
-    desk: TableStates,
-    own: FencedCaptureRow,
-    topics: TopicLog,
-    progress: SnapshotProgress,
-    clock: Clock,
-    rand: Rand,
+    context: CopyContext, prepared: PreparedSession, own: FencedCaptureRow, progress: SnapshotProgress
 ) -> list[int]:
     """Take the first snapshot; the stream starts after it. A table that fails is left out of the stream. Return the
     oids of the tables.
     """
+    config, rows = context.config, context.states.rows
     log.info("snapshot begins", capture=config.name, tables=list(prepared.fresh))
     fresh = [table for table in prepared.captured if table.name in prepared.fresh]
     tables = [table for table in prepared.tables if table.name in prepared.fresh]
-    rows = desk.rows
     progress.cause = next((rows[name].reason for name in prepared.fresh if rows[name].reason), "")
     targets = {table.name: create_copy_target(config, rows[table.name], table.topic, table.source) for table in fresh}
-    done = await copy_tables(config, tables, targets, topics, desk, progress, clock, rand)
+    done = await copy_tables(context, tables, targets, progress)
     for table in fresh:
-        table.snapshot = desk.rows[table.name].snapshot if table.name in done else None
+        table.snapshot = context.states.rows[table.name].snapshot if table.name in done else None
     await own.update(lambda found: replace(found, snapshot_done=True))
     return [table.oid for table in fresh]
 
 
-async def _prepare_next_session(
-    wire: PgConnection,
-    config: CaptureConfig,
-    catalogue: Catalogue,
-    desk: TableStates,
-    own: FencedCaptureRow,
-    choice: TableChoice,
-    found: list[TableInfo],
-    slot: SlotState,
-    steps: SetUpSteps,
-) -> PreparedSession:
-    """Continue: stream the tables that are already captured. The others are added concurrently with the stream."""
-    if not own.current.snapshot_done:
-        await own.update(lambda found: replace(found, snapshot_done=True))
-    steps.begin_phase("describing tables")
-    wanted = {table.name: table for table in choice.tables}
+# later sessions -----------------------------------------------------------------------------------
+async def _prepare_next_session(context: SetUpContext, server: ServerState, slot: SlotState) -> PreparedSession:
+    """Resume: stream the tables that are already captured. The others are added concurrently with the stream."""
+    wire, states = context.wire, context.states
+    if not context.own.current.snapshot_done:
+        await context.own.update(lambda found: replace(found, snapshot_done=True))
+    context.steps.begin_phase("describing tables")
     wal_end = Lsn.parse(await wire.value("SELECT pg_current_wal_insert_lsn()") or "0/0").value
-    now = await describe_tables(wire, [t.oid for t in found if t.name in desk.rows])
-    attributes = await read_attributes(wire, [t.oid for t in found if t.name in desk.rows])
-    for table in [t for t in desk.rows.values() if t.is_streaming]:
+    known = [table.oid for table in server.found if table.name in states.rows]
+    described = await describe_tables(wire, known)
+    attributes = await read_attributes(wire, known)
+    wanted = {table.name for table in server.choice.tables}
+    for table in [table for table in states.rows.values() if table.is_streaming]:
         if table.table not in wanted:
-            why = choice.refused.get(table.table)
-            if why is not None and any((t.name, t.oid) == (table.table, table.oid) for t in found):
-                first = why.fix if why.again else ""
-                await desk.pause_table(table.table, wal_end, why.reason, again=why.again, first=first)
-            else:
-                await desk.pause_table(table.table, wal_end, *explain_missing_table(table, found), state="dropped")
-        elif table.columns and table.oid in now:
-            difference = diff_against_catalogue(table.columns, now[table.oid])
-            found_as = attributes.get(table.oid)
-            step = (
-                plan_next_version(table, targets_of_attributes(found_as), found_as)
-                if difference and found_as is not None
-                else ""
-            )
-            if difference and isinstance(step, str):  # else the stream or the watcher handles it
-                said = f"{difference}; {step}" if step else difference
-                again = can_copy_resolve(table, found_as)
-                described = f"its description changed: {said}"
-                way = accept_instruction(table.table)
-                await desk.pause_table(table.table, wal_end, described, way, again=again, found=found_as)
-    await desk.refuse_all(choice.refused)
-    captured, relations = [], {}
-    for number, table in enumerate(desk.rows.values(), 1):
-        steps.begin_table_step("looking up topics", number, len(desk.rows))
-        beyond = table.parked_lsn and table.parked_lsn <= slot.confirmed_lsn
-        if table.snapshot is None or beyond or table.state not in ("captured", "parked", "dropped"):
+            await _pause_unwanted(context, server, table, wal_end)
+        elif table.columns and table.oid in described:
+            await _pause_if_changed(context, table, described[table.oid], attributes.get(table.oid), wal_end)
+    await states.refuse_all(server.choice.refused)
+    captured = await _resume_tables(context, slot)
+    relations = {table.oid: relation_of_row(states.rows[table.name], described.get(table.oid)) for table in captured}
+    aside = {}
+    for row in [row for row in states.rows.values() if row.table in wanted]:
+        carried = await prepare_side_topic(
+            context.config, context.catalogue, states, row, described.get(row.oid), wire.database
+        )
+        if carried is not None:
+            aside[row.table], relations[row.oid] = carried
+    return PreparedSession(slot, server.choice.tables, (*captured, *aside.values()), (), relations, aside, attributes)
+
+
+async def _pause_unwanted(context: SetUpContext, server: ServerState, row: CaptureTableRow, wal_end: int) -> None:
+    """Pause a table that was dropped, or must not be captured in its present form."""
+    why = server.choice.refused.get(row.table)
+    if why is not None and any((table.name, table.oid) == (row.table, row.oid) for table in server.found):
+        first = why.fix if why.again else ""
+        await context.states.pause_table(row.table, wal_end, why.reason, again=why.again, first=first)
+    else:
+        missing = explain_missing_table(row, server.found)
+        await context.states.pause_table(row.table, wal_end, *missing, state="dropped")
+
+
+async def _pause_if_changed(
+    context: SetUpContext, row: CaptureTableRow, relation: Relation, attributes: TableAttributes | None, wal_end: int
+) -> None:
+    """Pause a table whose description changed, unless the stream or the watcher can follow the change."""
+    difference = diff_against_catalogue(row.columns, relation)
+    if not difference:
+        return
+    step: object = ""
+    if attributes is not None:
+        step = plan_next_version(row, targets_of_attributes(attributes), attributes)
+    if not isinstance(step, str):
+        return
+    await context.states.pause_table(
+        row.table,
+        wal_end,
+        f"its description changed: {difference}; {step}" if step else f"its description changed: {difference}",
+        accept_instruction(row.table),
+        again=can_copy_resolve(row, attributes),
+        found=attributes,
+    )
+
+
+def _is_resumable(row: CaptureTableRow, slot: SlotState) -> bool:
+    """Return whether the stream still carries changes of a copied table. Pure."""
+    is_paused_before_slot = bool(row.parked_lsn) and row.parked_lsn <= slot.confirmed_lsn
+    return row.snapshot is not None and not is_paused_before_slot and row.state in ("captured", "parked", "dropped")
+
+
+async def _resume_tables(context: SetUpContext, slot: SlotState) -> list[CapturedTable]:
+    """Return the copied tables with their topics. A table without its topic is paused."""
+    config, catalogue, states = context.config, context.catalogue, context.states
+    captured = []
+    for number, row in enumerate(states.rows.values(), 1):
+        context.steps.begin_table_step("looking up topics", number, len(states.rows))
+        if not _is_resumable(row, slot):
             continue
-        topic = await catalogue.get(TopicRow, table.topic)
+        topic = await catalogue.get(TopicRow, row.topic)
         if topic is None:
-            await desk.pause_table(table.table, slot.confirmed_lsn, f"its topic is missing: topic={table.topic}")
+            await states.pause_table(row.table, slot.confirmed_lsn, f"its topic is missing: topic={row.topic}")
             continue
         topic = await update_topic_config(config, catalogue, topic)
-        if table.envelope != config.envelope:
-            log.info("a table retains its envelope until it is re-snapshotted", table=table.table, has=table.envelope)
-        item = CapturedTable(
-            table.table, topic, stream_producer_id(config), oid=table.oid, parked_lsn=table.parked_lsn or LSN_NEVER,
-            source=event_source_of(config, table, wire.database),
+        if row.envelope != config.envelope:
+            log.info("a table retains its envelope until it is re-snapshotted", table=row.table, has=row.envelope)
+        table = CapturedTable(
+            row.table, topic, stream_producer_id(config), oid=row.oid, parked_lsn=row.parked_lsn or LSN_NEVER,
+            source=event_source_of(config, row, context.wire.database),
         )  # fmt: skip
-        item.snapshot = table.snapshot
-        captured.append(item)
-        relations[table.oid] = relation_of_row(table, now.get(table.oid))
-    aside = {}
-    for table in [table for table in desk.rows.values() if table.table in wanted]:
-        carried = await prepare_side_topic(config, catalogue, desk, table, now.get(table.oid), wire.database)
-        if carried is not None:
-            aside[table.table], relations[table.oid] = carried
-    return PreparedSession(slot, choice.tables, (*captured, *aside.values()), (), relations, aside, attributes)
+        table.snapshot = row.snapshot
+        captured.append(table)
+    return captured
 
 
 async def _wait_for_free_slot(wire: PgConnection, config: CaptureConfig) -> SlotState:

@@ -28,7 +28,7 @@ from tidemill.capture.encode.avro_schemas import SchemaRegistrar
 from tidemill.capture.naming import table_name
 from tidemill.capture.postgres.connection import describe_dsn, server_address
 from tidemill.capture.postgres.timeline import TimelineHistory
-from tidemill.capture.session.session import Session
+from tidemill.capture.session.session import Session, SessionContext
 from tidemill.capture.session.table_adder import SessionRestartError
 from tidemill.capture.tables.table_reasons import TableUnavailability, unavailability_of
 from tidemill.capture.tables.table_states import TableStates
@@ -83,6 +83,10 @@ class Capture:
         self._desk = TableStates(config, catalogue, clock, self._tracker, schemas=schemas)
         self.stages = StageHistograms()
         """Time that commits take to be received, durable and bound."""
+        self._session_context = SessionContext(
+            config, topics, catalogue, remap, self._taps, tuple(sinks), clock, rand, self._set_phase, self._desk,
+            self.stages,
+        )  # fmt: skip
         self._session: Session | None = None
         self._began_s = clock.monotonic_s()
         self._relations: tuple[Relation, ...] = ()
@@ -114,8 +118,8 @@ class Capture:
         """Check the tables now instead of at the next poll, because a client found that a captured table was replaced
         or dropped.
         """
-        if self._session is not None and self._session.joining is not None:
-            self._session.joining.check_tables_soon()
+        if self._session is not None and self._session.adder is not None:
+            self._session.adder.check_tables_soon()
 
     def unavailability(self, schema: str, table: str) -> TableUnavailability | None:
         """Return why a table is missing from `relations()` although it is captured or paused; None if its state gives
@@ -126,7 +130,7 @@ class Capture:
     @property
     def knows_tables(self) -> bool:
         """True once the set of tables is known, even an empty one: a session has streamed, or found no table."""
-        if self._session is not None and self._session.joining is not None:
+        if self._session is not None and self._session.adder is not None:
             self._settled = True
         return self._settled
 
@@ -144,8 +148,8 @@ class Capture:
                     standing = self.unavailability(schema, table)
                     if standing is not None and not standing.passing:
                         return True
-                    joining = self._session.joining if self._session is not None else None
-                    if joining is not None and await joining.is_being_added(name) is False and standing is None:
+                    adder = self._session.adder if self._session is not None else None
+                    if adder is not None and await adder.is_being_added(name) is False and standing is None:
                         return self.relation(schema, table) is not None
                     await asyncio.sleep(WAIT_FOR_TABLE_POLL_S)
         except TimeoutError as error:
@@ -223,19 +227,17 @@ class Capture:
 
     def _side_topic_facts(self) -> dict[str, object]:
         """Return the totals of all side topics, and the tables for whose copy WAL is retained."""
-        joining = self._session.joining if self._session is not None else None
+        adder = self._session.adder if self._session is not None else None
         names = [row.table for row in self._desk.rows.values() if row.aside is not None]
         found = [
-            sizes
-            for name in names
-            if joining is not None and (sizes := joining.keeping.side_topic_size(name)) is not None
+            sizes for name in names if adder is not None and (sizes := adder.wal_hold.side_topic_size(name)) is not None
         ]
         return {
             "set_aside_records": sum(each.records for each in found),
             "set_aside_bytes": sum(each.bytes for each in found),
             "set_aside_limit_bytes": self.config.copy_aside_max_mb << 20,
             "set_aside_appended": sum(each.appended for each in found),
-            "wal_kept_for": joining.keeping.tables if joining is not None else [],
+            "wal_kept_for": adder.wal_hold.tables if adder is not None else [],
         }
 
     # running --------------------------------------------------------------------------------------
@@ -274,19 +276,7 @@ class Capture:
 
     async def _run_session(self) -> None:
         self._began_s = self._clock.monotonic_s()
-        self._session = Session(
-            self.config,
-            topics=self._topics,
-            catalogue=self._catalogue,
-            remap=self._remap,
-            taps=self._taps,
-            sinks=self._sinks,
-            clock=self._clock,
-            rand=self._rand,
-            on_phase=self._set_phase,
-            desk=self._desk,
-            stages=self.stages,
-        )
+        self._session = Session(self._session_context)
         try:
             await self._session.run()
         except NoTablesError:
@@ -389,11 +379,11 @@ class Capture:
         confirmed = collector.status.sent + 1
         wal_end = max(session.slot.state.wal_end if session.slot.state else 0, collector.status.received + 1)
         holder, copied_rows = collector.tracker.blocking_consumer(), 0
-        if session.joining is not None:
-            session.joining.mark()
-            copy = session.joining.progress
+        if session.adder is not None:
+            session.adder.mark()
+            copy = session.adder.progress
             copied_rows = copy.moved + copy.chunks_done + copy.steps.count
-            kept_for = session.joining.keeping.tables
+            kept_for = session.adder.wal_hold.tables
             if collector.status.reported_flush < collector.status.flushed and kept_for:
                 holder = self.config.table_mark(kept_for[0])
                 reason = reason or "the confirmed LSN stays at the start of a table's copy"

@@ -34,17 +34,15 @@ from msgspec.structs import replace
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.capture.capture_row import FencedCaptureRow
-from tidemill.capture.catalog.table_choice import TableChoice
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.control_connection import ControlConnection
-from tidemill.capture.postgres.timeline import Timeline, find_fork
+from tidemill.capture.postgres.timeline import find_fork
+from tidemill.capture.session.set_up_context import ServerState, SetUpContext
 from tidemill.capture.setup.publication import PublishedTable, find_unpublished
 from tidemill.capture.setup.server_checks import SlotState, read_slot_state
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.partition_tails import read_high_watermark, read_last_record, read_position
-from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
+from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.api import Binding, Remap
 from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.topics.api import TopicLog
@@ -110,30 +108,25 @@ async def _is_slot_ahead(
 
 
 async def check_continuity(
-    config: CaptureConfig,
-    row: CaptureRow,
-    rows: Mapping[str, CaptureTableRow],
-    line: Timeline,
-    slot: SlotState | None,
-    latest: Binding | None,
-    catalogue: Catalogue,
-    topics: TopicLog,
+    context: SetUpContext, rows: Mapping[str, CaptureTableRow], server: ServerState
 ) -> ContinuityResult:
-    """Compare the server and its slot with the rows and the newest binding. `slot` was read before `latest`, so
-    everything that a predecessor confirmed until then is bound. Raises the errors of the catalogue and of the topics.
+    """Compare the server and its slot with the rows and the newest binding. Raises the errors of the catalogue and of
+    the topics.
     """
+    row, line, slot, latest = context.own.current, context.line, server.slot, server.latest
     bound_lsn = latest.lsn if latest is not None else -1
     fork_lsn = find_fork(row.history, line.history) if row.history else None
     if fork_lsn is None and line.wal_end <= bound_lsn:
         fork_lsn = 0  # the files are an older copy: the LSN at which they diverge is unknown
     if fork_lsn is not None:
-        return await _check_fork(config, rows, line, slot, latest, fork_lsn, catalogue, topics)
+        return await _check_fork(context, rows, server, fork_lsn)
     if row.restored and (slot is None or is_beyond_binding(slot, bound_lsn)):
-        reason = f"the slot is ahead of the restored state: slot={config.slot} bound={Lsn(max(0, bound_lsn))}."
+        name = context.config.slot
+        reason = f"the slot is ahead of the restored state: slot={name} bound={Lsn(max(0, bound_lsn))}."
         return ContinuityResult(None, reason, True)
-    if row.history and slot is not None and await _is_slot_ahead(slot, rows.values(), latest, catalogue):
+    if row.history and slot is not None and await _is_slot_ahead(slot, rows.values(), latest, context.catalogue):
         reason = (
-            f"the replication slot was re-created or advanced by another client: slot={config.slot}"
+            f"the replication slot was re-created or advanced by another client: slot={context.config.slot}"
             f" confirmed={Lsn(slot.confirmed_lsn)} bound={Lsn(bound_lsn)}."
         )
         return ContinuityResult(None, reason, True)
@@ -141,15 +134,9 @@ async def check_continuity(
 
 
 async def _check_fork(
-    config: CaptureConfig,
-    rows: Mapping[str, CaptureTableRow],
-    line: Timeline,
-    slot: SlotState | None,
-    latest: Binding | None,
-    fork_lsn: int,
-    catalogue: Catalogue,
-    topics: TopicLog,
+    context: SetUpContext, rows: Mapping[str, CaptureTableRow], server: ServerState, fork_lsn: int
 ) -> ContinuityResult:
+    line, slot, latest, catalogue = context.line, server.slot, server.latest, context.catalogue
     bound_lsn = latest.lsn if latest is not None else -1
     captured = f"captured={Lsn(max(0, bound_lsn))}"
     if not fork_lsn:
@@ -167,7 +154,7 @@ async def _check_fork(
     names = {
         name
         for name, table in rows.items()
-        if table.snapshot is not None and await _is_affected(table, fork_lsn, latest, catalogue, topics)
+        if table.snapshot is not None and await _is_affected(table, fork_lsn, latest, catalogue, context.topics)
     }
     if not names:
         return ContinuityResult(fork_lsn)
@@ -243,96 +230,146 @@ async def _bind_offsets(remap: Remap, clock: Clock, lsn: int, era: int) -> Bindi
     return minter.latest
 
 
+class _TableFacts(msgspec.Struct, frozen=True):
+    """One captured table and its place in the database.
+
+    `oid`: of the captured table. `chosen_oid`: of the table that has its name now, None if no table to capture has it.
+    `entry`: its place in the publication. `was_unpublished`: it exists, and was removed from the publication.
+    """
+
+    row: CaptureTableRow
+    oid: int
+    chosen_oid: int | None
+    entry: PublishedTable | None
+    was_unpublished: bool
+
+    @property
+    def was_replaced(self) -> bool:
+        """True if another table has its name now."""
+        return self.chosen_oid is not None and self.chosen_oid != self.oid
+
+    @property
+    def is_publication_altered(self) -> bool:
+        """True if the publication publishes it by other rows than at its copy."""
+        return self.entry is not None and bool(self.row.publication) and self.entry.rows != self.row.publication
+
+
+async def _find_facts(
+    context: SetUpContext, rows: Mapping[str, CaptureTableRow], server: ServerState
+) -> dict[str, _TableFacts]:
+    published = server.published
+    chosen = {table.name: table.oid for table in server.choice.tables}
+    missing = {oid for oid in chosen.values() if published is not None and oid not in published}
+    # None of these was dropped after the tables were listed.
+    unpublished = await find_unpublished(context.wire, context.config.publication, missing)
+    found = {}
+    for name, row in rows.items():
+        oid = row.oid or chosen.get(name, 0)
+        entry = published.get(oid) if published is not None else None
+        was_unpublished = oid in unpublished and chosen.get(name) == oid
+        found[name] = _TableFacts(row, oid, chosen.get(name), entry, was_unpublished)
+    return found
+
+
+async def _has_missed_changes(context: SetUpContext, row: CaptureTableRow, server: ServerState) -> bool:
+    """Return whether changes after the table's copy are confirmed that no binding covers."""
+    slot, latest = server.slot, server.latest
+    topic = await context.catalogue.get(TopicRow, row.topic, fresh=False)
+    is_bound = topic is not None and latest is not None and topic.topic_id in latest.offsets
+    if is_bound or slot is None or row.snapshot is None:
+        return False
+    return is_confirmed(slot, row.snapshot.may_lack_from_lsn)
+
+
+async def _find_start_over_cause(
+    context: SetUpContext, facts: _TableFacts, server: ServerState, moved: ContinuityResult
+) -> str | None:
+    """Return why a table starts over; "" = for a reason that its new row does not mention, None = it does not."""
+    publication = context.config.publication
+    if server.published is None:
+        # Decoding WAL from before a new publication would always fail, so slot and tables start over with the
+        # publication.
+        return f"the publication is missing: publication={publication}."
+    if cause := moved.reason_for(facts.row.table):
+        return cause
+    if facts.row.snapshot is None or facts.row.parked_lsn:
+        return None
+    if facts.was_unpublished or facts.is_publication_altered:
+        return f"the publication of the table was altered since its copy: publication={publication}."
+    return "" if facts.was_replaced or await _has_missed_changes(context, facts.row, server) else None
+
+
+def _has_complete_side_topic(row: CaptureTableRow, server: ServerState) -> bool:
+    """Return whether the side topic has what the slot released, up to where that topic ended (side_topic.py). Pure."""
+    aside, slot, latest = row.aside, server.slot, server.latest
+    if aside is None or slot is None or latest is None or aside.topic_id not in latest.offsets:
+        return False
+    return not (aside.until_lsn and is_confirmed(slot, aside.until_lsn))
+
+
+def _can_resume_copy(facts: _TableFacts, server: ServerState, moved: ContinuityResult) -> bool:
+    """Return whether an interrupted copy of the same table can be resumed (table_adder.py): the slot still has all WAL
+    since its start, or the side topic has it. Pure.
+    """
+    row, slot = facts.row, server.slot
+    if row.copy is None or row.snapshot is not None or slot is None or slot.wal_status == "lost":
+        return False
+    has_wal = bool(slot.confirmed_lsn) and not is_confirmed(slot, row.copy.lsn)
+    is_same_table = facts.entry is not None and not facts.is_publication_altered and facts.chosen_oid == facts.oid
+    return (has_wal or _has_complete_side_topic(row, server)) and is_same_table and moved.fork_lsn is None
+
+
+def _valid_row(facts: _TableFacts, cause: str | None, *, can_resume: bool) -> CaptureTableRow:
+    """Return the row of a table that starts over because of `cause` or continues (None). Pure."""
+    row = facts.row
+    if cause is not None:
+        oid = facts.oid if facts.chosen_oid is None else facts.chosen_oid
+        return replace(
+            row, oid=oid, copy=None, aside=None, snapshot=None, state="captured", reason=cause, fix="", parked_lsn=0,
+            recopy=False, again_ms=0, accepted=(),
+        )  # fmt: skip
+    valid = replace(row, oid=facts.oid)
+    if not can_resume:
+        valid = replace(valid, copy=None, aside=None)
+    if facts.entry is not None and not row.publication:
+        valid = replace(valid, publication=facts.entry.rows)  # the row of an older version
+    return valid
+
+
 async def validate_rows(
-    wire: PgConnection,
-    config: CaptureConfig,
-    catalogue: Catalogue,
-    rows: dict[str, CaptureTableRow],
-    choice: TableChoice,
-    published: dict[int, PublishedTable] | None,
-    slot: SlotState | None,
-    latest: Binding | None,
-    moved: ContinuityResult,
+    context: SetUpContext, rows: Mapping[str, CaptureTableRow], server: ServerState, moved: ContinuityResult
 ) -> tuple[dict[str, CaptureTableRow], str]:
     """Return the rows of the tables, without the snapshots that are no longer valid, and why some tables are copied
     again ("" = none is). The rows are written before anything else is touched.
     """
-    oids = {table.name: table.oid for table in choice.tables}
-    bound = set(latest.offsets) if latest is not None else set()
-    missing = {oid for oid in oids.values() if published is not None and oid not in published}
-    # None of these was dropped after the tables were listed.
-    lacking = await find_unpublished(wire, config.publication, missing)
-    reason = moved.reason
-    kept: dict[str, CaptureTableRow] = {}
-    for name, table in rows.items():
-        oid = table.oid or oids.get(name, 0)
-        entry = published.get(oid) if published is not None else None
-        altered = entry is not None and bool(table.publication) and entry.rows != table.publication
-        why = moved.reason_for(name)
-        start_over = bool(why)
-        if published is None:
-            # Decoding WAL from before a new publication would always fail, so slot and tables start over with the
-            # publication.
-            start_over, why = True, f"the publication is missing: publication={config.publication}."
-        elif table.snapshot is not None and not start_over and not table.parked_lsn:
-            topic = await catalogue.get(TopicRow, table.topic, fresh=False)
-            unbound = topic is None or topic.topic_id not in bound
-            taken_out = oid in lacking and oids.get(name) == oid
-            other = name in oids and oids[name] != oid
-            missed = unbound and slot is not None and is_confirmed(slot, table.snapshot.may_lack_from_lsn)
-            start_over = taken_out or altered or other or missed
-            if taken_out or altered:
-                why = f"the publication of the table was altered since its copy: publication={config.publication}."
-        if why and table.snapshot is not None:
-            reason = reason or why
-            log.warning("a table is re-snapshotted", capture=config.name, table=name, cause=why)
-        # An interrupted copy is resumed if the slot still has all WAL since its start (table_adder.py), or if the side
-        # topic has what the slot released, up to where that topic ended (side_topic.py).
-        aside = table.aside
-        kept_aside = (
-            aside is not None and slot is not None and aside.topic_id in bound
-            and not (aside.until_lsn and is_confirmed(slot, aside.until_lsn))
-        )  # fmt: skip
-        going_on = (
-            table.copy is not None and not start_over and table.snapshot is None and slot is not None
-            and slot.wal_status != "lost" and (kept_aside or (slot.confirmed_lsn and not is_confirmed(slot,
-            table.copy.lsn))) and entry is not None and not altered and oids.get(name) == oid and moved.fork_lsn is None
-        )  # fmt: skip
-        wanted = replace(table, oid=oid, copy=table.copy if going_on else None, aside=aside if going_on else None)
-        if start_over:
-            wanted = replace(
-                wanted, snapshot=None, state="captured", reason=why, fix="", parked_lsn=0, recopy=False, again_ms=0,
-                accepted=(), oid=oids.get(name, oid),
-            )  # fmt: skip
-        elif entry is not None and not table.publication:
-            wanted = replace(wanted, publication=entry.rows)  # the row of an older version
-        if wanted != table:
-            await catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
-        kept[name] = wanted
-    return kept, reason
+    reason, config = moved.reason, context.config
+    valid: dict[str, CaptureTableRow] = {}
+    for name, facts in (await _find_facts(context, rows, server)).items():
+        cause = await _find_start_over_cause(context, facts, server, moved)
+        if cause and facts.row.snapshot is not None:
+            reason = reason or cause
+            log.warning("a table is re-snapshotted", capture=config.name, table=name, cause=cause)
+        wanted = _valid_row(facts, cause, can_resume=_can_resume_copy(facts, server, moved))
+        if wanted != facts.row:
+            await context.catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
+        valid[name] = wanted
+    return valid, reason
 
 
 async def record_history(
-    own: FencedCaptureRow,
-    remap: Remap,
-    clock: Clock,
-    line: Timeline,
-    slot: SlotState | None,
-    latest: Binding | None,
-    moved: ContinuityResult,
-    reason: str,
-) -> tuple[CaptureRow, Binding | None]:
-    """Return the capture's row and its newest binding, both of this session's history (continuity_check.py)."""
-    row = own.current
-    wanted = replace(row, restored=False, history=line.history)
+    context: SetUpContext, server: ServerState, moved: ContinuityResult, reason: str
+) -> Binding | None:
+    """Write the capture's row, and return the newest binding, both of this session's history (continuity_check.py)."""
+    row, clock, latest = context.own.current, context.clock, server.latest
+    wanted = replace(row, restored=False, history=context.line.history)
     if moved.fork_lsn is not None:
         log.warning("the captured database is on another timeline", capture=row.name, fork=str(Lsn(moved.fork_lsn)))
-        era, latest = await begin_era(remap, clock, row.era, latest, moved.fork_lsn)
+        era, latest = await begin_era(context.remap, clock, row.era, latest, moved.fork_lsn)
         wanted = replace(wanted, era=era, taps=())
     if reason:
         wanted = replace(wanted, recopied=reason, recopied_ms=clock.now_ms())
     if wanted != row:
-        row = await own.update(
+        await context.own.update(
             lambda found: replace(
                 found,
                 restored=wanted.restored,
@@ -343,4 +380,4 @@ async def record_history(
                 taps=wanted.taps,
             )
         )
-    return row, latest
+    return latest

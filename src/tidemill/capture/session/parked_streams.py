@@ -14,7 +14,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.delivery.consumers import TapRegistry
 from tidemill.capture.postgres.control_connection import ControlConnection
-from tidemill.capture.session.bootstrap import PreparedSession
+from tidemill.capture.session.set_up_context import PreparedSession
 from tidemill.capture.setup.publication import read_published_tables
 from tidemill.capture.tables.table_states import TableStates
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -40,12 +41,7 @@ from tidemill.capture.postgres.replication_stream import ReplicationStream, Stat
 from tidemill.capture.postgres.standby_status import ReplicationStatus, keepalive_interval_s
 from tidemill.capture.postgres.timeline import Timeline
 from tidemill.capture.session.bad_rows import BadRowPolicy
-from tidemill.capture.session.bootstrap import (
-    PreparedSession,
-    prepare_session,
-    start_over_undecodable,
-    take_first_snapshot,
-)
+from tidemill.capture.session.bootstrap import prepare_session, start_over_undecodable, take_first_snapshot
 from tidemill.capture.session.continuity_check import check_slot_unmoved
 from tidemill.capture.session.parked_streams import find_continuing_streams, set_carried_relations, store_descriptions
 from tidemill.capture.session.relation_tracker import RelationTracker
@@ -57,21 +53,22 @@ from tidemill.capture.session.server_watch import (
     watch_blockers,
     watch_slot,
 )
-from tidemill.capture.session.stream_reader import StreamReader
+from tidemill.capture.session.set_up_context import PreparedSession, SetUpContext
+from tidemill.capture.session.stream_reader import StreamHandlers, StreamReader
 from tidemill.capture.session.table_adder import REPAIR_POLL_S, TableAdder
 from tidemill.capture.setup.blockers import Blocker, find_busy_walsender
 from tidemill.capture.setup.server_checks import ServerFacts, SlotState, check_server
 from tidemill.capture.setup.session_lock import acquire_lock, read_own_session, start_stream_when_free
-from tidemill.capture.snapshot.wal_hold import tables_needing_wal
+from tidemill.capture.snapshot.copier import CopyContext
+from tidemill.capture.snapshot.wal_hold import ConfirmedWal
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.binder import Binder, compute_start
-from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.shards.api import Binding, Remap
+from tidemill.shards.api import Remap
 from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
@@ -83,42 +80,44 @@ unavailable.
 SETTING_UP = "setting up publication, slot and topics"
 
 
-class Session:
-    """Connections, tasks and state of one session.
+class SessionContext(msgspec.Struct, frozen=True):
+    """Parts of a capture that outlive its sessions.
 
-    `taps` outlive the session. `sinks` receive fragments in addition to the topic writer. `on_phase(reason, held_by)`
-    reports what the session waits for. `desk` has the states of the tables and outlives the session, and so do
-    `stages`: the times at which commits were received (measured once per burst), durable (once per send round) and
-    bound (once per binding).
+    `taps` and `sinks` receive fragments in addition to the topic writer. `on_phase(reason, blocker)` reports what the
+    session waits for. `states` has the states of the tables. `stages` has the times at which commits were received
+    (measured once per burst), durable (once per send round) and bound (once per binding).
     """
 
-    def __init__(
-        self,
-        config: CaptureConfig,
-        *,
-        topics: TopicLog,
-        catalogue: Catalogue,
-        remap: Remap,
-        taps: TapRegistry,
-        sinks: Sequence[Sink] = (),
-        clock: Clock,
-        rand: Rand,
-        on_phase: Callable[[str, str], None],
-        desk: TableStates,
-        stages: StageHistograms,
-    ) -> None:
-        self._config = config
-        self._stages = stages
-        self._topics = topics
-        self._catalogue = catalogue
-        self._remap = remap
-        self._taps = taps
-        self._sinks = tuple(sinks)
-        self._clock = clock
-        self._rand = rand
-        self._on_phase = on_phase
-        self.desk = desk
-        self.joining: TableAdder | None = None
+    config: CaptureConfig
+    topics: TopicLog
+    catalogue: Catalogue
+    remap: Remap
+    taps: TapRegistry
+    sinks: tuple[Sink, ...]
+    clock: Clock
+    rand: Rand
+    on_phase: Callable[[str, str], None]
+    states: TableStates
+    stages: StageHistograms
+
+
+class Session:
+    """Connections, tasks and state of one session."""
+
+    def __init__(self, context: SessionContext) -> None:
+        self._config = config = context.config
+        self._stages = context.stages
+        self._topics = context.topics
+        self._catalogue = catalogue = context.catalogue
+        self._remap = context.remap
+        self._taps = taps = context.taps
+        self._sinks = context.sinks
+        self._clock = clock = context.clock
+        self._rand = context.rand
+        self._on_phase = on_phase = context.on_phase
+        self.states = states = context.states
+        self._copies = CopyContext(config, context.topics, states, clock, context.rand)
+        self.adder: TableAdder | None = None
         self._server = f"postgres:{server_address(config.dsn)}"
         self.waits = WaitReport(clock, self._server, on_phase)
         self._control: ControlConnection | None = None
@@ -126,15 +125,14 @@ class Session:
         self._converter = TransactionBuilder(max_changes=config.fragment_changes)
         self._reports = StatusSender(clock)
         self._parking = asyncio.Lock()
-        self._descriptions = RelationTracker(config, desk, self._converter, self._parking)
-        self._unfit = BadRowPolicy(desk, self._converter, taps, self._hold_if_needed)
+        self._wal = ConfirmedWal(states, self._reports.due)
+        self._descriptions = RelationTracker(config, states, self._converter, self._parking)
+        self._unfit = BadRowPolicy(states, self._converter, taps, self._wal.hold_if_needed)
         self._rivals = DeferrableKeys(self._read_current_rows, self._unfit.handle_unresolved_key)
         self.answers = OpenQueries(clock)
         self.collector: Collector | None = None
         self.writer: TopicWriter | None = None
         self.binder: Binder | None = None
-        self._copied: list[CapturedTable] = []
-        """The tables that the session writes."""
         self.progress = SnapshotProgress(clock)
         self.slot = SlotReport()
         self._carried: tuple[Relation, ...] = ()
@@ -157,9 +155,9 @@ class Session:
         """Return the relations that this session carries to its end. A table that is being re-snapshotted is carried by
         the next session. The same tuple is returned until it changes, because every shape request reads it.
         """
-        converter, changes = self._converter, (self._converter.changes, self.desk.changes)
+        converter, changes = self._converter, (self._converter.changes, self.states.changes)
         if changes != self._carried_at:
-            served = self.desk.served_oids()
+            served = self.states.served_oids()
             self._carried_at = changes
             self._carried = tuple(
                 r
@@ -177,8 +175,9 @@ class Session:
         """Return the progress of the current or latest copy: the first one, or one that runs concurrently with the
         stream.
         """
-        beside = self.joining is not None and (self.joining.copying_tables or self.joining.progress.table)
-        return self.joining.progress if self.joining is not None and beside else self.progress
+        adder = self.adder
+        is_adding = adder is not None and (adder.copying_tables or adder.progress.table)
+        return adder.progress if adder is not None and is_adding else self.progress
 
     @property
     def last_recopy(self) -> tuple[str, int]:
@@ -208,7 +207,7 @@ class Session:
             try:
                 await tasks.aclose()
                 if self.collector is not None:
-                    self.desk.following.record_confirmed(self.collector.status.flushed)
+                    self.states.following.record_confirmed(self.collector.status.flushed)
                 if failed.cancelled():
                     await self._bind_last_lsn()
                 elif failed.done() and isinstance(failed.exception(), UndecodableSlotError):
@@ -235,7 +234,7 @@ class Session:
         # On a separate connection: the query on the other one was interrupted.
         wire = await self._connect("start over")
         try:
-            await start_over_undecodable(wire, self._config, self.desk.rows.values())
+            await start_over_undecodable(wire, self._config, self.states.rows.values())
         finally:
             await wire.aclose()
 
@@ -259,10 +258,10 @@ class Session:
         assert self._control is not None
         tasks.spawn(watch_slot(self._control, self._config, self._on_slot_state, self._is_idle), name="capture slot")
         guarded = asyncio.Event()
-        mending = PublicationRepair(
-            SideLoopContext(self._config, self._control, self.desk, self._catalogue, self._parking)
+        repair = PublicationRepair(
+            SideLoopContext(self._config, self._control, self.states, self._catalogue, self._parking)
         )
-        guard = tasks.spawn(mending.guard_identities(guarded, REPAIR_POLL_S), name="capture identities")
+        guard = tasks.spawn(repair.guard_identities(guarded, REPAIR_POLL_S), name="capture identities")
         await self._open_writer(prepared)
         # Not cancelled: after an interrupted query the control connection does not answer any further ones.
         guarded.set()
@@ -289,18 +288,20 @@ class Session:
         blocked = watch_blockers(lambda: self._connect("watch"), self.answers, config.name, self.waits.record_blockers)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare_session(
-            wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock,
-            steps,
+            SetUpContext(
+                wire, config, facts, line, self._catalogue, self._own, self._remap, self._topics, self.states,
+                self._clock, steps,
+            )
         )  # fmt: skip
         steps.begin_phase("recording the taps")
         self.slot.state = prepared.slot
         self.generation = self._own.current.generation
-        goes_on = await find_continuing_streams(self._control, config, self.desk, prepared)
+        goes_on = await find_continuing_streams(self._control, config, self.states, prepared)
         # No await from here until the converter has learned the relations: a shape that subscribes now follows this
         # session.
         self._taps.begin_session(self._own.current.taps, self._own.current.era)
         set_carried_relations(
-            self._taps, self._converter, self.desk, prepared, goes_on, self._descriptions.requires_whole_rows
+            self._taps, self._converter, self.states, prepared, goes_on, self._descriptions.requires_whole_rows
         )
         # Before anything is confirmed that taps recorded earlier have not seen (consumers.py).
         await self.store_tap_names()
@@ -316,21 +317,20 @@ class Session:
             interval_ms=config.binding_interval_ms,
             idle_ms=config.idle_binding_ms,
             stages=self._stages,
-            on_stored=self._on_binding_stored,
+            on_stored=self._wal.record_stored_binding,
         )
         steps = self.progress.steps
         steps.begin_phase("reading bindings")
         latest = await binder.open()
+        self._wal.binder = binder
         steps.end()
         if prepared.fresh:
             self.waits.report_step(f"copying {len(prepared.fresh)} tables")
-            fresh = await take_first_snapshot(
-                config, prepared, self.desk, self._own, self._topics, self.progress, self._clock, self._rand
-            )
+            fresh = await take_first_snapshot(self._copies, prepared, self._own, self.progress)
             assert self._control is not None
-            await store_descriptions(self._control, self.desk, fresh)
+            await store_descriptions(self._control, self.states, fresh)
         copied = [table for table in prepared.captured if table.snapshot is not None]
-        self._copied = copied
+        self._wal.carried = copied
         writer = self.writer = TopicWriter(
             self.topic_consumer, copied, self._topics, self._rand, binder.add_durable, self._unfit.handle_row
         )
@@ -357,11 +357,9 @@ class Session:
             stream, self._control, config, self.answers,
             lambda holder: self.waits.report_wait(f"the slot is in use: slot={config.slot}", holder),
         )  # fmt: skip
-        await check_slot_unmoved(self._control, config, self._copied, self._latest_binding)
+        await check_slot_unmoved(self._control, config, self._wal.carried, self._wal.latest_binding)
         status = ReplicationStatus(prepared.slot.confirmed_lsn - 1)
-        self._hold_for_copies(status)
-        if self._copied:  # Without a table there is no binding, and nothing can be lost.
-            status.bound = max(status.flushed, self._latest_binding.lsn if self._latest_binding is not None else -1)
+        self._wal.begin_stream(status)
         collector = self.collector = Collector(
             [self.writer, *self._sinks],
             status,
@@ -383,37 +381,31 @@ class Session:
             tell=self.waits.record_walsender,
         )  # fmt: skip
         tasks.spawn(watch.run(), name="capture silence")
-        reader = StreamReader(
-            stream, self._converter, collector, watch, self._rivals, self._unfit, self._parking, self._stages,
-            self._clock, learn=self._process_description, hurry=self.binder.bind_soon,
-        )  # fmt: skip
+        handlers = StreamHandlers(
+            self._converter, self._rivals, self._unfit, self._parking, self._process_description, self.binder.bind_soon
+        )
+        reader = StreamReader(stream, collector, watch, handlers, self._stages, self._clock)
         tasks.spawn(reader.run(), name="capture reader")
         tasks.spawn(collector.run(), name="capture collector")
         tasks.spawn(self.binder.run(), name="capture binder")
         tasks.spawn(self.writer.failed(), name="capture topic writer")
         tasks.spawn(self._reports.run(stream, status, interval_s), name="capture status")
         tasks.spawn(send_heartbeats(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
-        self.desk.connect(self._pause_relation, self._taps.lose_relation)
-        joining = self.joining = TableAdder(
-            config, self._control, self.desk, topics=self._topics, catalogue=self._catalogue, clock=self._clock,
-            rand=self._rand, hold=self._set_hold, flushed=lambda: status.flushed, retire=self.writer.retire_table,
-            parking=self._parking, descriptions=self._descriptions, latest=lambda: self._latest_binding,
-            carried=self._copied, aside=prepared.aside,
-        )  # fmt: skip
-        tasks.spawn(joining.keeping.run(), name="capture aside")
-        tasks.spawn(joining.watch_catalogue(), name="capture tables")
-        tasks.spawn(joining.add_tables(), name="capture joining")
-
-    @property
-    def _latest_binding(self) -> Binding | None:
-        return self.binder.latest if self.binder is not None else None
+        self.states.connect(self._pause_relation, self._taps.lose_relation)
+        context = SideLoopContext(config, self._control, self.states, self._catalogue, self._parking)
+        adder = self.adder = TableAdder(
+            self._copies, context, self._wal, self.writer, self._descriptions, prepared.aside
+        )
+        tasks.spawn(adder.wal_hold.run(), name="capture aside")
+        tasks.spawn(adder.watch_catalogue(), name="capture tables")
+        tasks.spawn(adder.add_tables(), name="capture joining")
 
     # the stream -----------------------------------------------------------------------------------
     async def _process_description(self, seen: RelationSeen) -> None:
         """Process the description of a relation, whose rows follow."""
         assert self._control is not None
         schemas = await self._descriptions.process_description(seen, self._control)
-        self._hold_if_needed()
+        self._wal.hold_if_needed()
         if self.writer is not None:
             self.writer.update_schemas(seen.message.oid, schemas)
 
@@ -434,37 +426,9 @@ class Session:
             self.writer.pause_table(oid, lsn)
         return goes_on
 
-    def _hold_if_needed(self) -> None:
-        """Stop advancing the confirmed LSN if the side topic of a table has ended (side_topic.py). Called in the same
-        event-loop turn in which that end becomes durable, hence before the transaction at which the side topic ends is
-        handed on.
-        """
-        if self.collector is not None:
-            self._hold_for_copies(self.collector.status)
-
-    def _hold_for_copies(self, status: ReplicationStatus) -> None:
-        """Retain WAL from the flushed LSN on if the copy of a table needs it (wal_hold.py)."""
-        if status.hold is None and tables_needing_wal(self.desk, self._copied, self._latest_binding):
-            status.hold = status.flushed
-
-    def _set_hold(self, on: bool) -> None:
-        if self.collector is not None:
-            status = self.collector.status
-            if on and status.hold is None:
-                status.hold = status.flushed
-            elif not on and status.hold is not None:
-                status.hold = None
-                self._reports.due.set()  # on an idle server nothing else triggers a status
-
     def _on_slot_state(self, state: SlotState, pinned_by: Blocker | None) -> None:
         self.slot.record(self._clock.monotonic_s(), state, pinned_by)
         self.copy_progress.record_wal(state.retained_bytes, state.headroom_bytes)
-
-    def _on_binding_stored(self, lsn: int) -> None:
-        """Raise the bound LSN that the status may confirm (binder.py)."""
-        if self.collector is not None and self.collector.status.bound is not None:
-            self.collector.status.bound = max(self.collector.status.bound, lsn)
-            self._reports.due.set()
 
     def _on_bound(self, position: ChangePosition) -> None:
         self.report_flushed(self.topic_consumer, position)
@@ -487,7 +451,7 @@ class Session:
         """True while the session streams, copies nothing, and has received no commit since the slot was last polled."""
         seen = self.collector.last_commit_lsn if self.collector is not None else 0
         before, self._seen_lsn = self._seen_lsn, seen
-        copying = self.joining is not None and (self.desk.copying or self.desk.interrupted_copies)
+        copying = self.adder is not None and (self.states.copying or self.states.interrupted_copies)
         return self.streaming and not copying and seen == before
 
     # waiting --------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ Back-pressure: nothing is read while the collector is full. A separate task send
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.coop import CoopBudget
@@ -29,38 +31,40 @@ DENSE_FRAMES = 24
 GATHER_S = 0.004
 
 
-class StreamReader:
-    """Reader of the stream; `run` is the body of its task. `parking` is locked while a table is being paused. `learn`
-    stores the description of a relation before its rows are read. `hurry` is called when the server requests a status.
+class StreamHandlers(msgspec.Struct, frozen=True):
+    """Parts that process the messages of the stream. `pause_lock` is locked while a table is being paused.
+    `process_description` stores the description of a relation before its rows are read. `bind_soon` is called when the
+    server requests a status.
     """
+
+    converter: TransactionBuilder
+    deferrable_keys: DeferrableKeys
+    bad_rows: BadRowPolicy
+    pause_lock: asyncio.Lock
+    process_description: Callable[[RelationSeen], Awaitable[None]]
+    bind_soon: Callable[[], None]
+
+
+class StreamReader:
+    """Reader of the stream; `run` is the body of its task."""
 
     def __init__(
         self,
         stream: ReplicationStream,
-        converter: TransactionBuilder,
         collector: Collector,
         watch: StreamWatch,
-        rivals: DeferrableKeys,
-        unfit: BadRowPolicy,
-        parking: asyncio.Lock,
+        handlers: StreamHandlers,
         stages: StageHistograms,
         clock: Clock,
-        *,
-        learn: Callable[[RelationSeen], Awaitable[None]],
-        hurry: Callable[[], None],
     ) -> None:
         self._stream = stream
-        self._converter = converter
         self._collector = collector
         self._watch = watch
-        self._rivals = rivals
-        self._unfit = unfit
-        self._parking = parking
+        self._handlers = handlers
+        self._converter = handlers.converter
         self._stages = stages
         self._clock = clock
         self._pace = CoopBudget(clock)
-        self._learn = learn
-        self._hurry = hurry
 
     async def run(self) -> None:
         """Read until the stream or anything downstream fails, and raise that error."""
@@ -102,25 +106,28 @@ class StreamReader:
         if isinstance(item, Keepalive):
             self._collector.put_keepalive(item, inside_txn=self._converter.inside_txn)
             if item.reply_requested:
-                self._hurry()
+                self._handlers.bind_soon()
             return
         try:
             out = feed_frame(item, self._converter)
         except UndecodableMessageError as poisoned:
-            await self._unfit.handle_message(item, poisoned)
+            await self._handlers.bad_rows.handle_message(item, poisoned)
             return
         if isinstance(out, RelationSeen):
-            await self._learn(out)
+            await self._handlers.process_description(out)
         elif out is not None:
             await self._pass_on(out)
 
     async def _pass_on(self, fragment: Fragment) -> None:
-        for each in await self._rivals.resolve_fragment(fragment) if self._converter.deferrable else (fragment,):
+        fragments: Sequence[Fragment] = (fragment,)
+        if self._converter.deferrable:
+            fragments = await self._handlers.deferrable_keys.resolve_fragment(fragment)
+        for each in fragments:
             await self._collector.put(each)
 
     async def _wait_until_allowed(self) -> None:
         if self._pace.is_used_up:
             await self._pace.wait_for_turn()  # one receive may bring thousands
-        if self._parking.locked():  # nothing beyond a pause is handed on before it is durable
-            async with self._parking:
+        if self._handlers.pause_lock.locked():  # nothing beyond a pause is handed on before it is durable
+            async with self._handlers.pause_lock:
                 pass

@@ -22,12 +22,11 @@ retains WAL for its whole duration (wal_hold.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 
 import structlog
 
-from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import (
     ClosedError,
     ConflictError,
@@ -41,17 +40,15 @@ from tidemill.base.runtime.tasks import Backoff, error_sentence, is_fault
 from tidemill.capture.catalog.relations import describe_tables
 from tidemill.capture.catalog.table_choice import Refusal
 from tidemill.capture.catalog.table_discovery import TableInfo
-from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
-from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.postgres.errors import is_transient
 from tidemill.capture.session.relation_tracker import RelationTracker
 from tidemill.capture.setup.blockers import find_table_blocker
-from tidemill.capture.setup.publication import LOCK_ATTEMPTS, PublishedTable, publish_tables
+from tidemill.capture.setup.publication import LOCK_ATTEMPTS, PublishedTable, PublishRequest, publish_tables
 from tidemill.capture.setup.server_checks import emit_heartbeat
-from tidemill.capture.snapshot.copier import CopyPreemptedError, copy_tables
+from tidemill.capture.snapshot.copier import CopyContext, CopyPreemptedError, copy_tables
 from tidemill.capture.snapshot.side_topic import allows_side_topics, create_appender, is_ready_to_join
-from tidemill.capture.snapshot.wal_hold import WalHold
+from tidemill.capture.snapshot.wal_hold import ConfirmedWal, WalHold
 from tidemill.capture.tables.auto_recopy import AutoRecopy
 from tidemill.capture.tables.catalog_watcher import CatalogWatcher, is_publication_altered
 from tidemill.capture.tables.context import SideLoopContext
@@ -60,11 +57,10 @@ from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.schema_change import PendingSchema
 from tidemill.capture.tables.table_reasons import refusal_for
 from tidemill.capture.tables.table_setup import create_copy_target, event_source_of, resume_copy, start_table
-from tidemill.capture.tables.table_states import TableStates, TableStateUnknownError
+from tidemill.capture.tables.table_states import TableStateUnknownError
 from tidemill.capture.topics.captured_table import CapturedTable
-from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.shards.api import Binding
-from tidemill.topics.api import TopicLog
+from tidemill.capture.topics.topic_writer import TopicWriter
+from tidemill.metastore.catalogue import TopicRow
 
 log = structlog.get_logger()
 
@@ -87,51 +83,36 @@ class SessionRestartError(UnavailableError):
 
 
 class TableAdder:
-    """Task that adds tables.
-
-    `hold(True)` stops the confirmed LSN from advancing, `hold(False)` resumes it. Every transaction at or below
-    `flushed()` is bound. `retire(oid)` waits for the writes of this relation that are in flight and prevents further
-    ones. The stream's reader is paused while `parking` is locked. `descriptions` is what followers see. `carried`,
-    `aside` and `latest` are those of WalHold.
+    """Task that adds tables. `wal` confirms the WAL of the stream, `writer` writes its topics, `descriptions` is what
+    followers see, and `aside` has the tables with a side topic, by name.
     """
 
     def __init__(
         self,
-        config: CaptureConfig,
-        control: ControlConnection,
-        desk: TableStates,
-        *,
-        topics: TopicLog,
-        catalogue: Catalogue,
-        clock: Clock,
-        rand: Rand,
-        hold: Callable[[bool], None],
-        flushed: Callable[[], int],
-        retire: Callable[[int], Awaitable[None]],
-        parking: asyncio.Lock,
+        copies: CopyContext,
+        context: SideLoopContext,
+        wal: ConfirmedWal,
+        writer: TopicWriter,
         descriptions: RelationTracker,
-        carried: Sequence[CapturedTable],
         aside: dict[str, CapturedTable],
-        latest: Callable[[], Binding | None],
     ) -> None:
-        self._config = config
-        self._control = control
-        self._desk = desk
-        self._topics = topics
-        self._catalogue = catalogue
-        self._clock = clock
-        self._rand = rand
-        self._flushed = flushed
-        self._retire = retire
-        self._latest = latest
-        self._beside = SideLoopContext(config, control, desk, catalogue, parking)
-        self.mending = PublicationRepair(self._beside)
-        self._coming = PendingSchema(
-            desk, control, flushed, parking, descriptions.show_pending_description, descriptions.outdated
-        )
-        self.watching = CatalogWatcher(self._beside, self.mending, self._coming, flushed)
-        self.keeping = WalHold(self._beside, carried, aside, clock, hold=hold, retire=retire, latest=latest)
-        self._again = AutoRecopy(config, control, desk, clock)
+        self._copies = copies
+        self._context = context
+        self._wal = wal
+        self._writer = writer
+        self._config = config = copies.config
+        self._clock = clock = copies.clock
+        self._control = control = context.control
+        self._desk = desk = context.desk
+        self._catalogue = context.catalogue
+        self.publication_repair = PublicationRepair(context)
+        self._pending_schema = PendingSchema(
+            desk, control, self._flushed_lsn, context.parking, descriptions.show_pending_description,
+            descriptions.outdated,
+        )  # fmt: skip
+        self.watcher = CatalogWatcher(context, self.publication_repair, self._pending_schema, self._flushed_lsn)
+        self.wal_hold = WalHold(context, wal, writer, aside, clock)
+        self._auto_recopy = AutoRecopy(config, control, desk, clock)
         self._pauses: dict[str, tuple[Backoff, float, int]] = {}
         """Pause by table name: back-off, its end, and the oid of the table that failed. Another table of the same name
         does not wait.
@@ -143,6 +124,9 @@ class TableAdder:
         self._next_look: asyncio.Future[frozenset[str] | None] | None = asyncio.get_running_loop().create_future()
         """Result of a check of `add_tables` that has not begun yet; None = the task has ended."""
         self.progress = SnapshotProgress(clock)
+
+    def _flushed_lsn(self) -> int:
+        return self._wal.flushed_lsn
 
     @property
     def copying_tables(self) -> tuple[str, ...]:
@@ -168,7 +152,7 @@ class TableAdder:
     def mark(self) -> None:
         """Publish the progress of the copy in its stage status."""
         for name in self.copying_tables:
-            self.progress.aside = self.keeping.side_topic_size(name)
+            self.progress.aside = self.wal_hold.side_topic_size(name)
         self._desk.publish_copy_status(self.progress)
 
     # the two loops --------------------------------------------------------------------------------
@@ -176,13 +160,15 @@ class TableAdder:
         """Run until cancelled. Raises errors of the control connection and of the catalogue."""
         while True:
             began_s = self._clock.monotonic_s()
-            names = {table.name for table in await self.watching.compare_catalogue()}
+            names = {table.name for table in await self.watcher.compare_catalogue()}
             for name in self._pauses.keys() - names:
                 del self._pauses[name]
             pause_s = self._config.table_poll_s
-            next_s = self._clock.monotonic_s() + (min(pause_s, REPAIR_POLL_S) if self._coming.waits else pause_s)
+            next_s = self._clock.monotonic_s() + (
+                min(pause_s, REPAIR_POLL_S) if self._pending_schema.waits else pause_s
+            )
             while not self._wake.is_set() and (left_s := next_s - self._clock.monotonic_s()) > 0:
-                await self.mending.repair()
+                await self.publication_repair.repair()
                 try:
                     async with asyncio.timeout(min(left_s, REPAIR_POLL_S)):
                         await self._wake.wait()
@@ -200,7 +186,7 @@ class TableAdder:
                 asked, self._next_look = self._next_look, asyncio.get_running_loop().create_future()
                 self._sought.clear()
                 try:
-                    coming, pending = await self._find_tables_to_add(await self._beside.tables.fetch())
+                    coming, pending = await self._find_tables_to_add(await self._context.tables.fetch())
                 except BaseException:
                     _resolve_check(asked, None)
                     raise
@@ -208,7 +194,7 @@ class TableAdder:
                 took_s = self._clock.monotonic_s() - began_s
                 if pending and await self._add_pending_tables(pending):
                     raise SessionRestartError(f"tables were added: capture={self._config.name}.")
-                self.keeping.set_copying(False)
+                self.wal_hold.set_copying(False)
                 self._restart_for_side_topic()
                 least_s = min(pause_s, max(CHECK_PAUSE_S, CHECK_PAUSE_FACTOR * took_s))
                 await asyncio.sleep(least_s)
@@ -242,8 +228,8 @@ class TableAdder:
     async def _find_tables_to_add(self, found: list[TableInfo]) -> tuple[frozenset[str], list[TableInfo]]:
         """Return the names of the tables to be added, and those of them that can be added now."""
         asked = {t.table for t in await self._catalogue.tables(self._config.name, fresh=False) if t.recopy}
-        asked |= await self._again.find_due_tables()
-        choice = await self._beside.choose_tables(found)
+        asked |= await self._auto_recopy.find_due_tables()
+        choice = await self._context.choose_tables(found)
         # Before `is_being_added` answers, so that a request finds the reason even if `compare` has not run yet.
         await self._desk.refuse_all(choice.refused)
         for name in self._desk.interrupted_copies.keys() - {table.name for table in choice.tables}:
@@ -259,7 +245,7 @@ class TableAdder:
                 if await self._is_due(table):
                     pending.append(table)
         # A renamed table waits until the stream has no more changes under its old name: both names have the same oid.
-        flushed = self._flushed()
+        flushed = self._wal.flushed_lsn
         busy = {(r.oid, r.table) for r in rows.values() if r.is_streaming or r.parked_lsn - 1 > flushed}
         free = [t for t in pending if not any(oid == t.oid and name != t.name for oid, name in busy)]
         return frozenset(coming), free
@@ -287,7 +273,7 @@ class TableAdder:
         self.progress = SnapshotProgress(self._clock)
         try:
             if not aside or not self._is_copied(aside[0].name):
-                self.keeping.set_copying(not aside)
+                self.wal_hold.set_copying(not aside)
                 done = await self._publish_and_copy(pending)
             if aside and self._is_copied(aside[0].name):
                 done = [aside[0].name] if await self._append_side_topic(aside[0].name) else []
@@ -325,18 +311,18 @@ class TableAdder:
         if topic is None or row.copy is None or topic.topic_id != row.copy.topic_id:
             await self._desk.abandon_copy(name)
             return False
-        appending = create_appender(self._config, row, self._topics, self._clock)
+        appending = create_appender(self._config, row, self._copies.topics, self._clock)
         self.progress.append(name, f"topic:{row.topic}")
         await self._control.run(emit_heartbeat)  # so that an idle stream is bound beyond the newest snapshot
         while True:
-            now, latest = self._desk.rows.get(name), self._latest()
+            now, latest = self._desk.rows.get(name), self._wal.latest_binding
             if now is None or now.aside is None or now.copy != row.copy:
                 return False
             offsets = latest.offsets.get(now.aside.topic_id) if latest is not None else None
             moved = 0
             if offsets is not None:
                 moved = await appending.append_up_to(
-                    offsets, lambda records: self.keeping.record_appended(name, records)
+                    offsets, lambda records: self.wal_hold.record_appended(name, records)
                 )
             if offsets is not None and moved <= MAX_REMAINING_RECORDS and is_ready_to_join(now, latest):
                 return True
@@ -349,7 +335,7 @@ class TableAdder:
         wire = await PgConnection.connect(self._config.dsn, purpose="join", capture=self._config.name)
         try:
             # Not on the copy's connection: see PublicationRepair._unpublish_parked.
-            published = await self._beside.read_published()
+            published = await self._context.read_published()
             if published is None:
                 raise MissingError("the publication is missing.")
             # A copy whose table was unpublished in the meantime is not resumed: the stream lacks some of its changes.
@@ -360,10 +346,10 @@ class TableAdder:
                 and not is_publication_altered(self._desk.rows[table.name], published)
             }
             if any(table.oid not in cut_off for table in pending):
-                self.keeping.set_copying(True)
+                self.wal_hold.set_copying(True)
             left = await self._publish_tables(wire, pending, published, settle=published.keys() - cut_off)
             relations = await describe_tables(wire, [table.oid for table in left])
-            entries = await self._beside.query_published(wire) or {}
+            entries = await self._context.query_published(wire) or {}
             taken, captured = [], {}
             for number, table in enumerate(left, 1):
                 self.progress.steps.begin_table_step("creating topics", number, len(left))
@@ -374,19 +360,19 @@ class TableAdder:
                 if row is not None and row.is_streaming:
                     # Re-created, or recopy was requested while it flows: this session carries nothing more of the old
                     # one.
-                    await self._beside.pause_at_wal_end(table.name, "it is being re-snapshotted")
+                    await self._context.pause_at_wal_end(table.name, "it is being re-snapshotted")
                 place = (self._config, self._catalogue, self._desk, table, relations[table.oid])
                 topic = None
                 if table.oid in cut_off:
                     topic = await resume_copy(*place)
                     if topic is None:  # it starts over, so its identity and publication are set up after all
-                        self.keeping.set_copying(True)
+                        self.wal_hold.set_copying(True)
                         await self._desk.abandon_copy(table.name)
                         if not await self._publish_tables(wire, [table], published, settle=published):
                             continue
                 if topic is None:
                     if row is not None and row.oid:
-                        await self._retire(row.oid)
+                        await self._writer.retire_table(row.oid)
                     topic = await start_table(*place, entries[table.oid])
                 if topic is not None:
                     taken.append(table)
@@ -406,11 +392,12 @@ class TableAdder:
         settle: Container[int],
     ) -> list[TableInfo]:
         """Publish these tables and return them without those that failed, which are refused."""
-        done = await publish_tables(
-            wire, self._config, tables, published, attempts=LOCK_ATTEMPTS, note=self._desk.store_identities,
-            settle=settle, asked=self._desk.store_asked_identities,
-            done=lambda number: self.progress.steps.begin_table_step("publishing tables", number, len(tables)),
-        )  # fmt: skip
+
+        def begin_table(number: int) -> None:
+            self.progress.steps.begin_table_step("publishing tables", number, len(tables))
+
+        request = PublishRequest(tables, published, settle, LOCK_ATTEMPTS)
+        done = await publish_tables(wire, self._config, request, self._desk, begin_table)
         for table in [table for table in tables if table.name in done.failed]:
             error = done.failed[table.name]
             await self._desk.refuse_table(table.name, refusal_for(error), table.oid, going_on=is_transient(error))
@@ -419,9 +406,8 @@ class TableAdder:
     async def _take_snapshot(self, tables: list[TableInfo], captured: dict[str, CapturedTable]) -> list[str]:
         try:
             return await copy_tables(
-                self._config, tables, captured, self._topics, self._desk, self.progress, self._clock, self._rand,
-                gives_way=allows_side_topics(self._config),
-            )  # fmt: skip
+                self._copies, tables, captured, self.progress, gives_way=allows_side_topics(self._config)
+            )
         except (UnavailableError, UnknownOutcomeError, ClosedError, ConflictError, FencedError):
             raise
         except TidemillError as error:

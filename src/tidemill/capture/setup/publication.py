@@ -42,7 +42,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -225,8 +225,27 @@ async def create_publication(wire: PgConnection, publication: str) -> None:
 
 Identities = dict[int, tuple[str, str]]
 """oid → (its name in SQL, its identity in SQL)"""
-StoreIdentities = Callable[[str, Identities], Awaitable[None]]
-"""note(table, the identities of it and its partitions): store them durably. May raise UnknownOutcomeError."""
+
+
+class IdentityStore(Protocol):
+    """Durable storage of identities of a table and its partitions. Its methods may raise UnknownOutcomeError."""
+
+    async def store_identities(self, name: str, identities: Identities) -> None:
+        """Store identities that are about to be replaced by FULL, and have to be restored later."""
+
+    async def store_asked_identities(self, name: str, identities: Identities) -> None:
+        """Store identities that an administrator is asked to replace by FULL."""
+
+
+class PublishRequest(msgspec.Struct, frozen=True):
+    """Tables to publish, and the oids of those that already are. `settle`: oids of tables that are about to be copied
+    although they are already published. `attempts`: for each lock.
+    """
+
+    tables: Sequence[TableInfo]
+    published: Collection[int]
+    settle: Container[int] = ()
+    attempts: int = 1
 
 
 def with_asked_identities(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
@@ -240,27 +259,21 @@ def with_asked_identities(row: CaptureTableRow, identities: Identities) -> Captu
 async def publish_tables(
     wire: PgConnection,
     config: CaptureConfig,
-    tables: Sequence[TableInfo],
-    published: Collection[int],
-    *,
-    attempts: int,
-    note: StoreIdentities,
-    settle: Container[int] = (),
-    asked: StoreIdentities | None = None,
-    done: Callable[[int], None] = lambda _: None,
+    request: PublishRequest,
+    store: IdentityStore,
+    begin_table: Callable[[int], None] = lambda _: None,
 ) -> PublishResult:
-    """Publish each table that is not yet published, with a full identity. `settle`: oids of tables that are about to be
-    copied although they are already published. `asked`: like `note`, for tables whose identity an administrator has to
-    set. `done(n)`: the nth table begins. Raises only if the connection breaks, and the errors of `note` and `asked`.
+    """Publish each table that is not yet published, with a full identity. `begin_table(n)`: the nth table begins.
+    Raises only if the connection breaks, and the errors of `store`.
     """
     newly: set[int] = set()
     failed: dict[str, TidemillError] = {}
-    for number, table in enumerate(tables, 1):
-        done(number)
+    for number, table in enumerate(request.tables, 1):
+        begin_table(number)
         try:
-            locked = await _publish_table(wire, config, table, table.oid in published, attempts, note, asked)
-            if not locked and table.oid in settle:
-                await _wait_for_writers(wire, table, attempts)
+            locked = await _publish_table(wire, config, table, request, store)
+            if not locked and table.oid in request.settle:
+                await _wait_for_writers(wire, table, request.attempts)
         except UnavailableError as error:
             if not isinstance(error, SqlError | TableLockedError):
                 raise
@@ -271,7 +284,7 @@ async def publish_tables(
             known = isinstance(error, SetupRequiredError | IdentityConflictError)
             failed[table.name] = error if known else await _explain_failure(wire, config, table, error)
         else:
-            newly |= {table.oid} - {*published}
+            newly |= {table.oid} - {*request.published}
     return PublishResult(frozenset(newly), failed)
 
 
@@ -303,27 +316,25 @@ async def _publish_table(
     wire: PgConnection,
     config: CaptureConfig,
     table: TableInfo,
-    published: bool,
-    attempts: int,
-    note: StoreIdentities,
-    asked: StoreIdentities | None,
+    request: PublishRequest,
+    store: IdentityStore,
 ) -> bool:
     """Publish one table. Returns True if its lock was acquired, False if nothing had to be done. Raises
     SetupRequiredError.
     """
-    name = publication_target(table)
+    name, published, attempts = publication_target(table), table.oid in request.published, request.attempts
     for attempt in range(1, attempts + 1):
         earlier = await find_partial_identities(wire, table.oid) if config.requires_full_identity else {}
         alter = [full_identity_statement(name) for name, _ in earlier.values()]
         add = [] if published else [add_table_statement(config.publication, table)]
         if config.manual and (add or alter):
-            if earlier and asked is not None:
-                await asked(table.name, earlier)
+            if earlier:
+                await store.store_asked_identities(table.name, earlier)
             raise SetupRequiredError(table, await find_missing_statements(wire, config, [table]) or [*add, *alter])
         if not add and not alter:
             return False
         if earlier:
-            await note(table.name, earlier)
+            await store.store_identities(table.name, earlier)
         sound = (
             partial(_check_objections, wire, config, table)
             if config.requires_full_identity

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from math import inf
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -113,15 +114,21 @@ class _TableCopyTask:
         return replace(self.plan, done=self.durable.done, rows=self.durable.rows, settled_lsn=settled_lsn)
 
 
+class CopyContext(msgspec.Struct, frozen=True):
+    """Parts that all copies of a capture use."""
+
+    config: CaptureConfig
+    topics: TopicLog
+    states: TableStates
+    clock: Clock
+    rand: Rand
+
+
 async def copy_tables(
-    config: CaptureConfig,
+    context: CopyContext,
     tables: list[TableInfo],
     captured: dict[str, CapturedTable],
-    topics: TopicLog,
-    desk: TableStates,
     progress: SnapshotProgress,
-    clock: Clock,
-    rand: Rand,
     *,
     gives_way: bool = False,
 ) -> list[str]:
@@ -132,8 +139,9 @@ async def copy_tables(
     one table.
     """
     writer = TopicWriter(
-        f"{config.mark}/copy", captured.values(), topics, rand, lambda boundaries: None, backlog_bytes=BACKLOG_BYTES
-    )
+        f"{context.config.mark}/copy", captured.values(), context.topics, context.rand, lambda boundaries: None,
+        backlog_bytes=BACKLOG_BYTES,
+    )  # fmt: skip
     async with AsyncExitStack() as opened:
         opened.push_async_callback(writer.aclose)
         copied = []
@@ -143,8 +151,8 @@ async def copy_tables(
                 await writer.open_table(captured[table.name], None)
                 copied.append(table)
             except (InvalidError, CorruptError) as error:
-                await desk.refuse_table(table.name, refusal_for(error), table.oid)
-        copy = SnapshotCopy(config, captured, writer, desk, progress, clock, gives_way=gives_way)
+                await context.states.refuse_table(table.name, refusal_for(error), table.oid)
+        copy = SnapshotCopy(context, captured, writer, progress, gives_way=gives_way)
         return await copy.run(copied, opened) if copied else []
 
 
@@ -153,22 +161,20 @@ class SnapshotCopy:
 
     def __init__(
         self,
-        config: CaptureConfig,
+        context: CopyContext,
         captured: dict[str, CapturedTable],
         writer: TopicWriter,
-        desk: TableStates,
         progress: SnapshotProgress,
-        clock: Clock,
         *,
         gives_way: bool = False,
     ) -> None:
-        self._config = config
+        self._config = config = context.config
+        self._clock = clock = context.clock
+        self._states = context.states
         self._gives_way_s = clock.monotonic_s() + config.copy_aside_after_s if gives_way else inf
         self._captured = captured
         self._writer = writer
-        self._desk = desk
         self._progress = progress
-        self._clock = clock
         self._pace = CoopBudget(clock)
         self._throttle = CopyThrottle(config.copy_rows_per_s, MAX_ROWS_PER_TURN, clock)
         self._tables: list[_TableCopyTask] = []
@@ -210,7 +216,7 @@ class SnapshotCopy:
 
     async def _refuse(self, table: TableInfo, error: TidemillError) -> None:
         """Refuse a table immediately, because the copy of the others may take long."""
-        await self._desk.refuse_table(table.name, refusal_for(error), table.oid, going_on=is_transient(error))
+        await self._states.refuse_table(table.name, refusal_for(error), table.oid, going_on=is_transient(error))
 
     # plans ----------------------------------------------------------------------------------------
     async def _plan_table(self, snapshot: ExportedSnapshot, table: TableInfo) -> _TableCopyTask | None:
@@ -219,7 +225,7 @@ class SnapshotCopy:
         """
         target = self._captured[table.name]
         found = snapshot.attributes[table.oid]
-        row = self._desk.rows[table.name]
+        row = self._states.rows[table.name]
         tells = has_whole_rows(self._config, table)
         as_begun = captured_columns_of(snapshot.relations[table.oid]) == row.columns
         if row.copy is None:
@@ -351,7 +357,7 @@ class SnapshotCopy:
             await asyncio.sleep(RECORD_S)
             for table in [table for table in self._tables if table.tells and not table.failed]:
                 table.collect_durable_chunks()
-                row = self._desk.rows[table.info.name]
+                row = self._states.rows[table.info.name]
                 told = row.copy.done if row.copy is not None else 0
                 if told < table.durable.done < table.plan.count and table.can_be_resumed:
                     await self._record_progress(table, table.current_state(snapshot.lsn))
@@ -362,7 +368,7 @@ class SnapshotCopy:
         """Yield to a session with a side topic. Raises CopyPreemptedError, once there is a table whose copy can be
         resumed.
         """
-        rows = self._desk.rows
+        rows = self._states.rows
         waits = [
             table.info.name
             for table in self._tables
@@ -378,14 +384,14 @@ class SnapshotCopy:
         raise CopyPreemptedError(f"changes of tables that are being copied go to side topics: table={','.join(waits)}.")
 
     async def _record_progress(self, table: _TableCopyTask, now: TableCopy) -> None:
-        generation = self._desk.rows[table.info.name].generation
+        generation = self._states.rows[table.info.name].generation
 
         def with_progress(found: CaptureTableRow | None) -> CaptureTableRow | None:
             return (
                 replace(found, copy=now) if found is not None and _is_same_copy(found, generation, now.epoch) else found
             )
 
-        row = await self._desk.update_row(table.info.name, with_progress)
+        row = await self._states.update_row(table.info.name, with_progress)
         if row is None or row.copy != now:
             raise ClosedError(f"another session copies the table: table={table.info.name}.")
 
@@ -400,7 +406,7 @@ class SnapshotCopy:
             plan.xmin, plan.xmax, plan.xip, plan.lsn, now.rows, tuple(lane.next for lane in table.target.lanes),
             now.settled_lsn if now.settled_lsn > plan.lsn else 0,
         )  # fmt: skip
-        generation, ends = self._desk.rows[name].generation, taken.offsets
+        generation, ends = self._states.rows[name].generation, taken.offsets
         found_as = snapshot.attributes[oid]
         columns, attached = captured_columns_of(snapshot.relations[oid], found_as), snapshot.partitions.get(oid)
 
@@ -418,7 +424,7 @@ class SnapshotCopy:
             return replace(found, snapshot=taken, copy=None, reason="")
 
         try:
-            row = await self._desk.update_row(name, with_snapshot)
+            row = await self._states.update_row(name, with_snapshot)
         except InvalidError as error:
             await self._refuse(table.info, error)
             return False

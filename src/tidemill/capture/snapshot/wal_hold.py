@@ -15,16 +15,19 @@ from there on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
 from tidemill.base.limits import MIB
+from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.table_setup import delete_topic
 from tidemill.capture.tables.table_states import TableStates
+from tidemill.capture.topics.binder import Binder
 from tidemill.capture.topics.captured_table import CapturedTable
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow, SideTopicState, TopicRow
 from tidemill.shards.api import Binding
 
@@ -41,42 +44,96 @@ def tables_needing_wal(desk: TableStates, carried: Sequence[CapturedTable], late
     return sorted(unbound | desk.tables_retaining_wal())
 
 
-class WalHold:
-    """Hold of the confirmed LSN for copies. `carried`: tables that this session writes. `aside`: those with a side
-    topic, by name. `hold`, `retire`: as in TableAdder. `latest()`: the newest binding.
+class ConfirmedWal:
+    """WAL that one session confirms, and whether it is held for copies.
+
+    `carried`: tables that the session writes. `status` and `binder` are set once the stream begins.
+
+    Invariant: while `status.hold` is set, the confirmed LSN does not exceed it. It is set in the event-loop turn in
+    which a copy or the end of a side topic comes to need WAL, and removed only by `hold_wal(False)`.
     """
+
+    def __init__(self, desk: TableStates, due: asyncio.Event) -> None:
+        self._desk = desk
+        self._due = due
+        self.carried: Sequence[CapturedTable] = ()
+        self.status: ReplicationStatus | None = None
+        self.binder: Binder | None = None
+
+    @property
+    def latest_binding(self) -> Binding | None:
+        return self.binder.latest if self.binder is not None else None
+
+    @property
+    def flushed_lsn(self) -> int:
+        """Return the LSN up to which every transaction is bound."""
+        return self.status.flushed if self.status is not None else -1
+
+    def begin_stream(self, status: ReplicationStatus) -> None:
+        """Confirm WAL of a stream that begins, in accordance with the copies and the newest binding."""
+        self.status = status
+        self.hold_if_needed()
+        if self.carried:  # Without a table there is no binding, and nothing can be lost.
+            latest = self.latest_binding
+            status.bound = max(status.flushed, latest.lsn if latest is not None else -1)
+
+    def hold_if_needed(self) -> None:
+        """Stop advancing the confirmed LSN if the copy of a table needs WAL. Called in the same event-loop turn in
+        which the end of a side topic becomes durable, hence before the transaction at which the side topic ends is
+        handed on.
+        """
+        status = self.status
+        needs_wal = status is not None and status.hold is None
+        if status is not None and needs_wal and tables_needing_wal(self._desk, self.carried, self.latest_binding):
+            status.hold = status.flushed
+
+    def hold_wal(self, on: bool) -> None:
+        """Stop the confirmed LSN from advancing, or resume it."""
+        status = self.status
+        if status is None:
+            return
+        if on and status.hold is None:
+            status.hold = status.flushed
+        elif not on and status.hold is not None:
+            status.hold = None
+            self._due.set()  # on an idle server nothing else triggers a status
+
+    def record_stored_binding(self, lsn: int) -> None:
+        """Raise the bound LSN that the status may confirm (binder.py)."""
+        if self.status is not None and self.status.bound is not None:
+            self.status.bound = max(self.status.bound, lsn)
+            self._due.set()
+
+
+class WalHold:
+    """Hold of the confirmed LSN for copies. `aside`: tables with a side topic, by name."""
 
     def __init__(
         self,
-        beside: SideLoopContext,
-        carried: Sequence[CapturedTable],
+        context: SideLoopContext,
+        wal: ConfirmedWal,
+        writer: TopicWriter,
         aside: dict[str, CapturedTable],
         clock: Clock,
-        *,
-        hold: Callable[[bool], None],
-        retire: Callable[[int], Awaitable[None]],
-        latest: Callable[[], Binding | None],
     ) -> None:
-        self._beside = beside
-        self._desk = beside.desk
+        self._context = context
+        self._desk = context.desk
+        self._wal = wal
+        self._writer = writer
         self._clock = clock
-        self._hold = hold
-        self._retire = retire
-        self._latest = latest
-        self._carried = carried
         self._copies = False
-        self._kept: tuple[object, list[str]] | None = None
+        self._needing: tuple[object, list[str]] | None = None
         self._aside = {name: (table, self._recorded_size(name).bytes) for name, table in aside.items()}
         self._appended: dict[str, int] = {}
 
     @property
     def tables(self) -> list[str]:
         """Tables for whose copies WAL is retained. The same list is returned until one of its inputs changes."""
-        desk, latest = self._desk, self._latest()
+        desk, latest = self._desk, self._wal.latest_binding
         state = (desk.changes, tuple(desk.copying), latest)
-        if self._kept is None or self._kept[0] != state:
-            self._kept = state, tables_needing_wal(desk, self._carried, latest)
-        return self._kept[1]
+        if self._needing is None or self._needing[0] != state:
+            self._needing = state, tables_needing_wal(desk, self._wal.carried, latest)
+        return self._needing[1]
 
     def set_copying(self, on: bool) -> None:
         """Note that a copy without a side topic begins, or that all such copies ended without adding a table."""
@@ -84,7 +141,7 @@ class WalHold:
         self.update_hold()
 
     def update_hold(self) -> None:
-        self._hold(self._copies or bool(self.tables))
+        self._wal.hold_wal(self._copies or bool(self.tables))
 
     def record_appended(self, name: str, records: int) -> None:
         self._appended[name] = records
@@ -125,21 +182,21 @@ class WalHold:
         if self._recorded_size(name).topic_id != table.topic.topic_id:
             # Its copy was abandoned, so its side topic is not needed any more.
             del self._aside[name]
-            await self._retire(table.oid)
+            await self._writer.retire_table(table.oid)
             await self._delete_side_topic(table)
             return
         found = self.side_topic_size(name)
-        limit_mb = self._beside.config.copy_aside_max_mb
+        limit_mb = self._context.config.copy_aside_max_mb
         if found is not None and not found.until_lsn and found.bytes > limit_mb * MIB:
             why = f"the side topic is full: bytes={found.bytes} copy_aside_max_mb={limit_mb}"
-            async with self._beside.parking:
-                await self._desk.end_side_topic(name, await self._beside.read_wal_end(), why)
+            async with self._context.parking:
+                await self._desk.end_side_topic(name, await self._context.read_wal_end(), why)
                 self.update_hold()
 
     async def _delete_side_topic(self, table: CapturedTable) -> None:
-        topic = await self._beside.catalogue.get(TopicRow, table.topic.name)
+        topic = await self._context.catalogue.get(TopicRow, table.topic.name)
         if topic is not None and topic.topic_id == table.topic.topic_id:
-            await delete_topic(self._beside.catalogue, topic.name)
+            await delete_topic(self._context.catalogue, topic.name)
 
     async def _record_size(self, name: str) -> None:
         """Record the sizes for table listings and for the next session."""

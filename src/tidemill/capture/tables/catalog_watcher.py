@@ -40,17 +40,17 @@ class CatalogWatcher:
     """Comparison of the catalogue with the rows. Every transaction at or below `flushed()` is bound."""
 
     def __init__(
-        self, beside: SideLoopContext, mending: PublicationRepair, coming: PendingSchema, flushed: Callable[[], int]
+        self, context: SideLoopContext, repair: PublicationRepair, pending: PendingSchema, flushed: Callable[[], int]
     ) -> None:
-        self._beside = beside
-        self._config = beside.config
-        self._control = beside.control
-        self._desk = beside.desk
-        self._catalogue = beside.catalogue
-        self._mending = mending
-        self._coming = coming
+        self._context = context
+        self._config = context.config
+        self._control = context.control
+        self._desk = context.desk
+        self._catalogue = context.catalogue
+        self._repair = repair
+        self._pending = pending
         self._flushed = flushed
-        self._published = CachedQuery(beside.control, beside.query_published)
+        self._published = CachedQuery(context.control, context.query_published)
         self._digests: dict[int, str] = {}
         self._looks: dict[int, dict[int, int]] = {}
         """New partitions by table that were not checked yet, and the number of failed checks."""
@@ -61,19 +61,19 @@ class CatalogWatcher:
         """Compare the catalogue with the captured tables, and return all existing tables. Raises errors of the control
         connection and of the catalogue.
         """
-        found = await self._beside.tables.fetch()
-        choice = await self._beside.choose_tables(found)
+        found = await self._context.tables.fetch()
+        choice = await self._context.choose_tables(found)
         wanted = {table.name: table for table in choice.tables}
-        for oid in self._coming.outdated:
+        for oid in self._pending.outdated:
             self._digests.pop(oid, None)
         for row in [row for row in self._desk.rows.values() if row.is_streaming]:
             table = wanted.get(row.table)
             if table is None:
                 why = choice.refused.get(row.table)
                 if why is not None and any((t.name, t.oid) == (row.table, row.oid) for t in found):
-                    await self._beside.pause_refused(row.table, why)
+                    await self._context.pause_refused(row.table, why)
                 else:
-                    await self._beside.pause_at_wal_end(row.table, *explain_missing_table(row, found), state="dropped")
+                    await self._context.pause_at_wal_end(row.table, *explain_missing_table(row, found), state="dropped")
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
                 await self._check_description(row.table, table)
         for row in [row for row in self._desk.rows.values() if not row.is_streaming and row.state != "dropped"]:
@@ -139,8 +139,8 @@ class CatalogWatcher:
             del self._digests[oid]
         for oid in self._looks.keys() - oids:
             del self._looks[oid]
-        self._coming.outdated.intersection_update(oids)
-        self._mending.forget_others(oids)
+        self._pending.outdated.intersection_update(oids)
+        self._repair.forget_others(oids)
         self._desk.following.forget_others(oids)
         noted = {oid for row in self._desk.rows.values() for oid in row.identities}
         for oid in self._kept_identities.keys() - noted:
@@ -151,12 +151,12 @@ class CatalogWatcher:
         row = self._desk.rows[name]
         if now is None or not row.is_streaming:
             return
-        why = await self._coming.judge_description(name, diff_against_catalogue(row.columns, now))
+        why = await self._pending.judge_description(name, diff_against_catalogue(row.columns, now))
         if why:
-            self._coming.forget(name)
+            self._pending.forget(name)
             found = (await self._control.run(lambda wire: read_attributes(wire, [table.oid]))).get(table.oid)
             said, again = f"its description changed: {why}", can_copy_resolve(row, found)
-            await self._beside.pause_at_wal_end(name, said, accept_instruction(name), again=again, found=found)
+            await self._context.pause_at_wal_end(name, said, accept_instruction(name), again=again, found=found)
         elif why is not None and (table.kind != "p" or await self._check_partitions(name, table)):
             self._digests[table.oid] = table.digest
 
@@ -194,7 +194,7 @@ class CatalogWatcher:
                 said = f"a partition was attached with rows that are not in the stream: partition={full}"
                 break
         if said:
-            await self._beside.pause_at_wal_end(name, said, again=True, first=first)
+            await self._context.pause_at_wal_end(name, said, again=True, first=first)
             return False
         if later:
             self._looks[table.oid] = later
@@ -240,7 +240,7 @@ class CatalogWatcher:
             return True
         if any(table.oid == row.oid for table in wanted.values()):
             return False
-        published = await self._beside.read_published() or {}
+        published = await self._context.read_published() or {}
         if row.oid in published:
             return False
         for oid, (relation, before) in row.identities.items():

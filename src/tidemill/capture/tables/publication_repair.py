@@ -22,7 +22,7 @@ from tidemill.capture.catalog.table_choice import Refusal
 from tidemill.capture.catalog.table_discovery import Hazard, TableInfo, find_hazards
 from tidemill.capture.naming import has_invalid_bytes
 from tidemill.capture.postgres.connection import PgConnection, identifier
-from tidemill.capture.setup.publication import find_partial_identities, publish_tables, unpublish_table
+from tidemill.capture.setup.publication import PublishRequest, find_partial_identities, publish_tables, unpublish_table
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
 from tidemill.capture.tables.table_reasons import recopy_instruction
@@ -32,12 +32,12 @@ log = structlog.get_logger()
 
 
 class PublicationRepair:
-    def __init__(self, beside: SideLoopContext) -> None:
-        self._beside = beside
-        self._config = beside.config
-        self._control = beside.control
-        self._desk = beside.desk
-        self._hazards = CachedQuery(beside.control, self._query_hazards)
+    def __init__(self, context: SideLoopContext) -> None:
+        self._context = context
+        self._config = context.config
+        self._control = context.control
+        self._desk = context.desk
+        self._hazards = CachedQuery(context.control, self._query_hazards)
         self._no_identity: dict[int, str] = {}
         """Reason why a table did not get a full replica identity at the last attempt, which is repeated each second.
         Logged once.
@@ -50,7 +50,7 @@ class PublicationRepair:
     async def repair(self) -> None:
         """Repair all published tables whose statements would fail, or whose rows lack the old one."""
         config = self._config
-        objected = await self._beside.fetch_objections()
+        objected = await self._context.fetch_objections()
         await self.withdraw_identities(objected)
         for hazard in await self._hazards.fetch():
             row = self._desk.find_carried(hazard.oid)
@@ -78,11 +78,11 @@ class PublicationRepair:
                 self._desk.update_unaffected_columns(hazard.oid, None, "its table is no longer published")
             if row is not None and not (hazard.virtual or hazard.breaks):
                 said = "its replica identity does not include its primary key"
-                await self._beside.pause_at_wal_end(row.table, said, _repair_instruction(hazard))
+                await self._context.pause_at_wal_end(row.table, said, _repair_instruction(hazard))
             elif row is not None:
                 what = "a virtual generated column" if hazard.virtual else "its replica identity, which was removed,"
                 lacks = hazard.breaks and not hazard.virtual and not config.requires_full_identity
-                await self._beside.pause_at_wal_end(
+                await self._context.pause_at_wal_end(
                     row.table, f"{what} would make its UPDATE and DELETE fail", _repair_instruction(hazard) if lacks
                     else "", again=not hazard.virtual and not lacks,
                 )  # fmt: skip
@@ -94,7 +94,7 @@ class PublicationRepair:
         statements fail.
         """
         while not ended.is_set():
-            await self.withdraw_identities(await self._beside.fetch_objections(), streams=False)
+            await self.withdraw_identities(await self._context.fetch_objections(), streams=False)
             with suppress(TimeoutError):
                 async with asyncio.timeout(every_s):
                     await ended.wait()
@@ -115,7 +115,7 @@ class PublicationRepair:
         for row in [row for row in rows.values() if row.oid in objected and objected[row.oid].refuses]:
             why = Refusal("refused", objected[row.oid].reason, objected[row.oid].fix, again=True)
             if row.is_streaming and streams:
-                await self._beside.pause_refused(row.table, why)
+                await self._context.pause_refused(row.table, why)
             elif row.snapshot is None and row.state == "captured":
                 await self._desk.refuse_table(row.table, why, row.oid)
                 if row.table in left:
@@ -133,12 +133,12 @@ class PublicationRepair:
         what = "a virtual generated column" if hazard.virtual else "its replica identity"
         if hazard.virtual or hazard.breaks:
             drop = f"ALTER PUBLICATION {identifier(self._config.publication)} DROP TABLE {hazard.name}"
-            await self._beside.pause_at_wal_end(
+            await self._context.pause_at_wal_end(
                 row.table, f"{what} makes its UPDATE and DELETE fail while it is published",
                 f"Run {drop}; {recopy_instruction(row.table)}",
             )  # fmt: skip
         else:
-            await self._beside.pause_at_wal_end(
+            await self._context.pause_at_wal_end(
                 row.table, f"{what} does not include its primary key", _repair_instruction(hazard)
             )
 
@@ -146,9 +146,7 @@ class PublicationRepair:
         """Set a published table and its partitions to a full replica identity again. Returns False while others hold
         its lock.
         """
-        done = await publish_tables(
-            wire, self._config, [table], {table.oid}, attempts=1, note=self._desk.store_identities
-        )
+        done = await publish_tables(wire, self._config, PublishRequest([table], {table.oid}), self._desk)
         for error in done.failed.values():
             if self._no_identity.get(table.oid) != str(error):
                 log.warning("a captured table has no full replica identity yet", table=table.name, cause=str(error))
@@ -178,7 +176,7 @@ class PublicationRepair:
 
         if not paused_oids():
             return
-        published = await self._beside.read_published() or {}
+        published = await self._context.read_published() or {}
         for oid in paused_oids() & published.keys():
             await self._control.run(lambda wire, oid=oid: unpublish_if_paused(wire, oid, published[oid].name))  # type: ignore[misc]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -48,25 +48,32 @@ def build_headers(position: ChangePosition, op: bytes, xid: bytes, version: int)
     return headers if version == 1 else (*headers, (VERSION_HEADER, b"%d" % version))
 
 
+class RangeOrigin(NamedTuple):
+    """Transaction of a range of rows, or the time of a copy. `shift`: ordinal of place 0."""
+
+    commit_lsn: int
+    shift: int
+    xid: int
+    time_ms: int
+
+
 class RowRange:
     """The rows [start, end) of a partition's rows of one transaction, or of a copy. The ordinal of place p is `shift` +
     `step` · p. `tail`: of their events, if they are events.
     """
 
-    __slots__ = ("commit_lsn", "end", "rows", "shift", "start", "step", "tail", "time_ms", "xid")
+    __slots__ = ("commit_lsn", "end", "origin", "rows", "shift", "start", "step", "tail", "time_ms", "xid")
 
     def __init__(
-        self, rows: PartitionRows, start: int, end: int, commit_lsn: int, shift: int, xid: int, time_ms: int,
+        self, rows: PartitionRows, start: int, end: int, origin: RangeOrigin,
         tail: EventTail | None = None, step: int = ORDINAL_STEP,
     ) -> None:  # fmt: skip
         self.tail = tail
         self.rows = rows
         self.start = start
         self.end = end
-        self.commit_lsn = commit_lsn
-        self.shift = shift
-        self.xid = xid
-        self.time_ms = time_ms
+        self.origin = origin
+        self.commit_lsn, self.shift, self.xid, self.time_ms = origin
         self.step = step
 
     def __len__(self) -> int:
@@ -99,9 +106,7 @@ class RowRange:
         return ChangePosition(self.commit_lsn, self.shift + self.step * int(self.rows.places[row]))
 
     def subrange(self, start: int, end: int) -> RowRange:
-        return RowRange(
-            self.rows, start, end, self.commit_lsn, self.shift, self.xid, self.time_ms, self.tail, self.step
-        )
+        return RowRange(self.rows, start, end, self.origin, self.tail, self.step)
 
     def is_followed_by(self, after: RowRange) -> bool:
         """Return whether `after` follows directly, in the same transaction, with nothing between them that has an

@@ -49,6 +49,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -77,7 +78,7 @@ from tidemill.capture.encode.debezium_json import (
     EventEncoder,
 )
 from tidemill.capture.topics import captured_table
-from tidemill.capture.topics.batch_builder import UNCHANGED_HEADER, WAS_HEADER, RowRange, build_headers
+from tidemill.capture.topics.batch_builder import UNCHANGED_HEADER, WAS_HEADER, RangeOrigin, RowRange, build_headers
 from tidemill.capture.topics.batch_sender import BACKLOG_BYTES, BatchSender
 from tidemill.capture.topics.binder import CommitBoundary
 from tidemill.capture.topics.captured_table import CapturedTable, OnFault
@@ -90,6 +91,13 @@ from tidemill.topics.batch.records import Headers
 log = structlog.get_logger()
 
 RETIRE_POLL_S = 0.02
+
+
+class _Stamp(NamedTuple):
+    """Transaction of a record, or the time of a copy."""
+
+    xid: bytes
+    time_ms: int
 
 
 async def _raise_fault(table: CapturedTable, lsn: int, error: BaseException) -> None:
@@ -271,7 +279,7 @@ class TopicWriter:
         for lane, own in zip(table.lanes, encoded.lanes, strict=True):
             if own.rows:
                 own.places = np.arange(lane.next, lane.next + len(own.rows))
-                taken = RowRange(own, 0, len(own.rows), 0, 0, 0, now_ms, step=1)
+                taken = RowRange(own, 0, len(own.rows), RangeOrigin(0, 0, 0, now_ms), step=1)
                 lane.assign_offsets(taken)
                 self._rounds.add_rows(lane, taken)
 
@@ -295,7 +303,7 @@ class TopicWriter:
             position = ChangePosition(0, lane.next)
             lane.assign_offset(position)
             whole = value if tail is None else value + tail.encode(position.ordinal, SNAPSHOT_OP)
-            self._queue_record(lane, key, whole, position, b"insert", b"0", now_ms)
+            self._queue_record(lane, key, whole, position, b"insert", _Stamp(b"0", now_ms))
 
     async def wait_drained(self) -> None:
         """Wait until everything written is durable. Raises the error that made the writer fail."""
@@ -331,11 +339,9 @@ class TopicWriter:
             return self._write_event(table, events, change, fragment)
         encoder = table.row_encoder(change.relation)
         self._version = change.relation.version
-        xid, at_ms = b"%d" % fragment.xid, fragment.commit_time_ms
+        stamp = _Stamp(b"%d" % fragment.xid, fragment.commit_time_ms)
         if change.op == "truncate":
-            fresh = [
-                self._queue_if_new(lane, None, None, change.position, b"truncate", xid, at_ms) for lane in table.lanes
-            ]
+            fresh = [self._queue_if_new(lane, None, None, change.position, b"truncate", stamp) for lane in table.lanes]
             return any(fresh)
         stays = encoder.value(change.stays) if change.stays is not None else None
         left_op = b"delete" if stays is None else b"update"
@@ -343,7 +349,7 @@ class TopicWriter:
             assert change.old is not None
             key = encoder.key(change.old)
             self._check_size(table, key, stays or b"")
-            return self._queue_if_new(table.partition_of(key), key, stays, change.position, left_op, xid, at_ms)
+            return self._queue_if_new(table.partition_of(key), key, stays, change.position, left_op, stamp)
         assert change.new is not None
         key, value = encoder.key(change.new), encoder.value(change.new, change.unchanged)
         self._check_size(table, key, max(value, stays or b"", key=len))
@@ -353,24 +359,22 @@ class TopicWriter:
         old_key = encoder.key(change.old) if change.old is not None and is_key_changed(change) else key
         if old_key != key:
             more = (*more, (WAS_HEADER, old_key)) if more else ()
-            fresh_tombstone = self._queue_if_new(
-                table.partition_of(old_key), old_key, stays, position, left_op, xid, at_ms
-            )
+            fresh_tombstone = self._queue_if_new(table.partition_of(old_key), old_key, stays, position, left_op, stamp)
             position = ChangePosition(position.commit_lsn, position.ordinal + 1)
         lane = table.partition_of(key)
-        return self._queue_if_new(lane, key, value, position, change.op.encode(), xid, at_ms, more) or fresh_tombstone
+        return self._queue_if_new(lane, key, value, position, change.op.encode(), stamp, more) or fresh_tombstone
 
     def _write_event(
         self, table: CapturedTable, events: EventEncoder | AvroEncoder, change: Change, fragment: Fragment
     ) -> bool:
         """Write the change in Debezium's envelope; otherwise like `_write_row_change`."""
         self._version = change.relation.version
-        at, xid, at_ms = change.position, b"%d" % fragment.xid, fragment.commit_time_ms
-        tail = events.encode_tail(at.commit_lsn, fragment.xid, at_ms)
+        at, stamp = change.position, _Stamp(b"%d" % fragment.xid, fragment.commit_time_ms)
+        tail = events.encode_tail(at.commit_lsn, fragment.xid, fragment.commit_time_ms)
         old, new = change.old, change.new
         if change.op == "truncate":
             value = events.encode_head(None, None) + tail.encode(at.ordinal, OPS["truncate"])
-            fresh = [self._queue_if_new(lane, None, value, at, b"truncate", xid, at_ms) for lane in table.lanes]
+            fresh = [self._queue_if_new(lane, None, value, at, b"truncate", stamp) for lane in table.lanes]
             return any(fresh)
         old_key = events.key(old) if old is not None and (new is None or is_key_changed(change)) else None
         gone = events.encode_head(old, None) + tail.encode(at.ordinal, OPS["delete"]) if old_key is not None else b""
@@ -387,13 +391,13 @@ class TopicWriter:
         fresh = []
         if old_key is not None:
             lane, moved = table.partition_of(old_key), ((NEW_KEY_HEADER, key),) if new is not None else ()
-            fresh.append(self._queue_if_new(lane, old_key, gone, at, b"delete", xid, at_ms, moved))
+            fresh.append(self._queue_if_new(lane, old_key, gone, at, b"delete", stamp, moved))
             left_op = b"delete" if stays is None else b"update"
-            fresh.append(self._queue_if_new(lane, old_key, stays, at, left_op, xid, at_ms))
+            fresh.append(self._queue_if_new(lane, old_key, stays, at, left_op, stamp))
         if new is not None:
             moved = ((OLD_KEY_HEADER, old_key),) if old_key is not None else ()
             fresh.append(
-                self._queue_if_new(table.partition_of(key), key, value, after, change.op.encode(), xid, at_ms, moved)
+                self._queue_if_new(table.partition_of(key), key, value, after, change.op.encode(), stamp, moved)
             )
         return any(fresh)
 
@@ -406,12 +410,13 @@ class TopicWriter:
         """
         written: ChangePosition | None = None
         xid, at_ms = fragment.xid, fragment.commit_time_ms
+        origin = RangeOrigin(rows.commit_lsn, rows.shift, xid, at_ms)
         events = table.event_encoder(relation)
         tail = events.encode_tail(rows.commit_lsn, xid, at_ms) if events is not None else None
         for number, own, first, last in encoded.partition_ranges(start, end):
             lane = table.lanes[number]
             self._touched[lane] = None
-            taken = RowRange(own, first, last, rows.commit_lsn, rows.shift, xid, at_ms, tail)
+            taken = RowRange(own, first, last, origin, tail)
             fresh = lane.assign_offsets(taken)
             if fresh < last:
                 self._rounds.add_rows(lane, taken.subrange(fresh, last))
@@ -430,20 +435,21 @@ class TopicWriter:
             )
 
     def _queue_if_new(
-        self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes,
-        at_ms: int, more: Headers = (),
+        self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes,
+        stamp: _Stamp, more: Headers = (),
     ) -> bool:  # fmt: skip
         self._touched[lane] = None
         if not lane.assign_offset(at):
             return False
-        self._queue_record(lane, key, value, at, op, xid, at_ms, more)
+        self._queue_record(lane, key, value, at, op, stamp, more)
         return True
 
     def _queue_record(
-        self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes,
-        at_ms: int, more: Headers = (),
+        self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes,
+        stamp: _Stamp, more: Headers = (),
     ) -> None:  # fmt: skip
-        self._rounds.add(lane, Record(key, value, (*build_headers(at, op, xid, self._version), *more), at_ms))
+        headers = (*build_headers(at, op, stamp.xid, self._version), *more)
+        self._rounds.add(lane, Record(key, value, headers, stamp.time_ms))
 
     def _add_boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
         offsets = [

@@ -386,22 +386,28 @@ def _error_message(error: psycopg.Error) -> str:
     return primary if primary else str(error).strip()
 
 
+class SubsetBounds(msgspec.Struct, frozen=True):
+    """Rows and columns that a subset may have. `columns` are shown, () = all; `queryable` may be used to filter and
+    order, () = all."""
+
+    where: Where | None
+    columns: tuple[str, ...]
+    queryable: tuple[str, ...]
+
+
 def subset_reader(
     source: PostgresSource,
     info: TableColumns,
-    where: Where | None,
-    columns: tuple[str, ...],
-    queryable: tuple[str, ...],
+    bounds: SubsetBounds,
     compiler: Compiler,
     share: LoopShare,
     recent: Callable[[], frozenset[int]],
 ) -> SubsetReader:
-    """Return a reader of subsets. `columns` are shown, () = all; `queryable` may be used to filter and order, () =
-    all."""
-    relation = info.relation
-    shown = columns or info.names
+    """Return a reader of subsets."""
+    relation, where = info.relation, bounds.where
+    shown = bounds.columns or info.names
     params_count = len(where.params) if where is not None else 0
-    scope = SubsetScope(relation.schema, relation.table, info.where_types(), queryable, params_count)
+    scope = SubsetScope(relation.schema, relation.table, info.where_types(), bounds.queryable, params_count)
 
     async def read(request: SubsetRequest, rows: ResponseMemory, mark: int) -> SubsetMetadata:
         subset = await compiler.compile_subset(request, scope)

@@ -42,7 +42,7 @@ from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import CapturedDatabase, Relations, TableFinder, needs_old_rows
-from tidemill.shapes.tables.initial_snapshot import TransientTableError, subset_reader
+from tidemill.shapes.tables.initial_snapshot import SubsetBounds, TransientTableError, subset_reader
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, answer_requests
 from tidemill.shapes.tables.restore import RegisteredConsumer, ShapeRestorer, ShapeStart, table_source
 from tidemill.shapes.tables.table_consumer import TableConsumer, has_same_layout
@@ -328,9 +328,7 @@ class TableShapes:
         reader = subset_reader(
             database.source,
             found,
-            where,
-            columns,
-            check_queryable_columns(request, found.names, found.key),
+            SubsetBounds(where, columns, check_queryable_columns(request, found.names, found.key)),
             self._compiler,
             self._share,
             lambda: database.sink.recent,

@@ -41,7 +41,7 @@ from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import HASH, Batch, Part, RunCpuWork, ShardSchema, run_inline
 from tidemill.shards.handle import INLINE_BUDGET_BYTES, LogShard
 from tidemill.shards.parts.consolidate import merge_updates
-from tidemill.shards.parts.parts import rows_within, store_part
+from tidemill.shards.parts.parts import PartTarget, rows_within, store_part
 from tidemill.shards.parts.row_hash import bucket_of
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.read.part_reader import PartReader
@@ -160,19 +160,15 @@ async def _merge_run(
         if not updates.num_rows:
             continue
         for bucket, rows in await cpu(partial(_merge_and_split, schema, updates, advance_to)):
-            part = await store_part(
-                objects,
+            target = PartTarget(
                 shard.shard_id,
-                schema,
-                rows,
-                writer=f"c-{shard.writer}",
-                rand=rand,
-                now_ms=now_ms,
-                bucket=bucket,
+                f"c-{shard.writer}",
+                now_ms,
+                bucket,
                 codec="zstd",
                 inline_bytes=INLINE_PART_BYTES if inline_left > 0 else 0,
-                cpu=cpu,
             )
+            part = await store_part(objects, schema, rows, target, rand, cpu=cpu)
             inline_left -= len(part.inline)
             parts.append(part)
     summed_to = advance_to if lower == 0 else -1

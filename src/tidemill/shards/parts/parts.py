@@ -14,6 +14,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -140,30 +141,37 @@ def rows_within(rows: pa.Table, lower: int, upper: int) -> pa.Table:
     return rows.filter(pc.and_(pc.greater_equal(times, lower), pc.less(times, upper)))
 
 
+class PartTarget(msgspec.Struct, frozen=True):
+    """Place and form of a new part. `now_ms` becomes part of its key: a part appended hours later may have been swept
+    as an orphan, and is rejected. A part of at most `inline_bytes` becomes part of the state instead of an object.
+    """
+
+    shard_id: str
+    writer: str
+    now_ms: int
+    bucket: int = 0
+    codec: Codec = "lz4"
+    inline_bytes: int = INLINE_PART_BYTES
+
+
 async def store_part(
     objects: ObjectStore,
-    shard_id: str,
     schema: ShardSchema,
     rows: pa.Table,
-    *,
-    writer: str,
+    target: PartTarget,
     rand: Rand,
-    now_ms: int,
-    bucket: int = 0,
-    codec: Codec = "lz4",
-    inline_bytes: int = INLINE_PART_BYTES,
+    *,
     cpu: RunCpuWork = run_inline,
 ) -> Part:
     """Encode and store updates. Nothing refers to the part until it is appended.
 
-    Needs no shard handle, so executors call it with only the bucket's credentials. `now_ms` becomes part of the key: a
-    part appended hours later may have been swept as an orphan, and is rejected. Raises InvalidError, UnavailableError,
-    UnknownOutcomeError (the object may exist, as an orphan: write again, under a new key).
+    Needs no shard handle, so executors call it with only the bucket's credentials. Raises InvalidError,
+    UnavailableError, UnknownOutcomeError (the object may exist, as an orphan: write again, under a new key).
     """
-    encoded = await cpu(lambda: encode_part(schema, rows, codec))
+    encoded = await cpu(lambda: encode_part(schema, rows, target.codec))
     size = encoded.data.size
-    if size <= min(inline_bytes, INLINE_PART_BYTES):
-        return encoded.to_part(bucket)
-    key = part_key(shard_id, writer, now_ms, rand.nonce())
+    if size <= min(target.inline_bytes, INLINE_PART_BYTES):
+        return encoded.to_part(target.bucket)
+    key = part_key(target.shard_id, target.writer, target.now_ms, rand.nonce())
     await objects.put(key, memoryview(encoded.data))
-    return encoded.to_part(bucket, key)
+    return encoded.to_part(target.bucket, key)

@@ -149,8 +149,7 @@ class StatusReporter:
         if not places:
             self._set_status(
                 f"pipeline:{runner.settings.name}",
-                0,
-                1,
+                (0, 1),
                 runner.refusal_status_name(min(refused)),
                 "it may maintain no table",
             )
@@ -162,8 +161,7 @@ class StatusReporter:
         failing = self._tracker.failure(f"shard:{slowest}") is not None
         self._set_status(
             f"pipeline:{runner.settings.name}",
-            upper,
-            max(place[1] for place in places.values()) if starting else places[slowest][1],
+            (upper, max(place[1] for place in places.values()) if starting else places[slowest][1]),
             f"shard:{slowest}",
             "; ".join(part for part in ("Spark is starting" if starting else "", waiting) if part),
             self._startup_progress() if starting else behind.progress if behind is not None and not failing else 0,
@@ -237,7 +235,7 @@ class StatusReporter:
         held_by = "" if upper < target and not seen.fails else seen.holder
         reason = seen.trouble or progress.sentence()
         mark = f"shard:{unit.name}"
-        self._set_status(mark, upper, target, held_by, reason, progress.read, unit.upstream)
+        self._set_status(mark, (upper, target), held_by, reason, progress.read, unit.upstream)
         if progress.read:
             self._dead_before.pop(mark, None)  # the predecessor's finding is obsolete: records were read since
         dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty) or self._dead_before.get(mark, "")
@@ -280,7 +278,7 @@ class StatusReporter:
             work_ms = BLOCKED_BUDGET_MS
         progress = 0 if found.recomputed else self._startup_progress()
         up = f"shard:{inputs[0]}"
-        self._set_status(f"shard:{name}", upper, target, found.waits_for, found.error, progress, up, work_ms)
+        self._set_status(f"shard:{name}", (upper, target), found.waits_for, found.error, progress, up, work_ms)
         self._report_data_errors(f"shard:{name}", found.omitted_rows_error, OMITTED)
         return upper, target
 
@@ -292,7 +290,13 @@ class StatusReporter:
         old = self._tracker.mark(f"shard:{name}")
         upper, target = (old.position, max(old.target, old.position + 1)) if old is not None else (0, 1)
         self._set_status(
-            f"shard:{name}", upper, target, held_by, reason, 0 if waits else self._startup_progress(), upstream, work_ms
+            f"shard:{name}",
+            (upper, target),
+            held_by,
+            reason,
+            0 if waits else self._startup_progress(),
+            upstream,
+            work_ms,
         )
         return upper, target
 
@@ -305,8 +309,7 @@ class StatusReporter:
     def _set_status(
         self,
         name: str,
-        position: int,
-        target: int,
+        place: TableProgress,
         held_by: str,
         reason: str,
         progress: int = 0,
@@ -316,8 +319,7 @@ class StatusReporter:
         budget_ms = self._runner.settings.budget_ms
         self._tracker.set(
             name,
-            position,
-            target,
+            *place,
             now_ms=self._runner.stores.clock.now_ms(),
             held_by=held_by,
             reason=reason,

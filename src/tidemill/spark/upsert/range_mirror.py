@@ -6,7 +6,6 @@ It follows the shard as a driver's mirror does, but reads of each batch only the
 from __future__ import annotations
 
 from collections import OrderedDict
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -114,12 +113,11 @@ PROCESS_CACHE = RangeMirrorCache()
 
 
 def open_range_mirror(
-    urls: StoreUrls, table: str, shard_id: str, schema: ShardSchema, part: HashRange, upper: int, saved: Path, boot: str
+    urls: StoreUrls, table: str, shard_id: str, schema: ShardSchema, part: HashRange, upper: int, saved: Mirror | None
 ) -> Mirror:
     """Return the driver's saved mirror if it is on this machine and as of `upper`, else a mirror of the range."""
-    found = Mirror.load(saved, schema, shard_id, boot)
-    if found is not None and found.upper == upper:
-        return found
+    if saved is not None and saved.upper == upper:
+        return saved
     if upper == 0:
         return Mirror(schema)
     return PROCESS_CACHE.mirror_at(urls, table, shard_id, schema, part, upper)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.shards.api import Part, ShardSchema
 from tidemill.shards.parts.arrow_rows import combine_columns
-from tidemill.shards.parts.parts import store_part
+from tidemill.shards.parts.parts import PartTarget, store_part
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.records import SliceDescriptor
 from tidemill.spark.ingest.dead_letters import letters_of_lost
@@ -27,6 +27,7 @@ from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import shared_objects
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, concat_commands
+from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.range_mirror import HashRange, cut_by_hash, open_range_mirror
 from tidemill.spark.upsert.resolve import Resolved, resolve
 from tidemill.spark.upsert.sorted_runs import SortedRun, write_run
@@ -121,9 +122,8 @@ def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iter
     if not len(commands):
         yield msgspec.msgpack.encode(RangeResult(plan.table, part.number, None, 0, "", tuple(asides)))
         return
-    mirror = open_range_mirror(
-        plan.urls, plan.table, plan.shard_id, plan.schema, part, plan.lower, Path(plan.mirror), plan.boot
-    )
+    saved = Mirror.load(Path(plan.mirror), plan.schema, plan.shard_id, plan.boot)
+    mirror = open_range_mirror(plan.urls, plan.table, plan.shard_id, plan.schema, part, plan.lower, saved)
     resolved = resolve(plan.schema, commands, mirror, plan.lower, plan.upper)
     rand = Rand()
     stored, run = _store_range(plan, part, resolved, rand) if resolved.updates.num_rows else (None, "")
@@ -139,12 +139,10 @@ def _store_range(plan: StepPlan, part: HashRange, resolved: Resolved, rand: Rand
     stored = portal.call(
         store_part(
             objects,
-            plan.shard_id,
             plan.schema,
             resolved.updates,
-            writer=plan.writer,
-            rand=rand,
-            now_ms=SystemClock().now_ms(),
+            PartTarget(plan.shard_id, plan.writer, SystemClock().now_ms()),
+            rand,
         )
     )
     directory = Path(plan.mirror)
