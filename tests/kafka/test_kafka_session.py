@@ -426,7 +426,7 @@ def test_unfinished_frames_of_many_connections_stay_within_their_half() -> None:
     """Each announces a megabyte and sends 30 kB of it: first buffers alone would be six times the limit."""
     broker = FakeBroker(KafkaSettings(process_bytes_max=4 << 20))
     assert broker.server is not None
-    budget = broker.server._budget
+    budget = broker.server._shared.budget
     try:
         hostile = [RawClient(broker.port) for _ in range(200)]
         for client in hostile:

@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.kafka.transactions.coordinator import TransactionCoordinator
+from tidemill.kafka.transactions.completion import TransactionCompletion
+from tidemill.kafka.transactions.coordinator import TransactionCoordinator, TransactionLimits
 from tidemill.kafka.transactions.state import Offsets
 from tidemill.topics.api import Marker, NotLeaderError, TransactionSnapshot
 from tidemill.topics.produce.producer_ids import ProducerIds
@@ -55,10 +56,10 @@ def test_a_partition_led_elsewhere_is_its_leaders_to_mark_and_nothing_to_log() -
         consensus, rand, topics = MemoryConsensus(SystemClock()), Rand(7), Led()
         made: Any = topics
         transactions = TransactionCoordinator(
-            consensus, made, NoGroups(), ProducerIds(consensus, rand), SystemClock(), rand,
-            coordinates=lambda _: True, timeout_max_ms=60_000, expires_ms=1 << 40,
+            consensus, TransactionCompletion(consensus, made, NoGroups()), ProducerIds(consensus, rand), SystemClock(),
+            rand, coordinates=lambda _: True, limits=TransactionLimits(timeout_max_ms=60_000, expires_ms=1 << 40),
         )  # fmt: skip
-        transactions.remind = lambda node, _: topics.told.add(node)
+        transactions.completion.remind = lambda node, _: topics.told.add(node)
         code, producer_id, epoch = await transactions.init("id", timeout_ms=60_000)
         assert code == 0
         assert await transactions.add("id", producer_id, epoch, partitions={"t": (0, 1, 2)}) == 0

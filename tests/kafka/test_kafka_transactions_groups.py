@@ -291,13 +291,13 @@ def test_what_a_transaction_has_still_to_commit_goes_with_the_offsets_that_are_d
         assert mine.commit("", -1, topic="other") == 0
         member = nested(load_request_schema(13, 3), "members")(member_id=mine.member, group_instance_id=None)
         assert int(ask(client, 13, 3, group_id=GROUP, members=(member,)).error_code) == 0
-        commits = transactions._groups.commit
+        commits = transactions.completion.groups.commit
 
         async def not_yet(*_: Any) -> None:
             raise UnavailableError("the group takes no offsets now.")
 
         if decided:
-            monkeypatch.setattr(transactions._groups, "commit", not_yet)
+            monkeypatch.setattr(transactions.completion.groups, "commit", not_yet)
             assert mine.end() == 0
         if how == "group":
             answer = ask(client, 42, 2, groups_names=(GROUP,))
@@ -311,7 +311,7 @@ def test_what_a_transaction_has_still_to_commit_goes_with_the_offsets_that_are_d
             clock, rand = SystemClock(), Rand()
             forget = partial(drop_group_offsets, endpoint.consensus, rand, GROUP, None, clock.now_ms())
             endpoint.portal.call(OfflineGroupAdmin(endpoint.metastore, clock, rand).delete(GROUP, forget))
-        monkeypatch.setattr(transactions._groups, "commit", commits)
+        monkeypatch.setattr(transactions.completion.groups, "commit", commits)
         assert decided or mine.end() == 0
         eventually(lambda: ended(endpoint))
         found = {topic: offset for topic, offset in committed(client).items() if offset >= 0}

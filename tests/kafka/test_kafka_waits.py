@@ -127,7 +127,7 @@ def test_a_client_that_reads_nothing_is_cut_off_with_all_that_waits_for_it() -> 
             for number in range(200):
                 deaf.sendall(request_frame(1, 4, number, fetch_body("t", 0, 0, max_wait_ms=FOR_EVER_MS)))
             eventually(lambda: not open_sessions(broker))
-            budget = broker.server._budget
+            budget = broker.server._shared.budget
             eventually(lambda: not watchers(broker) and budget.answer_bytes == budget.request_bytes == 0)
     finally:
         broker.close()

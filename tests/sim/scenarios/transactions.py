@@ -30,7 +30,8 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits
 from tidemill.kafka.groups.coordinator import GroupCoordinator
-from tidemill.kafka.transactions.coordinator import TransactionCoordinator
+from tidemill.kafka.transactions.completion import TransactionCompletion
+from tidemill.kafka.transactions.coordinator import TransactionCoordinator, TransactionLimits
 from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, store_offsets
 from tidemill.kafka.transactions.hints import TransactionHints
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
@@ -212,18 +213,16 @@ class Cluster:
             store = Untold(groups, group_owner, actor.clock, actor.name, tasks)
         transactions = Dozing(
             consensus,
-            topics,
-            store,
+            TransactionCompletion(consensus, topics, store),
             ProducerIds(consensus, rand),
             actor.clock,
             rand,
             coordinates=lambda transactional_id: owner(transactional_id) == actor.name,
-            timeout_max_ms=60_000,
-            expires_ms=1 << 40,
+            limits=TransactionLimits(timeout_max_ms=60_000, expires_ms=1 << 40),
         )
         transactions.doze = self._doze
         hints = TransactionHints(consensus, rand, actor.name, transactions.check)
-        transactions.remind = hints.send
+        transactions.completion.remind = hints.send
         topics.set_coordinator(transactions.confirm)
         tasks.spawn(self._again(transactions.take_over, every_s=TAKE_OVER_S), name="take over")
         tasks.spawn(self._again(hints.follow, every_s=0.1), name="hints")

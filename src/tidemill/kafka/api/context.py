@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -72,65 +73,50 @@ class Broker(msgspec.Struct, frozen=True):
     port: int
 
 
+@dataclass(eq=False, kw_only=True)
 class Context:
-    """Context of a request, as a client of one listener sees it.
+    """Context of a request, as a client of one listener sees it."""
 
-    pace        budget of loop time for the work of all requests
-    beginnings  budget of loop time for the handling of their frames
-    listener    the listener through which the client connected
-    own         this node, with the address of that listener
-    listeners   all listeners of this node
-    """
+    topics: TopicLog
+    catalogue: Catalogue
+    cache: TopicCache
+    producer_ids: ProducerIds
+    users: Users
+    access: RequestAuthorizer
+    quotas: QuotaCache
+    group_configs: GroupConfigCache
+    nodes: Nodes | None
+    clock: Clock
+    audit: Audit
+    settings: KafkaSettings
+    own: Broker
+    """Broker entry of this node, with the address of `listener`."""
+    listeners: Sequence[AdvertisedListener] = ()
+    """All listeners of this node."""
+    listener: str = DEFAULT
+    """Listener through which the client connected."""
+    layouts: EncodedPartitions = field(default_factory=EncodedPartitions)
+    pace: CoopBudget = field(init=False)
+    """Budget of loop time for the work of all requests."""
+    beginnings: CoopBudget = field(init=False)
+    """Budget of loop time for the handling of their frames."""
+    owners: CoordinatorLookup = field(init=False)
+    groups: GroupCoordinator = field(init=False)
+    transactions: TransactionCoordinator = field(init=False)
+    fetch_sessions: FetchSessions = field(init=False)
+    repeats: ImplicitSessions = field(init=False)
+    subscribable: TopicPatterns = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        topics: TopicLog,
-        catalogue: Catalogue,
-        cache: TopicCache,
-        producer_ids: ProducerIds,
-        users: Users,
-        access: RequestAuthorizer,
-        quotas: QuotaCache,
-        group_configs: GroupConfigCache,
-        nodes: Nodes | None,
-        clock: Clock,
-        audit: Audit,
-        settings: KafkaSettings,
-        own: Broker,
-        listeners: Sequence[AdvertisedListener] = (),
-    ) -> None:
-        self.topics = topics
-        self.catalogue = catalogue
-        self.cache = cache
-        self.producer_ids = producer_ids
-        self.users = users
-        self.access = access
-        self.quotas = quotas
-        self.group_configs = group_configs
-        self.clock = clock
-        self.audit = audit
-        self.pace = CoopBudget(clock)
-        self.layouts = EncodedPartitions()
-        self.beginnings = CoopBudget(clock, 2 * STRETCH_S)
-        self.settings = settings
-        self.own = own
-        self.listener = DEFAULT
-        self.listeners = tuple(listeners)
-        self._nodes = nodes
-        self.owners: CoordinatorLookup
-        self.groups: GroupCoordinator
-        self.transactions: TransactionCoordinator
-        self.fetch_sessions: FetchSessions
-        self.repeats: ImplicitSessions
-        self.subscribable: TopicPatterns
+    def __post_init__(self) -> None:
+        self.pace = CoopBudget(self.clock)
+        self.beginnings = CoopBudget(self.clock, 2 * STRETCH_S)
 
     def coordinator_nodes(self) -> list[Broker]:
         """Return the nodes that all live nodes count on.
 
         This node is included only if membership lists it, or if there is no other node.
         """
-        names = {member.name for member in self._nodes.members()} if self._nodes is not None else set()
+        names = {member.name for member in self.nodes.members()} if self.nodes is not None else set()
         return [broker for broker in self.brokers() if broker.name in names] or [self.own]
 
     def for_listener(self, listener: str, own: Broker) -> Context:
@@ -142,7 +128,7 @@ class Context:
     def brokers(self) -> list[Broker]:
         """Return the live nodes that have this listener, by node id. This node is always among them."""
         found = {self.own.node_id: self.own}
-        for member in self._nodes.members() if self._nodes is not None else ():
+        for member in self.nodes.members() if self.nodes is not None else ():
             default = (member.host, member.kafka_port)
             host, port = default if self.listener == DEFAULT else member.listeners.get(self.listener, ("", 0))
             if member.name != self.own.name and port > 0:

@@ -34,7 +34,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -55,6 +55,7 @@ from tidemill.kafka.net.listener_security import (
 from tidemill.kafka.net.memory_budget import MemoryBudget
 from tidemill.kafka.net.tls_socket import TlsConnection, TlsSocket
 from tidemill.kafka.schema.primitives import I32, MalformedFrameError, reset_element_count
+from tidemill.kafka.server.client_timeouts import ClientTimeouts
 from tidemill.kafka.server.request_quotas import PRODUCE, ClientThrottle, Metered
 from tidemill.objects.store import Buffer
 from tidemill.security import quotas
@@ -74,15 +75,21 @@ class _Slot:
         self.size = 0
 
 
+class SharedResources(NamedTuple):
+    """Resources that all sessions of a server share."""
+
+    pool: BufferPool
+    budget: MemoryBudget
+    tasks: Tasks
+
+
 class ClientSession:
     def __init__(
         self,
         sock: socket.socket,
         peer: str,
         context: Context,
-        pool: BufferPool,
-        budget: MemoryBudget,
-        tasks: Tasks,
+        shared: SharedResources,
         on_end: Callable[[ClientSession], None],
         number: int,
         gate: ListenerSecurity,
@@ -91,8 +98,8 @@ class ClientSession:
         self._gate = gate
         self.visitor = gate.identify(peer.rpartition(":")[0])
         self._context = context
-        self._budget = budget
-        self._tasks = tasks
+        self._budget = budget = shared.budget
+        self._tasks = shared.tasks
         self._on_end = on_end
         self._peer = peer
         self._slots: deque[_Slot] = deque()
@@ -102,7 +109,7 @@ class ClientSession:
         self._backlog: deque[Frame] = deque()
         """Frames that are received but not begun: empty except within a call, or while a request stalls."""
         self._stalled = False
-        self._throttle = ClientThrottle(context, self.visitor, lambda: self._connection.closed, self._unmuted)
+        self._throttle = ClientThrottle(context, self.visitor, lambda: self._connection.closed, self._begin_backlog)
         self._answered_bytes = 0
         """Bytes in slots that wait for an earlier slot."""
         self._turns: dict[int, asyncio.Semaphore] = {}
@@ -112,11 +119,8 @@ class ClientSession:
         self._room.set()
         known = self.visitor.known
         first_bytes_max = context.settings.request_bytes_max if known else UNAUTHENTICATED_REQUEST_BYTES
-        self._reader = FrameReader(pool, first_bytes_max, self._count_buffer, budget.has_room)
-        self._began_s = self._heard_s = self._swept_s = self.took_s = context.clock.monotonic_s()
-        self._heard_bytes = self._taken_bytes = 0
-        self._frame_number = 0
-        self._frame_age_s = 0.0
+        self._reader = FrameReader(shared.pool, first_bytes_max, self._count_buffer, budget.has_room)
+        self._timeouts = ClientTimeouts(context.clock.monotonic_s())
         rest = (
             asyncio.get_running_loop(),
             self._reader,
@@ -131,29 +135,17 @@ class ClientSession:
         self._connection.on_drained = self._connection.on_growth = self.consider_reading
         self._connection.resume()
 
-    def close_reason(self, now_s: float) -> str:
-        """Return why to close this connection now, or "". The sweep calls it every few seconds.
+    @property
+    def took_s(self) -> float:
+        """Time at which the client last read answers, or had none to read."""
+        return self._timeouts.took_s
 
-        A frame has `frame_timeout_s` of reading time and twice that in total: pauses that our own limits cause are not
-        the client's fault, but a frame must not hold memory indefinitely.
-        """
-        connection, reader, settings = self._connection, self._reader, self._context.settings
-        if not self.visitor.known and now_s - self._began_s > settings.authentication_timeout_s:
+    def close_reason(self, now_s: float) -> str:
+        """Return why to close this connection now, or "". The sweep calls it every few seconds."""
+        settings = self._context.settings
+        if not self.visitor.known and self._timeouts.unauthenticated_too_long(now_s, settings):
             return "the client did not authenticate in time"
-        passed_s, self._swept_s = now_s - self._swept_s, now_s
-        if connection.sent_bytes != self._taken_bytes or not connection.unsent_bytes:
-            self._taken_bytes, self.took_s = connection.sent_bytes, now_s
-        elif now_s - self.took_s > settings.frame_timeout_s:
-            return "the client reads no answers"
-        if not reader.has_partial or reader.frames_begun != self._frame_number:
-            self._frame_number, self._frame_age_s = reader.frames_begun, 0.0
-        else:
-            self._frame_age_s += passed_s / 2 if connection.paused else passed_s
-            if self._frame_age_s > settings.frame_timeout_s:
-                return "a frame was not complete in time"
-        if connection.received_bytes != self._heard_bytes or self._requests or connection.paused:
-            self._heard_bytes, self._heard_s = connection.received_bytes, now_s
-        return "idle" if now_s - self._heard_s > settings.idle_timeout_s else ""
+        return self._timeouts.close_reason(now_s, self._connection, self._reader, settings, busy=self._requests > 0)
 
     def close(self, error: Exception | None = None) -> None:
         self._connection.close(error)
@@ -199,15 +191,13 @@ class ClientSession:
 
     def _receive_frames(self, frames: list[Frame]) -> None:
         for frame in frames:
-            self._begin_frame(len(frame.view))
+            size = len(frame.view)
+            self._bytes += size
+            self._requests += 1
+            self._budget.begin_request(size)
         self._backlog += frames
-        if not self._stalled and not self._throttle.muted:
+        if not self._throttle.muted:
             self._begin_backlog()
-
-    def _begin_frame(self, size: int) -> None:
-        self._bytes += size
-        self._requests += 1
-        self._budget.begin_request(size)
 
     def _end_frame(self, frame: Frame) -> None:
         """Stop counting a frame that is no longer read.
@@ -219,7 +209,9 @@ class ClientSession:
         self._budget.end_request(len(frame.view))
 
     def _begin_backlog(self) -> None:
-        """Begin the received requests, in order, up to one that stalls."""
+        """Begin the received requests, in order, up to one that stalls. Nothing begins while one stalls."""
+        if self._stalled:
+            return
         beginnings = self._context.beginnings
         while self._backlog and not self._connection.closed and not self._throttle.muted:
             if beginnings.is_used_up:
@@ -402,10 +394,6 @@ class ClientSession:
         if self.visitor.rejected is not None:
             self._close_after_answers(ConnectionRejectedError(self.visitor.rejected) if self.visitor.rejected else None)
         self.consider_reading()
-
-    def _unmuted(self) -> None:
-        if not self._stalled:
-            self._begin_backlog()
 
     def _answer(self, slot: _Slot, key: int, version: int, correlation_id: int, body: list[Buffer]) -> None:
         self._count_answer(slot, body)

@@ -38,9 +38,10 @@ from tidemill.kafka.net.framing import BufferPool
 from tidemill.kafka.net.listener_security import ConnectionRejectedError, ListenerSecurity
 from tidemill.kafka.net.listeners import DEFAULT, AdvertisedListener, Listener
 from tidemill.kafka.net.memory_budget import MemoryBudget
-from tidemill.kafka.server.client_session import ClientSession
+from tidemill.kafka.server.client_session import ClientSession, SharedResources
 from tidemill.kafka.settings import KafkaSettings
-from tidemill.kafka.transactions.coordinator import TransactionCoordinator
+from tidemill.kafka.transactions.completion import TransactionCompletion
+from tidemill.kafka.transactions.coordinator import TransactionCoordinator, TransactionLimits
 from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets
 from tidemill.kafka.transactions.hints import TransactionHints
 from tidemill.metastore.catalogue import Catalogue
@@ -121,8 +122,8 @@ class KafkaServer:
         self._sessions: set[ClientSession] = set()
         self._unknown: dict[ClientSession, None] = {}
         """Sessions that have not authenticated yet, oldest first. Authenticated ones are removed lazily."""
-        self._pool = BufferPool()
-        self._budget = budget = MemoryBudget(self._settings.process_bytes_max, self._settings.answer_bytes_max)
+        budget = MemoryBudget(self._settings.process_bytes_max, self._settings.answer_bytes_max)
+        self._shared = SharedResources(BufferPool(), budget, self._requests)
         self._memory = memory
         self._groups: GroupCoordinator | None = None
         if memory is not None:
@@ -263,19 +264,20 @@ class KafkaServer:
 
         It commits offsets through the group's coordinator.
         """
+        settings = self._settings
+        limits = TransactionLimits(settings.transaction_timeout_max_ms, settings.transactional_id_expires_ms)
+        offsets = CoordinatedOffsets(groups, lambda group: owners.group_coordinator(group).name, self._clock)
         context.transactions = self._transactions = transactions = TransactionCoordinator(
             self._consensus,
-            self._topics,
-            CoordinatedOffsets(groups, lambda group: owners.group_coordinator(group).name, self._clock),
+            TransactionCompletion(self._consensus, self._topics, offsets),
             context.producer_ids,
             self._clock,
             self._rand,
             coordinates=owners.coordinates_transaction,
-            timeout_max_ms=self._settings.transaction_timeout_max_ms,
-            expires_ms=self._settings.transactional_id_expires_ms,
+            limits=limits,
         )
         self._hints = hints = TransactionHints(self._consensus, self._rand, self._name, transactions.check)
-        transactions.remind = hints.send
+        transactions.completion.remind = hints.send
         self._topics.set_coordinator(transactions.confirm)
         self._supervise("kafka:transaction-hints", hints.follow)
         moved = asyncio.Event()
@@ -363,9 +365,7 @@ class KafkaServer:
             keep_alive(sock)
             self._accepted += 1
             where = f"{address}:{peer[1]}"
-            session = ClientSession(
-                sock, where, context, self._pool, self._budget, self._requests, ended, self._accepted, gate
-            )
+            session = ClientSession(sock, where, context, self._shared, ended, self._accepted, gate)
             self._sessions.add(session)
         except BaseException:
             self._door.release(address)

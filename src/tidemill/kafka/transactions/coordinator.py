@@ -13,19 +13,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence, Set
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import ConflictError, InvalidError, MissingError, TidemillError, UnknownOutcomeError
+from tidemill.base.errors import ConflictError, TidemillError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence, is_own_fault_of_await
 from tidemill.consensus.api import Consensus
 from tidemill.kafka import error_codes
 from tidemill.kafka.transactions import transitions
+from tidemill.kafka.transactions.completion import TransactionCompletion
 from tidemill.kafka.transactions.state import Offsets, Places, State, Transaction, key_of
 from tidemill.kafka.transactions.store import (
     Decide,
@@ -42,11 +42,7 @@ from tidemill.topics.api import (
     ConcurrentTransactionsError,
     InvalidProducerEpochError,
     InvalidTransactionError,
-    Marker,
-    NotLeaderError,
     ProduceTransaction,
-    TopicLog,
-    TransactionSnapshot,
 )
 from tidemill.topics.produce.producer_ids import ProducerIds
 
@@ -57,61 +53,39 @@ ANSWER_WAIT_S = 5.0
 then gets a retriable code.
 """
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-CONCURRENT_MARKERS_MAX = 64
-
-OpenResult = TransactionSnapshot | TidemillError
 
 
-class GroupOffsetStore(Protocol):
-    def owner_of(self, group: str) -> str:
-        """Return the node that accepts commits of the group; "" if any does."""
-        ...
-
-    async def commit(self, group: str, wanted: Callable[[], Awaitable[Offsets]]) -> None:
-        """Commit the offsets that `wanted` returns.
-
-        `wanted` is called when no other call can change the group; it returns the offsets that are still to be
-        committed. Raises UnavailableError: call again, repetition is safe. Raises InvalidError if the offsets can never
-        be accepted.
-        """
-        ...
-
-    def exclusive(self, group: str) -> AbstractAsyncContextManager[None]:
-        """Exclude commits of the group while the context is open."""
-        ...
+class TransactionLimits(NamedTuple):
+    timeout_max_ms: int
+    expires_ms: int
+    """Time after which a transactional id without a transaction expires."""
 
 
 class TransactionCoordinator:
     """Coordinator of transactional ids.
 
-    coordinates   whether this node coordinates the transactional id in its current view
-    remind        notify the leader of a partition about a transaction; a plain call that may do nothing
-    expires_ms    time after which a transactional id without a transaction expires
+    `coordinates`: whether this node coordinates the transactional id in its current view.
     """
 
     def __init__(
         self,
         consensus: Consensus,
-        topics: TopicLog,
-        groups: GroupOffsetStore,
+        completion: TransactionCompletion,
         producer_ids: ProducerIds,
         clock: Clock,
         rand: Rand,
         *,
         coordinates: Callable[[str], bool],
-        timeout_max_ms: int,
-        expires_ms: int,
+        limits: TransactionLimits,
     ) -> None:
+        self.completion = completion
         self._consensus = consensus
-        self._topics = topics
-        self._groups = groups
         self._producer_ids = producer_ids
         self._clock = clock
         self._rand = rand
         self._coordinates = coordinates
-        self._timeout_max_ms = timeout_max_ms
-        self._expires_ms = expires_ms
-        self.remind: Callable[[str, str], None] = lambda node, transactional_id: None
+        self._timeout_max_ms = limits.timeout_max_ms
+        self._expires_ms = limits.expires_ms
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -154,14 +128,11 @@ class TransactionCoordinator:
             return decision.code or error_codes.COORDINATOR_NOT_AVAILABLE, -1, -1
         return 0, after.producer_id, after.epoch
 
-    async def add(self, transactional_id: str, producer_id: int, epoch: int, *, partitions: Places) -> int:
-        return await self._add(transactional_id, producer_id, epoch, partitions=partitions)
-
     async def add_group(self, transactional_id: str, producer_id: int, epoch: int, group: str) -> int:
         await add_to_index(self._consensus, self._rand, group, transactional_id)
-        return await self._add(transactional_id, producer_id, epoch, groups=(group,))
+        return await self.add(transactional_id, producer_id, epoch, groups=(group,))
 
-    async def _add(
+    async def add(
         self,
         transactional_id: str,
         producer_id: int,
@@ -288,7 +259,7 @@ class TransactionCoordinator:
         self, group: str, places: Set[tuple[str, int]], delete: Callable[[], Awaitable[int]]
     ) -> int:
         """Delete offsets without a concurrent commit. Raises UnavailableError, UnknownOutcomeError."""
-        async with self._groups.exclusive(group):
+        async with self.completion.groups.exclusive(group):
             await self.drop_group_offsets(group, places)
             return await delete()
 
@@ -327,13 +298,11 @@ class TransactionCoordinator:
             self._ending[transactional_id] = ending
 
     def _set_timer(self, transactional_id: str, delay_s: float) -> None:
-        self._timers[transactional_id] = asyncio.get_running_loop().call_later(
-            delay_s, self._timeout_due, transactional_id
-        )
+        def timeout_due() -> None:
+            del self._timers[transactional_id]
+            self._tasks.spawn(self._expire(transactional_id), name=transactional_id)
 
-    def _timeout_due(self, transactional_id: str) -> None:
-        del self._timers[transactional_id]
-        self._tasks.spawn(self._expire(transactional_id), name=transactional_id)
+        self._timers[transactional_id] = asyncio.get_running_loop().call_later(delay_s, timeout_due)
 
     async def _expire(self, transactional_id: str) -> None:
         try:
@@ -369,87 +338,17 @@ class TransactionCoordinator:
         seen = await self.read(transactional_id)
         if seen is None or not seen.state.prepared:
             return True
-        marker = Marker(seen.producer_id, seen.epoch, seen.state is State.PREPARE_COMMIT, bumped=seen.bumped)
-        places = [(topic_id, partition) for topic_id, several in seen.partitions.items() for partition in several]
-        marked: dict[str, list[int]] = {}
-        for at in range(0, len(places), CONCURRENT_MARKERS_MAX):
-            some = places[at : at + CONCURRENT_MARKERS_MAX]
-            here: dict[tuple[str, int], OpenResult] = {}
-            if not seen.bumped:
-                here = await self._read_open(some, marker)
-                # Invariant: the register is read after the open transactions. So a marker ends only a transaction that
-                # was open while the register was still prepared, never the next one of the same epoch.
-                found = await self.read(transactional_id)
-                if found is None or not transitions.is_same_transaction(found, seen):
-                    return found is None or not found.state.prepared
-            for place, done in zip(some, await self._write_markers(transactional_id, some, marker, here), strict=True):
-                if done:
-                    marked.setdefault(place[0], []).append(place[1])
-        groups: list[str] = []
-        if sum(map(len, marked.values())) == len(places):
-            # Groups are last: a client that sees the offsets may read the records.
-            for group in seen.offsets:
-                if await self._commit_group(transactional_id, seen, group):
-                    groups.append(group)
+        written = await self.completion.write(transactional_id, seen)
+        if written is None:
+            found = await self.read(transactional_id)
+            return found is None or not found.state.prepared
         _, after = await self._change(
             transactional_id,
-            lambda found: transitions.record_progress(found, seen, marked, groups, self._clock.now_ms()),
+            lambda found: transitions.record_progress(
+                found, seen, written.marked, written.groups, self._clock.now_ms()
+            ),
         )
         return after is None or not after.state.prepared
-
-    async def _read_open(self, places: Sequence[tuple[str, int]], marker: Marker) -> dict[tuple[str, int], OpenResult]:
-        async def one(topic_id: str, partition: int) -> OpenResult:
-            try:
-                return await self._topics.transaction_snapshot(topic_id, partition, marker.producer_id)
-            except TidemillError as error:
-                return error
-
-        return dict(zip(places, await asyncio.gather(*(one(*place) for place in places)), strict=True))
-
-    async def _write_markers(
-        self,
-        transactional_id: str,
-        places: Sequence[tuple[str, int]],
-        marker: Marker,
-        here: Mapping[tuple[str, int], OpenResult],
-    ) -> list[bool]:
-        async def one(topic_id: str, partition: int) -> bool:
-            try:
-                seen = here.get((topic_id, partition))
-                if isinstance(seen, TidemillError):
-                    raise seen
-                await self._topics.mark(topic_id, partition, marker, seen)
-            except MissingError:
-                return True  # deleted: no client reads it
-            except TidemillError as error:
-                if not isinstance(error, NotLeaderError):  # most partitions are not led here
-                    log.info("transaction.not_marked", id=transactional_id, topic_id=topic_id, partition=partition,
-                             cause=str(error))  # fmt: skip
-                self.remind(self._topics.leader_of(topic_id, partition), transactional_id)
-                return False
-            return True
-
-        return list(await asyncio.gather(*(one(*place) for place in places)))
-
-    async def _commit_group(self, transactional_id: str, seen: Transaction, group: str) -> bool:
-        async def pending_offsets() -> Offsets:
-            found = await self.read(transactional_id)
-            return (
-                found.offsets.get(group, {})
-                if found is not None and transitions.is_same_transaction(found, seen)
-                else {}
-            )
-
-        try:
-            await self._groups.commit(group, pending_offsets)
-        except InvalidError as error:
-            # The offsets can never be accepted, but their transaction is committed: log the error and continue.
-            log.error("transaction.offsets_refused", group=group, error=str(error))
-        except TidemillError as error:
-            log.info("transaction.offsets_wait", id=transactional_id, group=group, cause=str(error))
-            self.remind(self._groups.owner_of(group), transactional_id)
-            return False
-        return True
 
     def _task_failed(self, transactional_id: str, error: BaseException) -> None:
         log.error("transaction.task_broke", id=transactional_id, error=error_sentence(error), exc_info=error)
