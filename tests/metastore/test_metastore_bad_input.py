@@ -17,7 +17,7 @@ from support.metastore.lsm_world import objects as objects  # the fixture
 from support.waiting import run
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_ROWS
-from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.database import Database, DatabaseContext
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import FORMAT, Manifest, encode_manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
@@ -54,12 +54,14 @@ class Hurt:
         await Database.open(
             SstFiles(world.objects, OTHER),
             BucketManifests(world.objects, OTHER, world.rand),
-            domain_uuid=domain_uuid,
-            epoch=9,
-            options=world.options,
-            clock=world.clock,
-            rand=world.rand,
-            background=False,
+            DatabaseContext(
+                domain_uuid=domain_uuid,
+                epoch=9,
+                options=world.options,
+                clock=world.clock,
+                rand=world.rand,
+                background=False,
+            ),
         )
 
 

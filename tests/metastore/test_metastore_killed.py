@@ -18,7 +18,7 @@ from support.metastore.lsm_killed_child import OPTIONS, PREFIX, STEPS, UUID, bat
 from support.metastore.lsm_world import collect
 from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.database import Database, DatabaseContext
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.local import LocalObjects
@@ -53,12 +53,14 @@ async def check(path: Path, epoch: int, acked: int) -> None:
     database = await Database.open(
         files,
         manifests,
-        domain_uuid=UUID,
-        epoch=epoch,
-        options=OPTIONS,
-        clock=clock,
-        rand=rand,
-        background=False,
+        DatabaseContext(
+            domain_uuid=UUID,
+            epoch=epoch,
+            options=OPTIONS,
+            clock=clock,
+            rand=rand,
+            background=False,
+        ),
     )
     persisted = database.max_persisted_seqno
     assert persisted >= acked

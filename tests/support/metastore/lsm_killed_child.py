@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
-from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.database import Database, DatabaseContext
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
@@ -155,12 +155,14 @@ async def main(path: str, epoch: int, step: str, times: int) -> None:
     database = await Database.open(
         SstFiles(store, PREFIX),
         BucketManifests(store, PREFIX, rand),
-        domain_uuid=UUID,
-        epoch=epoch,
-        options=OPTIONS,
-        clock=clock,
-        rand=rand,
-        merger=InlineExecutor(Deadly(objects, "merge", fate), OPTIONS, clock),
+        DatabaseContext(
+            domain_uuid=UUID,
+            epoch=epoch,
+            options=OPTIONS,
+            clock=clock,
+            rand=rand,
+            merger=InlineExecutor(Deadly(objects, "merge", fate), OPTIONS, clock),
+        ),
     )
     watch_edits(database, fate)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.database import Database, DatabaseContext
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
@@ -140,13 +140,15 @@ class World:
         return await Database.open(
             self.files,
             self.manifests,
-            domain_uuid=UUID,
-            epoch=ANY_EPOCH if reader else self.epoch,
-            options=options or self.options,
-            clock=self.clock,
-            rand=self.rand,
-            background=background,
-            **more,
+            DatabaseContext(
+                domain_uuid=UUID,
+                epoch=ANY_EPOCH if reader else self.epoch,
+                options=options or self.options,
+                clock=self.clock,
+                rand=self.rand,
+                background=background,
+                **more,
+            ),
         )
 
     def put(self, database: Database, rows: dict[bytes, bytes] | Iterable[tuple[bytes, bytes]]) -> int:

@@ -17,7 +17,7 @@ from tidemill.metastore.bucket_claim import greatest_claim
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.cluster_manifest import ClusterManifest, FoundManifest, SignOfLife
 from tidemill.metastore.domain.settings import prefix_of
-from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.database import Database, DatabaseContext
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
@@ -165,12 +165,14 @@ class BucketRows:
             database = await Database.open(
                 SstFiles(objects, prefix_of(domain.uuid)),
                 _FixedManifest(domain.manifest),
-                domain_uuid=domain.uuid,
-                epoch=_ANY_EPOCH,
-                options=Options(),
-                clock=clock,
-                rand=rand,
-                read_only=True,
+                DatabaseContext(
+                    domain_uuid=domain.uuid,
+                    epoch=_ANY_EPOCH,
+                    options=Options(),
+                    clock=clock,
+                    rand=rand,
+                    read_only=True,
+                ),
             )
             databases.append(database)
         return cls(databases)

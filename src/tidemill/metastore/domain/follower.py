@@ -16,7 +16,7 @@ from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH, FollowedManifests, read_manifest
 from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
-from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.database import Database, DatabaseContext
 
 APPLY_ROWS = 2_000
 """Rows applied in one step: a few milliseconds. A domain may have a hundred thousand rows that no manifest holds."""
@@ -73,12 +73,14 @@ class Follower:
         database = await Database.open(
             grounds.files(domain_uuid),
             FollowedManifests(self._log, domain_uuid),
-            domain_uuid=domain_uuid,
-            epoch=0,
-            options=grounds.settings.options,
-            clock=grounds.clock,
-            rand=grounds.rand,
-            follower=True,
+            DatabaseContext(
+                domain_uuid=domain_uuid,
+                epoch=0,
+                options=grounds.settings.options,
+                clock=grounds.clock,
+                rand=grounds.rand,
+                follower=True,
+            ),
         )
         self._domain_uuid, self._manifest = domain_uuid, None
         return database

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -33,28 +32,18 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.codec import encode_command
 from tidemill.metastore.domain.commands import ResetManifest, SetDomainUuid
+from tidemill.metastore.domain.persist_loop import PersistLoop
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH, ReplicatedManifests
 from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch
 from tidemill.metastore.domain.write_path import WritePath
-from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.database import Database, DatabaseContext
 
 _log = structlog.get_logger()
 
-RETRY_FIRST_S = 0.2
-RETRY_MAX_S = 15.0
 STATUS_INTERVAL_S = 1.0
-OVERDUE_S = 5.0
-"""Time after a flush became due until the bucket counts as behind."""
-TIMER_STEP_S = 0.001
-"""A deadline this near counts as reached. A shorter timer may fire without the clock having advanced, in an endless
-loop."""
-
 REPLAY_ROWS = 2_000
 """Rows replayed in one step of opening: a few milliseconds."""
-
-AGE_RESOLUTION = 16
-"""Precision of the age of the oldest unpersisted row: one part in AGE_RESOLUTION of the persist interval."""
 
 
 class Leader:
@@ -68,13 +57,11 @@ class Leader:
         self._domain_uuid = log.state.domain_uuid
         self._ended: asyncio.Future[TidemillError] = asyncio.get_running_loop().create_future()
         self._persisted = asyncio.Event()
-        self._flush_now = asyncio.Event()
-        self._ages: deque[tuple[float, int]] = deque()
-        self._trouble = ""
         self._closed = False
         self._tasks = Tasks(self.task_failed)
         self.database: Database
         self.writing: WritePath
+        self._persistence: PersistLoop
         self._fed_seqno = 0
 
     @classmethod
@@ -102,22 +89,22 @@ class Leader:
         self.database = await Database.open(
             grounds.files(uuid),
             manifests,
-            domain_uuid=uuid,
-            epoch=state.epoch(self.term),
-            options=self._settings.options,
-            clock=grounds.clock,
-            rand=grounds.rand,
-            merger=grounds.merger,
+            DatabaseContext(
+                domain_uuid=uuid,
+                epoch=state.epoch(self.term),
+                options=self._settings.options,
+                clock=grounds.clock,
+                rand=grounds.rand,
+                merger=grounds.merger,
+            ),
         )
         self._fed_seqno = self.database.max_persisted_seqno
+        self._persistence = PersistLoop(grounds, self.database, self.step_down)
         self.writing = WritePath(
             self._log,
             self.database,
-            term=self.term,
-            feed=self.apply_log,
-            stands=self.check_still_leading,
-            failed=self.step_down,
-            crowded=self._flush_now.set,
+            self,
+            crowded=self._persistence.request_flush,
             volatile_bytes=self._settings.volatile_bytes,
         )
         try:
@@ -176,7 +163,7 @@ class Leader:
             # Batches in the log are durable. Another opening of the database will apply them.
             self.step_down(error)
             return
-        self._record_age(batches[0].seqno)
+        self._persistence.record_age(batches[0].seqno)
 
     async def check_still_leading(self) -> None:
         """Check with consensus that this term is still the newest. Raises FencedError unless it was so after the call.
@@ -227,7 +214,7 @@ class Leader:
 
     async def run(self) -> TidemillError:
         """Lead until the term has ended; return the reason."""
-        self._tasks.spawn(self._persist_loop(), name=f"persist {self._grounds.log}")
+        self._tasks.spawn(self._persistence.run(), name=f"persist {self._grounds.log}")
         self._tasks.spawn(self._rollup_loop(), name=f"tidy {self._grounds.log}")
         self._tasks.spawn(self._status_loop(), name=f"mark {self._grounds.log}")
         return await self.wait_until_ended()
@@ -284,60 +271,6 @@ class Leader:
 
     # persisting ----------------------------------------------------------------------------------
 
-    async def _persist_loop(self) -> None:
-        """Flush when the oldest unpersisted row is a persist interval old, or when the volatile buffer is full."""
-        pause_s = RETRY_FIRST_S
-        while True:
-            await self._wait_until_flush_due()
-            self._flush_now.clear()
-            try:
-                await self.database.flush(self._settings.flush_timeout_s)
-            except UnavailableError as error:
-                self._trouble = error.message
-                _log.warning("persisting failed", domain=self._grounds.name, cause=error.message)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, RETRY_MAX_S)
-                self._flush_now.set()
-                continue
-            except TidemillError as error:
-                self.step_down(error)
-                return
-            pause_s, self._trouble = RETRY_FIRST_S, ""
-
-    async def _wait_until_flush_due(self) -> None:
-        while True:
-            self._drop_persisted_ages()
-            left_s = self._settings.persist_interval_s
-            if self._ages:
-                left_s += self._ages[0][0] - self._grounds.clock.monotonic_s()
-                if left_s < TIMER_STEP_S:
-                    return
-            try:
-                async with asyncio.timeout(left_s):
-                    await self._flush_now.wait()
-                    return
-            except TimeoutError:
-                continue
-
-    def _record_age(self, first_seqno: int) -> None:
-        """Record that rows from `first_seqno` on were applied now, to know the age of the oldest unpersisted row."""
-        now_s = self._grounds.clock.monotonic_s()
-        if not self._ages or now_s - self._ages[-1][0] > self._settings.persist_interval_s / AGE_RESOLUTION:
-            self._ages.append((now_s, first_seqno))
-
-    def _drop_persisted_ages(self) -> None:
-        persisted = self.database.max_persisted_seqno
-        ages = self._ages
-        while ages and (ages[1][1] if len(ages) > 1 else self._fed_seqno + 1) <= persisted + 1:
-            ages.popleft()
-
-    def _is_overdue(self) -> bool:
-        """Return whether the oldest unpersisted row should have been persisted by now."""
-        self._drop_persisted_ages()
-        if not self._ages:
-            return False
-        return self._grounds.clock.monotonic_s() - self._ages[0][0] > self._settings.persist_interval_s + OVERDUE_S
-
     def _on_persisted(self) -> None:
         self._persisted.set()
         self.writing.wake_waiting_for_room()
@@ -382,10 +315,11 @@ class Leader:
         is.
         """
         persisted, applied = self.database.max_persisted_seqno, self.database.max_applied_seqno
-        late = bool(self._trouble) or self._is_overdue()
+        trouble = self._persistence.trouble
+        late = bool(trouble) or self._persistence.is_overdue()
         reason = ""
-        if self._trouble:
-            reason = f"the bucket accepts no files: {self._trouble}"
+        if trouble:
+            reason = f"the bucket accepts no files: {trouble}"
         elif persisted < applied:
             reason = f"rows to seqno {applied} are persisted within {self._settings.persist_interval_s:g} s"
         self._grounds.tracker.set(
@@ -393,7 +327,7 @@ class Leader:
             persisted,
             applied if late else persisted,
             now_ms=self._grounds.clock.now_ms(),
-            held_by="objects" if self._trouble else "",
+            held_by="objects" if trouble else "",
             reason=reason,
             budget_ms=int((self._settings.persist_interval_s + self._settings.flush_timeout_s) * 1000),
             unit="seqno",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 from tidemill.base.errors import ConflictError, FencedError, InvalidError, MissingError, TidemillError, UnavailableError
@@ -56,6 +56,24 @@ class RowReader(Protocol):
     async def wait_for_room(self) -> None: ...
 
 
+class TermOwner(Protocol):
+    """Part of `Leader` that the write path uses."""
+
+    @property
+    def term(self) -> int: ...
+    def apply_log(self) -> None:
+        """Apply the batches that the log has applied to the database, in seqno order."""
+        ...
+
+    async def check_still_leading(self) -> None:
+        """Raise FencedError unless this term was still the newest after the call."""
+        ...
+
+    def step_down(self, error: TidemillError) -> None:
+        """End the term: a group was rejected or fenced, or its outcome is unknown."""
+        ...
+
+
 class _Group:
     __slots__ = ("limit_bytes", "rows", "size_bytes", "waiters")
 
@@ -69,32 +87,26 @@ class _Group:
 class WritePath:
     """Commits of one leader in one term. `stop` ends it permanently.
 
-    feed      synchronous: applies batches that the log has applied to the database, in seqno order
-    stands    raises FencedError unless this term was still the newest after the call
-    failed    a group was rejected, fenced or has an unknown outcome: the leader must step down
-    crowded   the volatile buffer is full: persist something
+    `crowded`: the volatile buffer is full: persist something.
     """
 
     def __init__(
         self,
         log: StateLog[DomainState],
         database: RowReader,
+        leader: TermOwner,
         *,
-        term: int,
-        feed: Callable[[], None],
-        stands: Callable[[], Awaitable[None]],
-        failed: Callable[[TidemillError], None],
         crowded: Callable[[], None],
         volatile_bytes: int = VOLATILE_BYTES,
     ) -> None:
         self._log = log
         self._database = database
-        self._term = term
+        self._term = leader.term
         self._domain_uuid = log.state.domain_uuid
         self._seqno_delta = log.state.seqno_delta
-        self._feed = feed
-        self._stands = stands
-        self._failed = failed
+        self._feed = leader.apply_log
+        self._stands = leader.check_still_leading
+        self._failed = leader.step_down
         self._crowded = crowded
         self._volatile_bytes = volatile_bytes
         self._open: _Group | None = None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, InvalidError, TidemillError
@@ -45,6 +46,23 @@ from tidemill.metastore.lsm.write_stall import WriteStall
 PRE_OPEN_AT_ONCE = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class DatabaseContext:
+    """Identity, mode and collaborators of one open database. At most one of `read_only` and `follower` is set."""
+
+    domain_uuid: str
+    epoch: int
+    options: Options
+    clock: Clock
+    rand: Rand
+    merger: CompactionExecutor | None = None
+    """Executor of compactions, which the caller closes; None: the database runs them itself."""
+    read_only: bool = False
+    follower: bool = False
+    background: bool = True
+    """Start compaction and garbage collection. Tests run them by `compact` and `collect_garbage`."""
+
+
 class Database:
     """One database, bound to one event loop. Created by `open`.
 
@@ -53,37 +71,32 @@ class Database:
     """
 
     def __init__(
-        self,
-        files: SstFiles,
-        manifests: Manifests,
-        manifest: Manifest | None,
-        *,
-        domain_uuid: str,
-        epoch: int,
-        options: Options,
-        clock: Clock,
-        rand: Rand,
-        merger: CompactionExecutor | None,
-        read_only: bool,
-        follower: bool,
+        self, files: SstFiles, manifests: Manifests, manifest: Manifest | None, context: DatabaseContext
     ) -> None:
+        options, clock, rand = context.options, context.clock, context.rand
         self.files = files
         self.manifests = manifests
-        self.domain_uuid = domain_uuid
-        self.epoch = epoch
+        self.domain_uuid = context.domain_uuid
+        self.epoch = context.epoch
         self.options = options
         self.clock = clock
         self.rand = rand
-        self.read_only = read_only or follower
-        self.follower = follower
-        self._takes_batches = follower or not read_only
+        self.read_only = context.read_only or context.follower
+        self.follower = context.follower
+        self._takes_batches = context.follower or not context.read_only
         self._full_bytes = options.write_buffer_bytes
         self.wake = Notifier()
         """Rings when a version was installed, a flush is requested, a background task failed, or the database ended."""
         self.tables = TableCache(files, BlockCache(options.cache_bytes))
         self.memtable = Memtable()
         self.versions = VersionSet(
-            manifests, self.tables, manifest, domain_uuid=domain_uuid, epoch=epoch, clock=clock, rand=rand
+            manifests,
+            self.tables,
+            manifest,
+            domain_uuid=context.domain_uuid,
+            epoch=context.epoch,
+            clock=clock,
+            rand=rand,
         )
         self.max_applied_seqno = self.versions.current.last_seqno
         self._life = object()
@@ -93,8 +106,8 @@ class Database:
         self._ended: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
         self._refreshing = asyncio.Lock()
-        self._owns_merger = merger is None
-        self._merger = merger or InlineExecutor(files.objects, options, clock)
+        self._owns_merger = context.merger is None
+        self._merger = context.merger or InlineExecutor(files.objects, options, clock)
         self.flusher = Flusher(self)
         self.compactor = Compactor(
             self.versions,
@@ -113,50 +126,22 @@ class Database:
         """Error that ended a background task permanently."""
 
     @classmethod
-    async def open(
-        cls,
-        files: SstFiles,
-        manifests: Manifests,
-        *,
-        domain_uuid: str,
-        epoch: int,
-        options: Options,
-        clock: Clock,
-        rand: Rand,
-        merger: CompactionExecutor | None = None,
-        read_only: bool = False,
-        follower: bool = False,
-        background: bool = True,
-    ) -> Database:
-        """Open the newest manifest with an epoch of at most `epoch`; no file is read before this returns.
+    async def open(cls, files: SstFiles, manifests: Manifests, context: DatabaseContext) -> Database:
+        """Open the newest manifest with an epoch of at most that of `context`; no file is read before this returns.
 
-        `background=False` starts neither compaction nor garbage collection: tests run them by `compact` and
-        `collect_garbage`. The caller keeps ownership of `merger`.
         Raises InvalidError if the manifest is another domain's, and what `manifest_store.read` raises.
         """
-        manifest = await manifests.read(epoch)
-        if manifest is not None and manifest.domain_uuid != domain_uuid:
+        manifest = await manifests.read(context.epoch)
+        if manifest is not None and manifest.domain_uuid != context.domain_uuid:
             raise InvalidError(
                 "the manifest belongs to another domain: "
-                f"domain_uuid={domain_uuid} manifest_domain_uuid={manifest.domain_uuid}.",
+                f"domain_uuid={context.domain_uuid} manifest_domain_uuid={manifest.domain_uuid}.",
                 fix="Open it under its own uuid, or restore this domain from its own manifest.",
             )
-        database = cls(
-            files,
-            manifests,
-            manifest,
-            domain_uuid=domain_uuid,
-            epoch=epoch,
-            options=options,
-            clock=clock,
-            rand=rand,
-            merger=merger,
-            read_only=read_only,
-            follower=follower,
-        )
+        database = cls(files, manifests, manifest, context)
         if not database.read_only:
-            database._start(background)
-        if options.pre_open:
+            database._start(context.background)
+        if context.options.pre_open:
             database._tasks.spawn(database._read_metas_in_advance(), name="metastore pre-open")
         return database
 
