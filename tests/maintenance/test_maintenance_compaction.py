@@ -282,7 +282,7 @@ def test_a_topic_that_only_forgets_is_not_compacted_and_one_that_only_compacts_d
                     await world.move()
                 await world.compact()
             await world.topics.refresh()
-            await world.topics._retainer.run_round(world.topics._topics)
+            await world.topics.retainer.run_round(world.topics._rows.topics)
             await world.topics._commits.drain(30)
             assert len(await world.read()) == kept
 
@@ -295,7 +295,7 @@ def test_a_topic_may_do_both(policy: str) -> None:
         await fill(world)
         await world.compact()
         await world.topics.refresh()
-        await world.topics._retainer.run_round(world.topics._topics)
+        await world.topics.retainer.run_round(world.topics._rows.topics)
         await world.topics._commits.drain(30)
         state = world.topics._led[world.topic.topic_id, 0].state
         assert state.log_start > 0

@@ -246,7 +246,7 @@ def test_an_idle_partition_that_retention_had_looked_at_follows_a_changed_config
         await writer.aclose()
         node = world.node(catalogue_poll_s=0.01, retention_check_s=0.01)
         await node.start()
-        await until(lambda: bool(node._retainer._due_ms))
+        await until(lambda: bool(node.retainer._due_ms))
         await world.catalogue.change_topic("t", lambda row: replace(row, config={"retention.ms": "1000"}))
         await until(lambda: (row.topic_id, 0) in node._led and node._led[row.topic_id, 0].state.log_start == 1)
         await world.aclose()

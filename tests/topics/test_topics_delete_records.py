@@ -69,7 +69,7 @@ def test_what_somebody_has_yet_to_read_stays() -> None:
                 raise UnavailableError("cannot be told")
             return held
 
-        node.set_retention_holds(holds)
+        node.retainer.holds = holds
         with pytest.raises(RecordsStillNeededError, match="read_to=3"):
             await node.delete_records(row.topic_id, 0, -1)
         assert await node.delete_records(row.topic_id, 0, 3) == 3

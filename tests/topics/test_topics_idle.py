@@ -63,15 +63,15 @@ def test_a_round_of_retention_asks_once_whatever_stands_still(led: bool) -> None
             topics = world.node()
         await topics.refresh()
         calls = Calls(world)
-        await topics._retainer.run_round(topics._topics)
+        await topics.retainer.run_round(topics._rows.topics)
         calls.taken()
         for _ in range(3):
-            await topics._retainer.run_round(topics._topics)
+            await topics.retainer.run_round(topics._rows.topics)
             assert calls.taken() == {"changed": 1}
         other = world.node()
         await other.produce_nowait(rows[3].topic_id, 0, batch("w", timestamp_ms=world.clock.now_ms()))
         calls.taken()
-        await topics._retainer.run_round(topics._topics)
+        await topics.retainer.run_round(topics._rows.topics)
         taken = calls.taken()
         assert taken.pop("changed") == 1 and sum(taken.values()) <= 2, "the one that was written to"
         await world.aclose()
@@ -106,13 +106,13 @@ def test_what_becomes_due_is_trimmed_though_nothing_was_written_since() -> None:
         row = await world.topic("t", 1)
         await topics.produce_nowait(row.topic_id, 0, batch("old", timestamp_ms=old_ms))
         await topics.refresh()
-        await topics._retainer.run_round(topics._topics)
+        await topics.retainer.run_round(topics._rows.topics)
         assert topics._led[row.topic_id, 0].state.log_start == 0, "it keeps everything"
         await world.catalogue.put(
             TopicRow(row.name, row.topic_id, 1, row.kind, row.created_ms, {"retention.ms": str(WEEK_MS)})
         )
         await topics.refresh()
-        await topics._retainer.run_round(topics._topics)
+        await topics.retainer.run_round(topics._rows.topics)
         await until(lambda: topics._led[row.topic_id, 0].state.log_start == 1)
         await world.aclose()
 
@@ -198,7 +198,7 @@ def test_marks_are_the_sums_of_the_open_partitions_whatever_opened_moved_and_clo
         await topics.refresh()
 
         def position() -> int:
-            topics.update_statuses()
+            topics.statuses.update()
             marks = [mark for mark in world.tracker.report("p", 0).marks if mark.name.startswith("topic")]
             assert all(mark.target == mark.position for mark in marks)
             assert len(marks) == (len({key[0] for key in topics._led}) if count <= OWN_STATUSES_MAX else 1)
@@ -214,7 +214,11 @@ def test_marks_are_the_sums_of_the_open_partitions_whatever_opened_moved_and_clo
         await topics.produce_nowait(rows[1].topic_id, 0, batch("d"))
         assert position() == 2 * count + 2
         states = [led.state for led in topics._led.values()]
-        assert topics.partitions_bytes == sum(state.memory_bytes for state in states) > PARTITION_BYTES * len(states)
+        assert (
+            topics.memory.partitions_bytes
+            == sum(state.memory_bytes for state in states)
+            > PARTITION_BYTES * len(states)
+        )
         await world.aclose()
 
     run(scenario())
@@ -225,14 +229,14 @@ def test_a_look_at_the_marks_adds_up_only_what_moved() -> None:
         world = World()
         topics = world.node()
         rows = await filled(world, topics, 8)
-        topics.update_statuses()
+        topics.statuses.update()
         looked: list[Any] = []
         add = topics._sums._add
         topics._sums._add = lambda *given: (looked.append(given), add(*given))[1]  # type: ignore[method-assign,func-returns-value]
-        topics.update_statuses()
+        topics.statuses.update()
         assert looked == []
         await topics.produce_nowait(rows[2].topic_id, 0, batch("w"))
-        topics.update_statuses()
+        topics.statuses.update()
         assert {topic_id for topic_id, *_ in looked} == {rows[2].topic_id}
         await world.aclose()
 

@@ -152,7 +152,7 @@ def test_f208_a_partition_that_fails_is_told_tried_again_and_heals_by_itself_whi
             await node.produce_nowait(row.topic_id, 0, batch("b"))
         for n in range(1, 20):
             assert (await node.produce_nowait(row.topic_id, 1, batch("c"))).base_offset == n
-            node.update_statuses()
+            node.statuses.update()
         mark = f"topic:{row.name}"
         await until(lambda: (failure := world.tracker.failure(mark)) is not None and failure.tries >= 3)
         failure = world.tracker.failure(mark)
@@ -242,13 +242,13 @@ def test_a_process_with_thousands_of_topics_reports_few_marks() -> None:
         await node.start()
         for row in rows:
             await node.produce_nowait(row.topic_id, 0, batch("a"))
-        node.update_statuses()
+        node.statuses.update()
         names = {mark.name for mark in world.tracker.report("p", 0).marks if mark.name.startswith("topic")}
         assert names == {"topics"}
         world.objects.gated = True
         waiting = node.produce_nowait(rows[5].topic_id, 0, batch("b"))
         await until(lambda: len(world.objects.waiting) == 1)
-        node.update_statuses()
+        node.statuses.update()
         marks = {mark.name: mark for mark in world.tracker.report("p", 0).marks if mark.name.startswith("topic")}
         assert set(marks) == {"topics", "topic:t5"}
         assert (marks["topic:t5"].position, marks["topic:t5"].target) == (1, 2)

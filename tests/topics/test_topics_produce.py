@@ -692,14 +692,14 @@ def test_marks_say_what_is_reserved_and_which_upload_holds_it() -> None:
         row = await world.topic()
         topics = world.node()
         await topics.produce_nowait(row.topic_id, 0, batch("1", "2"))
-        topics.update_statuses()
+        topics.statuses.update()
         (mark,) = world.tracker.report("p", 0).marks
         assert (mark.name, mark.position, mark.target, mark.held_by) == ("topic:t", 2, 2, "")
         assert mark.share, "another node may lead other partitions of it"
         world.objects.gated = True
         topics.produce_nowait(row.topic_id, 0, batch("3"))
         await until(lambda: len(world.objects.waiting) >= 1)
-        topics.update_statuses()
+        topics.statuses.update()
         (mark,) = world.tracker.report("p", 0).marks
         assert (mark.position, mark.target) == (2, 3)
         assert mark.held_by == f"upload:{world.objects.waiting[0][0]}"

@@ -504,7 +504,7 @@ def test_retention_passes_extents_and_what_is_hot_alike() -> None:
         await produced(node, row.topic_id, "d", at_ms=now_ms - 7000)
         await produced(node, row.topic_id, "e", at_ms=now_ms + 10**6)
         assert await world.extents(row.topic_id) == [(0, 3), (4, 5)]
-        await node._retainer.run_round(node._topics)
+        await node.retainer.run_round(node._rows.topics)
         await node._commits.drain(30.0)
         assert world.state(node, row.topic_id).log_start == 8
         assert await all_read(world, node, row.topic_id) == [(8, "ea"), (9, "eb")]
@@ -531,7 +531,7 @@ def test_retention_by_size_counts_both(limit: int) -> None:
         await world.move(node, row.topic_id)
         spans = await world.extents(row.topic_id)
         for _ in range(3):  # the rows of what went are still there: it goes once
-            await node._retainer.run_round(node._topics)
+            await node.retainer.run_round(node._rows.topics)
             await node._commits.drain(30.0)
         exact = max(0, 8 - -(-limit // size)) * 2
         expected = max([base for base, _ in spans if base <= exact], default=0) if exact < spans[-1][1] else exact
@@ -651,7 +651,7 @@ def test_topics_that_are_written_are_reconciled_by_themselves_and_idle_ones_are_
         await produced(node, row.topic_id, "x")
         await world.checkpoint()
         await until(lambda: world.state(node, row.topic_id).reconciled == 2)
-        rounds = node._rounds
+        rounds = node.reconciliation.scheduler
         assert rounds is not None
         await until(lambda: not rounds._listed and not rounds._interval_s)
         await produced(node, row.topic_id, "y")

@@ -149,7 +149,7 @@ def test_a_hold_keeps_what_was_not_read_and_one_that_cannot_be_told_keeps_everyt
                 raise answer
             return answer
 
-        node.set_retention_holds(holds)
+        node.retainer.holds = holds
         for value in ("a", "b", "c"):
             await node.produce_nowait(row.topic_id, 0, batch(value))
         led = node._led[row.topic_id, 0]

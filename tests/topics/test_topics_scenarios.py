@@ -405,7 +405,7 @@ def test_a_topic_deleted_while_a_round_moves_it_is_not_looked_at_again(while_it:
         await world.catalogue.delete(TopicRow, row.name)
         await node.refresh()
         go.set()
-        rounds = node._rounds
+        rounds = node.reconciliation.scheduler
         assert rounds is not None
         await until(lambda: not rounds._listed and not rounds._due and not rounds._moved)
         assert (row.topic_id, 0) not in node._led

@@ -266,13 +266,15 @@ def _build_topics(node: NodeContext, storage: Storage, member: ClusterMember) ->
         storage.consensus, storage.objects, storage.catalogue, clock=clock, rand=rand, assignment=member.assignment,
         settings=topic_settings(node.config.storage), tracker=node.tracker, metastore=storage.metastore,
     )  # fmt: skip
-    node.reporting.facts["l1"] = topics.l1_figures
+    reconciliation = topics.reconciliation
+    node.reporting.facts["l1"] = reconciliation.figures if reconciliation is not None else dict
     horizon = RestoreHorizon(storage.metastore)
-    topics.set_retention_holds(PipelineHolds(storage.consensus, storage.catalogue, horizon, clock, rand))
-    budget.register_share("topics cache", topics.cache_usage[1], lambda: topics.cache_usage[0])
-    budget.register_share("topics read-ahead", topics.read_ahead_usage[1], lambda: topics.read_ahead_usage[0])
-    budget.register_share("topics partitions", 0, lambda: topics.partitions_bytes)
-    budget.register_share("topics uploads", topics.staged_usage[1], lambda: topics.staged_usage[0])
+    topics.retainer.holds = PipelineHolds(storage.consensus, storage.catalogue, horizon, clock, rand)
+    memory = topics.memory
+    budget.register_share("topics cache", memory.cache[1], lambda: memory.cache[0])
+    budget.register_share("topics read-ahead", memory.read_ahead[1], lambda: memory.read_ahead[0])
+    budget.register_share("topics partitions", 0, lambda: memory.partitions_bytes)
+    budget.register_share("topics uploads", memory.staged[1], lambda: memory.staged[0])
     return topics
 
 

@@ -7,11 +7,10 @@ failed ─► partition_supervisor ─► opened again;  moved or overtaken ─�
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
-from tidemill.base.clock import Clock
 from tidemill.base.errors import MissingError, TidemillError, UnavailableError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.runtime.tasks import Tasks, error_sentence
@@ -26,6 +25,7 @@ from tidemill.topics.partition.leader import PartitionLeader
 from tidemill.topics.partition.leader_deps import LeaderDeps
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition_supervisor import PartitionKey, PartitionSupervisor
+from tidemill.topics.topic_rows import TopicRows, Topics
 
 _log = structlog.get_logger()
 
@@ -34,30 +34,26 @@ CONCURRENT_OPENINGS = 128
 
 
 class LedPartitions:
-    """Partitions of one process. `find_topic`: the row of a topic id, as of the last read of the catalogue; `refresh`
-    reads it again."""
+    """Partitions of one process."""
 
     def __init__(
         self,
         around: LeaderDeps,
         assignment: Assignment,
-        clock: Clock,
         tracker: StatusTracker | None,
         tasks: Tasks,
         pace: CoopBudget,
-        find_topic: Callable[[str], TopicRow | None],
-        refresh: Callable[[], Awaitable[None]],
+        rows: TopicRows,
     ) -> None:
         self.led: dict[PartitionKey, PartitionLeader] = {}
         self.holes: dict[PartitionKey, SequenceGaps] = {}
         self.leadership_version = 0
-        self.supervision = PartitionSupervisor(clock, tracker, tasks, self._status_name, self._reopen)
+        self.supervision = PartitionSupervisor(around.clock, tracker, tasks, self._status_name, self._reopen)
         self.heads = LeaderCheck(around.consensus, self.led, assignment.lease_lapses)
         self._around = around
         self._assignment = assignment
         self._tasks = tasks
-        self._find_topic = find_topic
-        self._refresh = refresh
+        self._rows = rows
         self._pace = pace
         self._openings = asyncio.Semaphore(CONCURRENT_OPENINGS)
         self._closed = False
@@ -95,7 +91,7 @@ class LedPartitions:
     async def _open(self, led: PartitionLeader) -> None:
         try:
             if self._find_row(led) is None:
-                await self._refresh()
+                await self._rows.refresh()
         except TidemillError as error:
             led.fault = error
             led.close(UnavailableError(f"the catalogue cannot be read: cause={error}", fix="Retry."))
@@ -116,8 +112,25 @@ class LedPartitions:
                 self.supervision.report_opened((led.topic_id, led.partition))
 
     def _find_row(self, led: PartitionLeader) -> TopicRow | None:
-        row = self._find_topic(led.topic_id)
-        return row if row is not None and 0 <= led.partition < row.partitions else None
+        return self._rows.find_partition(led.topic_id, led.partition)
+
+    def reconfigure(self, before: Topics) -> None:
+        """Apply changed topic configs to open partitions. `before`: the topics before the change."""
+        for topic_id, row in self._rows.topics.items():
+            if topic_id in before and row.config != before[topic_id].config:
+                config = effective_config(row)
+                for partition in range(row.partitions):
+                    if (led := self.led.get((topic_id, partition))) is not None:
+                        led.config = config
+
+    def close_deleted(self) -> None:
+        """Close the open partitions of topics that are not in the catalogue any more."""
+        for (topic_id, partition), led in list(self.led.items()):
+            if led.is_open and topic_id not in self._rows.topics:
+                led.close(MissingError(f"the topic was deleted: topic_id={topic_id} partition={partition}."))
+
+    def is_assigned(self, topic_id: str, partition: int) -> bool:
+        return self._assignment.leader_of(topic_id, partition) == self._assignment.node
 
     async def opened(self, topic_id: str, partition: int) -> PartitionLeader:
         await self.heads.confirm_leadership()
@@ -145,7 +158,7 @@ class LedPartitions:
             self._start_leading(*key)
 
     def _status_name(self, key: PartitionKey) -> str:
-        row = self._find_topic(key[0])
+        row = self._rows.topics.get(key[0])
         return f"topic:{row.name if row is not None else key[0]}"
 
     def close_failed(self, task: str, error: BaseException) -> None:

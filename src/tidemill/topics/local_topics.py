@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
-import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import ClosedError, MissingError, TidemillError, ends_process
+from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.coop import CoopBudget
-from tidemill.base.runtime.tasks import Tasks, run_unit
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
@@ -34,7 +33,9 @@ from tidemill.topics.api import (
 from tidemill.topics.batch.header import parse_header
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.fetch.fetch_interest import FetchDeps, LocalFetchSubscription
-from tidemill.topics.fetch.timestamp_lookup import TimestampLookup, require_l1
+from tidemill.topics.fetch.timestamp_lookup import TimestampLookup
+from tidemill.topics.housekeeping.loops import TopicLoops
+from tidemill.topics.housekeeping.reconciliation import Reconciliation
 from tidemill.topics.l0.object_cache import ObjectCache, SharedReads
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.l1.read_ahead import ReadAhead
@@ -42,7 +43,7 @@ from tidemill.topics.l1.reader import open_l1_reader
 from tidemill.topics.l1.reconcile_scheduler import ReconcileScheduler
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.led_partitions import LedPartitions
-from tidemill.topics.lifecycle.retention import RetentionHolds, RetentionRunner, effective_config, is_compacted
+from tidemill.topics.lifecycle.retention import RetentionRunner
 from tidemill.topics.membership import Assignment, SingleNodeAssignment
 from tidemill.topics.partition.append_plan import producer_status
 from tidemill.topics.partition.leader_deps import LeaderDeps
@@ -50,14 +51,14 @@ from tidemill.topics.partition.pending_batch import fail_future
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition.transaction_verification import reject_without_coordinator
 from tidemill.topics.produce.validator_pool import BatchValidator
-from tidemill.topics.status_report import TopicStatusTotals, report_statuses
+from tidemill.topics.status_report import TopicMemory, TopicStatuses, TopicStatusTotals
+from tidemill.topics.topic_rows import REFRESH_TASK, TopicRows, Topics
 
 _log = structlog.get_logger()
 
 MovedCallback = Callable[[str, int], None]
 ListedCallback = Callable[[Mapping[str, TopicRow]], None]
 SHUTDOWN_S = 5.0
-REFRESH_TASK = "topics refresh"
 
 
 class LocalTopics:
@@ -78,11 +79,9 @@ class LocalTopics:
     ) -> None:
         """Create the topics of one process. `metastore`: holds the rows of L1; without it nothing is read from L1."""
         self._objects = objects
-        self._catalogue = catalogue
         self._clock = clock
         self._assignment: Assignment = assignment if assignment is not None else SingleNodeAssignment()
         self._settings = settings if settings is not None else TopicSettings()
-        self._tracker = tracker
         self._pace = CoopBudget(clock)
         self._cache = ObjectCache(self._settings.cache_bytes)
         self._writer = L0Writer(
@@ -101,7 +100,7 @@ class LocalTopics:
         self._ahead = ReadAhead(objects, self._tasks)
         self._l1 = open_l1_reader(metastore, objects, clock, rand, self._ahead) if metastore is not None else None
         self._lookup = TimestampLookup(self._shared, self._cache, self._checker, self._l1, self._settings)
-        self._marked: set[str] = set()
+        self._rows = TopicRows(catalogue, self._tasks, self._apply_catalogue)
         self._sums = TopicStatusTotals()
         self._around = LeaderDeps(
             consensus, objects, self._writer, self._checker, clock, rand, self._settings, self._commits,
@@ -109,67 +108,44 @@ class LocalTopics:
             self._sums.touch if tracker is not None else lambda _: None,
         )  # fmt: skip
         self._partitions = LedPartitions(
-            self._around, self._assignment, clock, tracker, self._tasks, self._pace,
-            lambda topic_id: self._topics.get(topic_id), self.refresh,
+            self._around, self._assignment, tracker, self._tasks, self._pace, self._rows
         )  # fmt: skip
         self._led = self._partitions.led
-        self._rows: Sequence[TopicRow] = ()
-        self._topics: dict[str, TopicRow] = {}
-        self._refresh: asyncio.Task[None] | None = None
-        self._closed = False
         self._confirm: ConfirmTransaction = reject_without_coordinator
-        self._retainer = RetentionRunner(
-            consensus, objects, clock, self._settings, self._assignment, self._led, self._partitions.led_partition,
+        self.retainer = RetentionRunner(
+            self._around, self._assignment, self._led, self._partitions.led_partition,
             self._l1.rows if self._l1 is not None else None,
         )  # fmt: skip
         self._watchers: list[tuple[MovedCallback, ListedCallback]] = []
-        self._rounds: ReconcileScheduler | None = None
-        self._compacted: set[str] = set()
-        """Ids of compacted topics."""
+        self.reconciliation: Reconciliation | None = None
         if self._l1 is not None:
             rows = self._l1.rows
             self.reconciler = Reconciler(
                 rows, objects, self._cache, self._shared, clock, rand, self._settings, self._led
             )
-            self._rounds = ReconcileScheduler(self.reconciler, clock, self._settings, self._led)
+            self.reconciliation = Reconciliation(
+                self.reconciler, ReconcileScheduler(self.reconciler, clock, self._settings, self._led),
+                rows, self._rows, self._partitions, self._settings,
+            )  # fmt: skip
+        self.statuses = TopicStatuses(
+            tracker, self._sums, self._rows, self._writer, self._partitions.supervision, clock
+        )
+        self.memory = TopicMemory(self._writer, self._settings, self._cache, self._shared, self._ahead, self._sums)
+        self._loops = TopicLoops(
+            self._rows, self._partitions, self.retainer, self.reconciliation, self.statuses, self._settings, clock
+        )
         self._assignment.on_change(self._partitions.close_moved)
-
-    @property
-    def staged_usage(self) -> tuple[int, int]:
-        """Return (bytes of batches that wait for their upload or are being uploaded, limit)."""
-        return self._writer.staged_bytes, self._settings.staged_bytes
-
-    def l1_figures(self) -> dict[str, object]:
-        """Return the figures of the reconciler on this node; empty without L1."""
-        return msgspec.structs.asdict(self.reconciler.figures) if self._rounds is not None else {}
-
-    @property
-    def partitions_bytes(self) -> int:
-        """Estimated memory of the partitions that are open here. 0 without a tracker."""
-        return self._sums.all.memory_bytes
-
-    @property
-    def cache_usage(self) -> tuple[int, int]:
-        """Bytes (held, limit) of recent L0 objects in memory and of cached reads from other nodes' objects."""
-        shared = self._shared
-        return self._cache.bytes_held + shared.held_bytes, self._settings.cache_bytes + shared.limit_bytes
 
     async def start(self) -> None:
         """Read the catalogue and keep following it. Optional: without it topics are looked up at first use."""
         await self.refresh()
-        self._run_forever("topics:catalogue", self._follow_catalogue)
-        self._run_forever("topics:leaders", self._check_leaders)
-        self._run_forever("topics:retention", self._run_retention)
-        self._run_forever("topics:marks", self._publish_statuses)
-        if self._rounds is not None:
-            self._run_forever("topics:reconcile", self._rounds.run)
-            self._run_forever("topics:hot", self._open_hot_partitions)
+        self._loops.start(self._tasks)
 
     async def aclose(self) -> None:
         """Stop leading. Appends in flight get a moment to end, then all waiting calls end."""
-        if self._closed:
+        if self._rows.is_closed:
             return
-        self._closed = True
+        self._rows.is_closed = True
         self._ahead.close()
         self._partitions.close()
         await self._commits.drain(SHUTDOWN_S)
@@ -177,11 +153,6 @@ class LocalTopics:
         await self._writer.aclose()
         await self._commits.aclose()
         await self._tasks.aclose()
-
-    @property
-    def read_ahead_usage(self) -> tuple[int, int]:
-        """Bytes (held, limit) that were read ahead from L1."""
-        return self._ahead.held_bytes, self._ahead.limit_bytes
 
     # TopicLog -------------------------------------------------------------------------------------
     def produce_nowait(
@@ -266,7 +237,7 @@ class LocalTopics:
         if not 0 <= wanted <= high_watermark:
             raise OffsetOutOfRangeError(f"the offset is outside the log: offset={before_offset} end={high_watermark}.")
         if wanted > led.state.log_start:
-            await self._retainer.check_unread(self._topics[topic_id], partition, wanted)
+            await self.retainer.check_unread(self._rows.topics[topic_id], partition, wanted)
             await led.advance_log_start_durably(wanted)
         return led.state.log_start
 
@@ -287,20 +258,13 @@ class LocalTopics:
         """Register two plain calls. `moved(topic id, partition)`: a last stable offset moved, or a partition was opened
         here. `listed(topic id → row)`: the catalogue has changed; also called once now."""
         self._watchers.append((moved, listed))
-        listed(self._topics)
+        listed(self._rows.topics)
 
     def _on_moved(self, topic_id: str, partition: int) -> None:
-        self._schedule_reconcile(topic_id, partition)
+        if self.reconciliation is not None:
+            self.reconciliation.schedule(topic_id, partition)
         for moved, _ in self._watchers:
             moved(topic_id, partition)
-
-    def _schedule_reconcile(self, topic_id: str, partition: int) -> None:
-        if self._rounds is not None and self._is_reconciled(topic_id):
-            self._rounds.schedule(topic_id, partition)
-
-    def _is_reconciled(self, topic_id: str) -> bool:
-        """Return whether the topic's settled batches move to L1. Compacted topics always do: L1 is compacted."""
-        return self._settings.reconcile or topic_id in self._compacted
 
     @property
     def leadership_version(self) -> int:
@@ -311,115 +275,19 @@ class LocalTopics:
 
     # catalogue ------------------------------------------------------------------------------------
     async def refresh(self) -> None:
-        """Read the catalogue. Topics created before this call are seen; partitions of deleted topics close with
-        Missing. Concurrent calls share a read that begins after them, since one that is already running may miss their
-        topics."""
-        under_way = self._refresh
-        if under_way is not None:
-            await asyncio.wait([under_way])
-        if self._closed:
-            raise ClosedError("the topics of this node were closed.")
-        if self._refresh is None:
-            self._refresh = self._tasks.spawn(self._read_catalogue(), name=REFRESH_TASK)
-        await asyncio.shield(self._refresh)
+        """Read the catalogue: topics created before this call are seen, partitions of deleted topics close with
+        MissingError."""
+        await self._rows.refresh()
 
-    async def _read_catalogue(self) -> None:
-        try:
-            rows = await self._catalogue.list(TopicRow)
-        finally:
-            self._refresh = None
-        if rows is self._rows:
-            return
-        self._rows = rows
-        before, self._topics = self._topics, {row.topic_id: row for row in rows}
-        already, self._compacted = self._compacted, {row.topic_id for row in rows if is_compacted(row)}
-        for topic_id, partition in self._led if self._compacted - already else ():
-            self._schedule_reconcile(topic_id, partition)
-        self._reconfigure(before)
+    def _apply_catalogue(self, before: Topics, compacted_before: set[str]) -> None:
+        if self.reconciliation is not None and self._rows.compacted - compacted_before:
+            for topic_id, partition in self._led:
+                self.reconciliation.schedule(topic_id, partition)
+        self._partitions.reconfigure(before)
         for _, listed in self._watchers:
-            listed(self._topics)
-        for (topic_id, partition), led in list(self._led.items()):
-            if led.is_open and topic_id not in self._topics:
-                led.close(MissingError(f"the topic was deleted: topic_id={topic_id} partition={partition}."))
-
-    def _reconfigure(self, before: Mapping[str, TopicRow]) -> None:
-        """Apply changed topic configs to open partitions."""
-        for topic_id, row in self._topics.items():
-            if topic_id in before and row.config != before[topic_id].config:
-                config = effective_config(row)
-                for partition in range(row.partitions):
-                    if (led := self._led.get((topic_id, partition))) is not None:
-                        led.config = config
-
-    async def _follow_catalogue(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.catalogue_poll_s)
-            try:
-                await self.refresh()
-            except TidemillError as error:
-                if ends_process(error):
-                    raise
-                _log.warning("catalogue not read", cause=str(error))
-            else:
-                self._report_recovered("topics:catalogue")
-
-    def set_retention_holds(self, holds: RetentionHolds) -> None:
-        """Consult `holds` before records of a topic are deleted."""
-        self._retainer.holds = holds
-
-    async def _run_retention(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.retention_check_s)
-            await self.refresh()
-            await self._retainer.run_round(self._topics)
-            self._report_recovered("topics:retention")
-
-    async def _open_hot_partitions(self) -> None:
-        """Open assigned partitions that still have batches outside L1, though no request has used them since the start.
-        Once open, they are reconciled."""
-        while True:
-            some = self._settings.reconcile or self._compacted
-            for topic_id, partition in await require_l1(self._l1).rows.hot_partitions() if some else ():
-                ours = self._assignment.leader_of(topic_id, partition) == self._assignment.node
-                wanted = topic_id in self._topics and self._is_reconciled(topic_id)
-                if ours and wanted and (topic_id, partition) not in self._led:
-                    # The error is reported under the topic's own stage status, and the open is retried.
-                    with contextlib.suppress(TidemillError):
-                        await self._partitions.opened(topic_id, partition)
-            self._report_recovered("topics:hot")
-            await asyncio.sleep(self._settings.reconcile_max_s)
-
-    # leadership -----------------------------------------------------------------------------------
-    async def _check_leaders(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.leaders_check_s)
-            await self._partitions.heads.check_heads()
-            self._report_recovered("topics:leaders")
+            listed(self._rows.topics)
+        self._partitions.close_deleted()
 
     def _on_task_failed(self, name: str, error: BaseException) -> None:
         if name != REFRESH_TASK:  # Raised to the callers that wait for it.
             self._partitions.close_failed(name, error)
-
-    def _run_forever(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
-        tracker = self._tracker if self._tracker is not None else StatusTracker()
-        self._tasks.spawn(run_unit(mark, body, tracker=tracker, clock=self._clock), name=mark)
-
-    def _report_recovered(self, mark: str) -> None:
-        if self._tracker is not None:
-            self._tracker.clear_failure(mark)
-
-    async def _publish_statuses(self) -> None:
-        while True:
-            self.update_statuses()
-            self._report_recovered("topics:marks")
-            await asyncio.sleep(self._settings.mark_interval_s)
-
-    def update_statuses(self) -> None:
-        """Set the stage status `topic:<name>` for every topic with a partition led here."""
-        if self._tracker is not None and not self._closed:
-            now_ms = self._clock.now_ms()
-            failing = self._partitions.supervision.marks()
-            marked = report_statuses(self._tracker, self._sums, self._topics, self._writer, now_ms, failing)
-            for name in self._marked - marked:
-                self._tracker.remove(name)
-            self._marked = marked

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from heapq import nlargest
+from typing import NamedTuple
 
+from tidemill.base.clock import Clock
 from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.l0.object_cache import ObjectCache, SharedReads
 from tidemill.topics.l0.writer import L0Writer
+from tidemill.topics.l1.read_ahead import ReadAhead
 from tidemill.topics.partition.leader import PartitionLeader
-from tidemill.topics.partition_supervisor import SHARED_STATUS
+from tidemill.topics.partition_supervisor import SHARED_STATUS, PartitionSupervisor
+from tidemill.topics.topic_rows import TopicRows
 
 OWN_STATUSES_MAX = 200
 """Limit of entries: about 30 kB of a process's report."""
@@ -115,3 +121,70 @@ def report_statuses(
             share=True,
         )
     return set(told)
+
+
+class TopicStatuses:
+    """Stage statuses `topic:<name>` of one process. `tracker`: where they are set; nothing is reported without it."""
+
+    def __init__(
+        self,
+        tracker: StatusTracker | None,
+        sums: TopicStatusTotals,
+        rows: TopicRows,
+        writer: L0Writer,
+        supervision: PartitionSupervisor,
+        clock: Clock,
+    ) -> None:
+        self.tracker = tracker if tracker is not None else StatusTracker()
+        """Tracker of the topics and of the loops; a private one if none was given."""
+        self._reports = tracker is not None
+        self._sums = sums
+        self._rows = rows
+        self._writer = writer
+        self._supervision = supervision
+        self._clock = clock
+        self._reported: set[str] = set()
+        """Names in the tracker, as of the last update: those of topics without a partition here are removed."""
+
+    def update(self) -> None:
+        """Set the stage status of every topic with a partition led here."""
+        if not self._reports or self._rows.is_closed:
+            return
+        failing = self._supervision.marks()
+        now_ms = self._clock.now_ms()
+        reported = report_statuses(self.tracker, self._sums, self._rows.topics, self._writer, now_ms, failing)
+        for name in self._reported - reported:
+            self.tracker.remove(name)
+        self._reported = reported
+
+
+class TopicMemory(NamedTuple):
+    """Memory of one process's topics, as (bytes used, limit)."""
+
+    writer: L0Writer
+    settings: TopicSettings
+    objects: ObjectCache
+    shared: SharedReads
+    ahead: ReadAhead
+    sums: TopicStatusTotals
+
+    @property
+    def staged(self) -> tuple[int, int]:
+        """Batches that wait for their upload or are being uploaded."""
+        return self.writer.staged_bytes, self.settings.staged_bytes
+
+    @property
+    def partitions_bytes(self) -> int:
+        """Estimated memory of the partitions that are open here. 0 without a tracker."""
+        return self.sums.all.memory_bytes
+
+    @property
+    def cache(self) -> tuple[int, int]:
+        """Recent L0 objects in memory, and cached reads from other nodes' objects."""
+        shared = self.shared
+        return self.objects.bytes_held + shared.held_bytes, self.settings.cache_bytes + shared.limit_bytes
+
+    @property
+    def read_ahead(self) -> tuple[int, int]:
+        """Bytes that were read ahead from L1."""
+        return self.ahead.held_bytes, self.ahead.limit_bytes

@@ -29,7 +29,7 @@ class L1World(World):
     def node(self, assignment: Assignment | None = None, **settings: Any) -> LocalTopics:
         node = super().node(assignment, **settings)
         node._l1 = node._lookup._l1 = self.l1
-        node._retainer._l1 = self.rows
+        node.retainer._l1 = self.rows
         return node
 
     def reconciler(self, node: LocalTopics, l0: RangeReader | None = None) -> Reconciler:

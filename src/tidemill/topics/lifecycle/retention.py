@@ -18,18 +18,15 @@ from typing import Protocol
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import error_sentence, is_fault
-from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.objects.store import ObjectStore
 from tidemill.topics.api import RecordsStillNeededError
 from tidemill.topics.config.configs import TopicConfig, parse_stored_config
-from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.membership import Assignment
 from tidemill.topics.partition.leader import PartitionLeader
+from tidemill.topics.partition.leader_deps import LeaderDeps
 from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
 from tidemill.topics.partition.state_machine.state import PartitionState
 
@@ -90,24 +87,21 @@ class RetentionRunner:
 
     def __init__(
         self,
-        consensus: Consensus,
-        objects: ObjectStore,
-        clock: Clock,
-        settings: TopicSettings,
+        around: LeaderDeps,
         assignment: Assignment,
         led: Mapping[PartitionKey, PartitionLeader],
         leading: Callable[[str, int], PartitionLeader],
         l1: ExtentStore | None = None,
     ) -> None:
-        self._consensus = consensus
-        self._objects = objects
-        self._clock = clock
-        self._settings = settings
+        self._consensus = around.consensus
+        self._objects = around.objects
+        self._clock = around.clock
+        self._settings = around.settings
         self._assignment = assignment
         self._led = led
         self._leading = leading
         self._l1 = l1
-        self._logs = ChangedLogs(consensus, LOG_PREFIX)
+        self._logs = ChangedLogs(around.consensus, LOG_PREFIX)
         self._due_ms: dict[PartitionKey, int] = {}
         """Partitions with records, to the time when something in them may be due."""
         self._topics: Mapping[str, TopicRow] = {}
