@@ -31,11 +31,12 @@ from tidemill.base.status.logging import configure_logs
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.sqlite.client import SqliteConsensus
 from tidemill.consensus.sqlite.connection import SequencerConnection
-from tidemill.kafka import KafkaServer
+from tidemill.kafka import BrokerServices, KafkaServer
 from tidemill.kafka.handlers import k00_produce
 from tidemill.kafka.handlers.k00_produce import _ProduceAnswers
 from tidemill.kafka.net.connection import Connection
 from tidemill.kafka.net.framing import FrameReader
+from tidemill.kafka.net.listeners import DEFAULT, Listener
 from tidemill.kafka.server import client_session
 from tidemill.kafka.server.client_session import ClientSession
 from tidemill.kafka.server.request_quotas import ClientThrottle
@@ -195,14 +196,17 @@ async def measure(args: argparse.Namespace, directory: str) -> None:
     )
     await topics.start()
     server = KafkaServer(
-        topics=topics,
-        catalogue=catalogue,
-        consensus=consensus,
-        nodes=None,
-        clock=clock,
-        rand=rand,
-        name="n1",
-        node_id=1,
+        BrokerServices(
+            topics=topics,
+            catalogue=catalogue,
+            consensus=consensus,
+            nodes=None,
+            clock=clock,
+            rand=rand,
+            name="n1",
+            node_id=1,
+        ),
+        [Listener(DEFAULT, "127.0.0.1", 0)],
     )
     address = f"127.0.0.1:{await server.start()}"
     words = ["load", address, str(args.record_bytes), str(args.batch_bytes), str(args.megabytes)]

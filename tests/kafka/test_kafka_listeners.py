@@ -16,8 +16,8 @@ from support.waiting import eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import exposed_servers, parse
 from tidemill.base.errors import InvalidError
-from tidemill.kafka import KafkaServer
-from tidemill.kafka.net.listeners import Listener
+from tidemill.kafka import BrokerServices, KafkaServer
+from tidemill.kafka.net.listeners import DEFAULT, Listener
 
 ALL_TOPICS = b"\xff\xff\xff\xff"
 
@@ -85,14 +85,19 @@ def test_describe_configs_lists_the_listeners_as_kafka_writes_them(cluster: Clus
 def test_a_listener_that_cannot_be_bound_names_its_key_and_leaves_nothing_open(fake_broker: FakeBroker) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = KafkaServer(
-            topics=fake_broker.topics,
-            catalogue=fake_broker.catalogue,
-            consensus=fake_broker.consensus,
-            nodes=None,
-            clock=SystemClock(),
-            rand=Rand(),
-            name="n1",
-            listeners=[Listener("out", "127.0.0.1", taken.getsockname()[1], key="kafka.listeners.out.address")],
+            BrokerServices(
+                topics=fake_broker.topics,
+                catalogue=fake_broker.catalogue,
+                consensus=fake_broker.consensus,
+                nodes=None,
+                clock=SystemClock(),
+                rand=Rand(),
+                name="n1",
+            ),
+            [
+                Listener(DEFAULT, "127.0.0.1", 0),
+                Listener("out", "127.0.0.1", taken.getsockname()[1], key="kafka.listeners.out.address"),
+            ],
         )
         with pytest.raises(InvalidError, match=r"kafka\.listeners\.out\.address"):
             fake_broker.portal.call(server.start())

@@ -24,7 +24,7 @@ Start reading at `server/server.py` (life cycle), `server/client_session.py` (on
 `handlers/k00_produce.py`.
 """
 
-from tidemill.kafka.server.server import KafkaServer
+from tidemill.kafka.server.server import BrokerServices, KafkaServer
 from tidemill.kafka.settings import KafkaSettings
 
-__all__ = ["KafkaServer", "KafkaSettings"]
+__all__ = ["BrokerServices", "KafkaServer", "KafkaSettings"]

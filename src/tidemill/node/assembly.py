@@ -32,7 +32,7 @@ from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.kafka.net.listeners import Listener
-from tidemill.kafka.server.server import KafkaServer
+from tidemill.kafka.server.server import BrokerServices, KafkaServer
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
 from tidemill.maintenance.job_list import build_jobs
@@ -311,23 +311,18 @@ def _build_security(node: NodeContext, storage: Storage) -> Security:
 def _build_kafka(
     node: NodeContext, storage: Storage, security: Security, member: ClusterMember, topics: LocalTopics
 ) -> KafkaServer:
-    listener, *more_listeners = security.listeners
     return KafkaServer(
-        topics=topics,
-        catalogue=storage.catalogue,
-        consensus=storage.consensus,
-        nodes=member.membership,
-        clock=node.clock,
-        rand=node.rand,
-        name=node.config.node.name,
-        node_id=0,
-        host=listener.host,
-        port=listener.port,
-        advertised_host=listener.advertised_host,
-        advertised_port=listener.advertised_port,
-        gate=listener.gate,
+        BrokerServices(
+            topics=topics,
+            catalogue=storage.catalogue,
+            consensus=storage.consensus,
+            nodes=member.membership,
+            clock=node.clock,
+            rand=node.rand,
+            name=node.config.node.name,
+        ),
+        security.listeners,
         rulebook=security.rulebook if is_authorization_on(node.config) else None,
-        listeners=more_listeners,
         settings=kafka_settings(node.config),
         tracker=node.tracker,
         memory=node.budget,

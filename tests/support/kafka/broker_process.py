@@ -20,7 +20,8 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.loop_lag import LoopLagMonitor
 from tidemill.consensus.factory import open_consensus
-from tidemill.kafka import KafkaServer, KafkaSettings
+from tidemill.kafka import BrokerServices, KafkaServer, KafkaSettings
+from tidemill.kafka.net.listeners import DEFAULT, Listener
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import create_metastore
 from tidemill.objects.factory import open_objects
@@ -56,14 +57,10 @@ async def serve(directory: str, port: int, words: list[str]) -> None:
     )
     await topics.start()
     server = KafkaServer(
-        topics=topics,
-        catalogue=catalogue,
-        consensus=consensus,
-        nodes=membership,
-        clock=clock,
-        rand=rand,
-        name=name,
-        port=port,
+        BrokerServices(
+            topics=topics, catalogue=catalogue, consensus=consensus, nodes=membership, clock=clock, rand=rand, name=name
+        ),
+        [Listener(DEFAULT, "127.0.0.1", port)],
         settings=KafkaSettings(**settings_of(words, "kafka.")),
     )
     install_gc_tuning()

@@ -15,9 +15,9 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.kafka import KafkaServer, KafkaSettings
+from tidemill.kafka import BrokerServices, KafkaServer, KafkaSettings
 from tidemill.kafka.net.listener_security import ListenerSecurity
-from tidemill.kafka.net.listeners import Listener
+from tidemill.kafka.net.listeners import DEFAULT, Listener
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import NODE, create_metastore
 from tidemill.objects.factory import open_objects
@@ -32,6 +32,10 @@ from tidemill.topics.membership import Membership, NodeInfo, SingleNodeAssignmen
 
 T = TypeVar("T")
 GateOf = ListenerSecurity | Callable[[Users], ListenerSecurity] | None
+
+
+def _gate(gate: GateOf, users: Users) -> ListenerSecurity:
+    return (gate(users) if callable(gate) else gate) or ListenerSecurity()
 
 
 def rulebook_of(broker: RealBroker | FakeBroker) -> AclCache | None:
@@ -100,17 +104,18 @@ class RealBroker:
         )  # fmt: skip
         await self.topics.start()
         self.server = KafkaServer(
-            topics=self._wrap(self.topics),
-            catalogue=self.catalogue,
-            consensus=self.consensus,
-            nodes=None,
-            clock=clock,
-            rand=rand,
-            name="n1",
-            node_id=1,
-            port=self.port,
+            BrokerServices(
+                topics=self._wrap(self.topics),
+                catalogue=self.catalogue,
+                consensus=self.consensus,
+                nodes=None,
+                clock=clock,
+                rand=rand,
+                name="n1",
+                node_id=1,
+            ),
+            [Listener(DEFAULT, "127.0.0.1", self.port, gate=_gate(self.gate, self.users))],
             settings=self.settings,
-            gate=self.gate(self.users) if callable(self.gate) else self.gate,
             rulebook=self.rulebook,
         )
         self.port = await self.server.start()
@@ -170,15 +175,19 @@ class Node:
         )
         await self.topics.start()
         self.server = KafkaServer(
-            topics=self.topics,
-            catalogue=self.catalogue,
-            consensus=self.consensus,
-            nodes=self.membership,
-            clock=clock,
-            rand=rand,
-            name=self.name,
-            port=self.port,
-            listeners=[Listener(name, "127.0.0.1", port, "localhost") for name, port in self.ports.items()],
+            BrokerServices(
+                topics=self.topics,
+                catalogue=self.catalogue,
+                consensus=self.consensus,
+                nodes=self.membership,
+                clock=clock,
+                rand=rand,
+                name=self.name,
+            ),
+            [
+                Listener(DEFAULT, "127.0.0.1", self.port),
+                *[Listener(name, "127.0.0.1", port, "localhost") for name, port in self.ports.items()],
+            ],
             settings=self._settings,
         )
         await self.server.start()
@@ -276,18 +285,18 @@ class FakeBroker:
     def start(self) -> None:
         """Also after `stop`: the same port again."""
         self.server = KafkaServer(
-            topics=self.topics,
-            catalogue=self.catalogue,
-            consensus=self.consensus,
-            nodes=None,
-            clock=SystemClock(),
-            rand=Rand(),
-            name="n1",
-            node_id=1,
-            host=self.host,
-            port=self.port,
+            BrokerServices(
+                topics=self.topics,
+                catalogue=self.catalogue,
+                consensus=self.consensus,
+                nodes=None,
+                clock=SystemClock(),
+                rand=Rand(),
+                name="n1",
+                node_id=1,
+            ),
+            [Listener(DEFAULT, self.host, self.port, gate=_gate(self.gate, self.users))],
             settings=self.settings,
-            gate=self.gate(self.users) if callable(self.gate) else self.gate,
             rulebook=self.rulebook,
             tracker=self.tracker,
         )

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -66,52 +67,50 @@ _STEADY_S = 5.0
 """Time after which a restarted loop counts as recovered."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BrokerServices:
+    """Identity of the node, and the parts of it that the endpoint uses."""
+
+    topics: TopicLog
+    catalogue: Catalogue
+    consensus: Consensus
+    nodes: Nodes | None
+    """Live nodes (`topics.membership.Membership`); None = this node alone."""
+    clock: Clock
+    rand: Rand
+    name: str
+    """Name of this node in `TopicLog.leader_of` and in the membership."""
+    node_id: int = 0
+    """Broker id, if the membership does not list this node."""
+
+
 class KafkaServer:
     """Kafka endpoint of one node.
 
-    nodes              the live nodes (`topics.leadership.Membership`); None = this node alone
-    name               this node, as `TopicLog.leader_of` and membership name it
-    node_id            its broker id if membership does not list it
-    advertised_host    the host that Metadata reports; default `host`
-    advertised_port    default the bound port
-    gate               security of the default listener; default clear text
-    rulebook           access rules; None = every client may do everything
-    listeners          listeners in addition to the default one, which `host` to `gate` describe
-    memory             registry of memory limits, to which the endpoint adds its own
+    listeners   the default listener first
+    rulebook    access rules; None = every client may do everything
+    memory      registry of memory limits, to which the endpoint adds its own
     """
 
     def __init__(
         self,
+        services: BrokerServices,
+        listeners: Sequence[Listener],
         *,
-        topics: TopicLog,
-        catalogue: Catalogue,
-        consensus: Consensus,
-        nodes: Nodes | None,
-        clock: Clock,
-        rand: Rand,
-        name: str,
-        node_id: int = 0,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        advertised_host: str = "",
-        advertised_port: int = 0,
-        gate: ListenerSecurity | None = None,
         rulebook: AclCache | None = None,
-        listeners: Sequence[Listener] = (),
         settings: KafkaSettings | None = None,
         tracker: StatusTracker | None = None,
         memory: Memory | None = None,
     ) -> None:
-        self._topics = topics
-        self._catalogue = catalogue
-        self._consensus = consensus
-        self._nodes = nodes
-        self._clock = clock
-        self._rand = rand
-        self._name = name
-        self._node_id = node_id
-        first = Listener(DEFAULT, host, port, advertised_host, advertised_port, gate or ListenerSecurity())
-        self._listeners = (first, *listeners)
+        self._topics = services.topics
+        self._catalogue = catalogue = services.catalogue
+        self._consensus = services.consensus
+        self._nodes = services.nodes
+        self._clock = clock = services.clock
+        self._rand = rand = services.rand
+        self._name = services.name
+        self._node_id = services.node_id
+        self._listeners = tuple(listeners)
         self._settings = settings or KafkaSettings()
         self._rulebook = rulebook
         self.quotas = QuotaCache(catalogue.metastore, clock)
