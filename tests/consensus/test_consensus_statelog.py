@@ -24,7 +24,7 @@ from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.consensus.state_log import replica
 from tidemill.consensus.state_log.replica import ROLLUP
-from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 
 State = dict[str, int]
 
@@ -49,11 +49,8 @@ def make(consensus: Any, seed: int = 1, **options: Any) -> StateLog[State]:
     return StateLog(
         consensus,
         "state",
-        initial=dict,
-        apply=options.pop("apply", apply),
-        encode=lambda state: json.dumps(state).encode(),
-        decode=json.loads,
-        rand=Rand(seed),
+        StateMachine(dict, options.pop("apply", apply), lambda state: json.dumps(state).encode(), json.loads),
+        Rand(seed),
         **options,
     )
 
@@ -411,9 +408,7 @@ def test_a_rollup_encoded_by_and_by_holds_one_moment_and_loses_to_whoever_wrote_
             await asyncio.sleep(0)
             return dict(json.loads(data))
 
-        mine: StateLog[State] = StateLog(
-            consensus, "state", initial=dict, apply=apply, encode=slowly, decode=decode, rand=Rand(1)
-        )
+        mine: StateLog[State] = StateLog(consensus, "state", StateMachine(dict, apply, slowly, decode), Rand(1))
         await mine.propose(add("a", 1))
         rolling = asyncio.ensure_future(mine.rollup())
         await encoding.wait()

@@ -13,7 +13,7 @@ from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolled
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.bucket_claim import BucketOwnership, check_unclaimed, claim_bucket, claim_key, greatest_claim
 from tidemill.metastore.cluster import Cluster
-from tidemill.metastore.factory import open_metastore
+from tidemill.metastore.factory import create_metastore
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectMeta
@@ -61,12 +61,13 @@ async def test_of_many_clusters_that_claim_an_empty_bucket_at_once_one_has_it_an
 @on_a_loop
 async def test_a_first_start_that_lost_leaves_its_consensus_as_empty_as_it_was() -> None:
     objects = MemoryObjects(CLOCK)
-    first = await open_metastore(MemoryConsensus(CLOCK), objects, CLOCK, Rand())
+    first = create_metastore(MemoryConsensus(CLOCK), objects, CLOCK, Rand())
+    await first.start()
     await first.aclose()
     assert await greatest_claim(objects) == 1
     consensus = MemoryConsensus(CLOCK)
     with pytest.raises(InvalidError, match="has claimed the bucket"):
-        await open_metastore(consensus, objects, CLOCK, Rand())
+        await create_metastore(consensus, objects, CLOCK, Rand()).start()
     assert await consensus.scan("") == []
     with pytest.raises(InvalidError):
         await check_unclaimed(objects)

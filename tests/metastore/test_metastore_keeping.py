@@ -12,11 +12,13 @@ from support.metastore.checkpoint_world import World, damage, keys, manifest_of,
 from support.waiting import until
 from tidemill.base.errors import ClusterReplacedError, InvalidError, MissingError
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.maintenance.checkpoint.stages import build_checkpointer
 from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
 from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.cluster_manifest import (
     ALIVE_PREFIX,
     CLUSTER_PREFIX,
+    Presence,
     SignOfLife,
     newest_manifest,
     signs_of_life,
@@ -35,10 +37,15 @@ def run(body: Callable[[World], Awaitable[None]], domains: int = 1) -> None:
 
 
 def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") -> CheckpointService:
+    metastore = metastore or world.metastore
     return CheckpointService(
-        world.consensus, world.objects, metastore or world.metastore, world.clock, world.rand,
-        node=node, holder=node, tracker=world.tracker, checkpoint_interval_s=0.05, alive_interval_s=0.05,
-    )  # fmt: skip
+        metastore,
+        Presence(world.objects, world.clock, world.rand, node, interval_s=0.05),
+        build_checkpointer(
+            world.consensus, world.objects, metastore, world.clock, holder=node, interval_s=0.05, tracker=world.tracker
+        ),
+        alive_interval_s=0.05,
+    )
 
 
 @pytest.mark.parametrize("domains", [1, 3])

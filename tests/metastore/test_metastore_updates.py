@@ -16,7 +16,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_BYTES, METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 from tidemill.metastore.domain.apply import UnreadableRecordError, apply
 from tidemill.metastore.domain.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.metastore.domain.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
@@ -315,11 +315,8 @@ def make(consensus: MemoryConsensus) -> StateLog[DomainState]:
     return StateLog(
         consensus,
         "metastore/main",
-        initial=DomainState,
-        apply=apply,
-        encode=encode_state,
-        decode=decode_state,
-        rand=Rand(1),
+        StateMachine(DomainState, apply, encode_state, decode_state),
+        Rand(1),
     )
 
 

@@ -19,7 +19,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, TidemillError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_state, encode_command, encode_state
 from tidemill.metastore.domain.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
@@ -98,11 +98,8 @@ def on_a_log(url: str, body: Callable[[Machine], Awaitable[None]]) -> None:
                 StateLog(
                     clients[-1],
                     LOG,
-                    initial=DomainState,
-                    apply=apply,
-                    encode=encode_state,
-                    decode=decode_state,
-                    rand=rand,
+                    StateMachine(DomainState, apply, encode_state, decode_state),
+                    rand,
                 )
             )
             return logs[-1]

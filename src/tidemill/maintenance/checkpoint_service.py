@@ -14,7 +14,6 @@ import contextlib
 
 import structlog
 
-from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import (
     ClosedError,
     CorruptError,
@@ -24,10 +23,9 @@ from tidemill.base.errors import (
     UnknownOutcomeError,
 )
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
-from tidemill.maintenance.checkpoint.stages import build_checkpointer
 from tidemill.metastore import cluster_manifest
+from tidemill.metastore.backup.checkpoint import Checkpointer
 from tidemill.metastore.bucket_claim import check_unclaimed
 from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.cluster_manifest import ALIVE_INTERVAL_S, ClusterManifest, Presence
@@ -63,24 +61,16 @@ class CheckpointService:
 
     def __init__(
         self,
-        consensus: Consensus,
-        objects: ObjectStore,
         metastore: Metastore,
-        clock: Clock,
-        rand: Rand,
+        presence: Presence,
+        checkpointer: Checkpointer,
         *,
-        node: str,
-        holder: str,
-        tracker: StatusTracker,
-        checkpoint_interval_s: float = 10.0,
         alive_interval_s: float = ALIVE_INTERVAL_S,
     ) -> None:
         self._metastore = metastore
-        self._presence = Presence(objects, clock, rand, node, interval_s=alive_interval_s)
+        self._presence = presence
         self._alive_interval_s = alive_interval_s
-        self._checkpointer = build_checkpointer(
-            consensus, objects, metastore, clock, holder=holder, interval_s=checkpoint_interval_s, tracker=tracker
-        )
+        self._checkpointer = checkpointer
 
     def facts(self) -> dict[str, object]:
         """Return plain values for reports."""

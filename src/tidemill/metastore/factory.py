@@ -67,23 +67,3 @@ def create_metastore(
         await claim_bucket(objects, clock, cluster)
 
     return Metastore(consensus, open_domain, clock, rand, domains=domains, before_create=before_create, claim=claimed)
-
-
-async def open_metastore(
-    consensus: Consensus,
-    objects: ObjectStore,
-    clock: Clock,
-    rand: Rand,
-    *,
-    domains: int = 0,
-    settings: DomainSettings = TOOL,
-    holder: str = "",
-    tracker: StatusTracker | None = None,
-) -> Metastore:
-    """Return an open metastore, as `create_metastore`. Raises Invalid (another number of domains), Replaced,
-    Unavailable, Corrupt."""
-    metastore = create_metastore(
-        consensus, objects, clock, rand, domains=domains, settings=settings, holder=holder, tracker=tracker
-    )
-    await metastore.start()
-    return metastore

@@ -34,6 +34,7 @@ from tidemill.consensus.status.board import StatusBoard
 from tidemill.kafka.net.listeners import Listener
 from tidemill.kafka.server.server import BrokerServices, KafkaServer
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
+from tidemill.maintenance.checkpoint.stages import build_checkpointer
 from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
 from tidemill.maintenance.job_list import build_jobs
 from tidemill.maintenance.scheduler import JobContext, JobRunner, Retention
@@ -41,6 +42,7 @@ from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.bucket_claim import BucketOwnership
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.metastore.cluster import Cluster
+from tidemill.metastore.cluster_manifest import Presence
 from tidemill.metastore.factory import NODE, create_metastore
 from tidemill.metastore.lsm.compaction.executor import open_executor
 from tidemill.node.capture_runner import CaptureRunner
@@ -417,18 +419,16 @@ def _start_captures(
 # maintenance --------------------------------------------------------------------------------------
 def _build_maintenance(node: NodeContext, storage: Storage) -> tuple[CheckpointService, JobRunner]:
     config, clock, rand = node.config, node.clock, node.rand
+    alive_interval_s = config.metastore.alive_interval_s
     checkpoints = CheckpointService(
-        storage.consensus,
-        storage.objects,
         storage.metastore,
-        clock,
-        rand,
-        node=config.node.name,
-        holder=node.instance,
-        tracker=node.tracker,
-        checkpoint_interval_s=config.metastore.checkpoint_interval_s,
-        alive_interval_s=config.metastore.alive_interval_s,
-    )
+        Presence(storage.objects, clock, rand, config.node.name, interval_s=alive_interval_s),
+        build_checkpointer(
+            storage.consensus, storage.objects, storage.metastore, clock, holder=node.instance,
+            interval_s=config.metastore.checkpoint_interval_s, tracker=node.tracker,
+        ),
+        alive_interval_s=alive_interval_s,
+    )  # fmt: skip
     retention = Retention(**config.retention.model_dump())
     pool = ThreadPoolExecutor(1, thread_name_prefix="keeper")
     node.stack.callback(pool.shutdown, wait=False)

@@ -155,9 +155,8 @@ class Registry:
             now_ms = self._clock.now_ms()
             if wanted_id:
                 there = await self._find_schema(wanted_id)
-                return transitions.import_version(
-                    head, subject, versions, parsed, there, ids, (wanted_id, version), now_ms, self._settings
-                )
+                imported = transitions.ImportedSchema(parsed, wanted_id, version, there, ids)
+                return transitions.import_version(head, subject, versions, imported, now_ms, self._settings)
             if version and version != transitions.next_version(versions):
                 raise RegistryError(42201, f"Invalid schema: version {version} is not one more than the latest")
             await self._require_compatible(subject, parsed, live_versions(versions))

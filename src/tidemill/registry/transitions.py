@@ -103,20 +103,29 @@ def register(
     return Change(rows, _grown_head(head, versions, not ids, schema_id), version)
 
 
+class ImportedSchema(NamedTuple):
+    """Schema to import with a given id, and what the registry has of it."""
+
+    parsed: ParsedSchema
+    schema_id: int
+    version: int
+    """Number of the version; 0 for the next one."""
+    there: SchemaRow | None
+    """Stored schema with this id."""
+    ids: tuple[int, ...]
+    """Ids of equal schemas."""
+
+
 def import_version(
     head: RegistryHeadRow,
     subject: str,
     versions: Sequence[VersionRow],
-    parsed: ParsedSchema,
-    there: SchemaRow | None,
-    ids: tuple[int, ...],
-    wanted: tuple[int, int],
+    imported: ImportedSchema,
     now_ms: int,
     limits: RegistrySettings,
 ) -> Change[VersionRow]:
-    """Import a version. `wanted` is (id, version or 0), `there` the schema with this id, `ids` those of equal
-    schemas."""
-    schema_id, number = wanted
+    """Import a version with the id and number that it had elsewhere."""
+    parsed, schema_id, number, there, ids = imported
     if there is not None and there.digest != parsed.digest:
         raise RegistryError(42207, f"Overwrite schema with id {schema_id} is not permitted.")
     found = next((row for row in versions if row.version == number), None) if number > 0 else None

@@ -14,7 +14,7 @@ from sim.world import Actor, Crew, Down, World
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ClosedError, ConflictError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.domain.settings import DomainSettings
-from tidemill.metastore.factory import open_metastore
+from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.metastore import Metastore
 
 LAST_TRIES = 8
@@ -63,10 +63,11 @@ def opening(
 
     async def build(actor: Actor[Process]) -> Process:
         rand = world.rand()
-        metastore = await open_metastore(
+        metastore = create_metastore(
             actor.consensus(), actor.objects(), actor.clock, rand, domains=domains,
             settings=DomainSettings(**told), holder=f"{actor.name}/{actor.life.number}",
         )  # fmt: skip
+        await metastore.start()
         return process(metastore, actor, rand)
 
     return build

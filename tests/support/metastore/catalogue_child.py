@@ -16,7 +16,7 @@ from tidemill.base.status.logging import configure_logs
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.factory import NODE, open_metastore
+from tidemill.metastore.factory import NODE, create_metastore
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.objects.factory import open_objects
@@ -29,9 +29,10 @@ async def main(directory: Path, holder: str, ttl_ms: int) -> None:
     consensus = await open_consensus(f"sqlite:{directory / 'consensus.db'}", clock, rand)
     objects = await open_objects(str(directory / "objects"), clock, rand)
     settings = replace(NODE, lease_ttl_ms=ttl_ms, persist_interval_s=0.2)
-    metastore = await open_metastore(
+    metastore = create_metastore(
         consensus, objects, clock, rand, domains=DOMAINS, settings=settings, holder=holder
     )  # fmt: skip
+    await metastore.start()
     for domain in await metastore.domains():
         assert isinstance(domain, Domain)
         await domain.wait_until_leading(30.0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 import structlog
@@ -80,17 +81,28 @@ class _InFlight(NamedTuple, Generic[S]):
     batch: list[_Proposal[S]]
 
 
+@dataclass(frozen=True)
+class StateMachine(Generic[S]):
+    """State machine of a log: its empty state, its transition, and the codec of its rollups."""
+
+    initial: Callable[[], S]
+    apply: Callable[[S, bytes, int, int], S]
+    """(state, command, position, term) → state; the last two are those of the command's record.
+
+    Pure: no clock, randomness or I/O. Checks everything, then writes; may change and return the same object. A
+    TidemillError rejects the command and must leave the state unchanged. Any other exception is a bug and breaks the
+    StateLog.
+    """
+    encode: Callable[[S], bytes | Awaitable[bytes]]
+    """Encode the state for a rollup. May return an awaitable, to yield to other tasks while it works; it reads the
+    state completely before its first await."""
+    decode: Callable[[bytes], S | Awaitable[S]]
+
+
 class StateLog(Replica[S]):
     """One process's view of the state stored on `log`, and the means to change it.
 
-        initial   creates the empty state
-        apply     (state, command, position, term) → state; the last two are those of the command's record.
-                  Pure: no clock, randomness or I/O. Checks everything, then writes; may change and return the
-                  same object. A TidemillError rejects the command and must leave the state unchanged.
-                  Any other exception is a bug and breaks the StateLog.
-        encode    state → bytes, for rollups;  decode  bytes → state. Either may return an awaitable, to yield to
-                  other tasks while it works: `encode` reads the state completely before its first await.
-        term      0 for writers that race as equals; a leader calls `lead(term)`
+    `term`: 0 for writers that race as equals; a leader calls `lead(term)`.
 
     Every method may raise UnavailableError, ClosedError or CorruptError; those that write may also raise FencedError,
     upon which the caller steps down.
@@ -100,12 +112,9 @@ class StateLog(Replica[S]):
         self,
         consensus: Consensus,
         log: str,
-        *,
-        initial: Callable[[], S],
-        apply: Callable[[S, bytes, int, int], S],
-        encode: Callable[[S], bytes | Awaitable[bytes]],
-        decode: Callable[[bytes], S | Awaitable[S]],
+        machine: StateMachine[S],
         rand: Rand,
+        *,
         term: int = 0,
         rollup_after_records: int = 0,
     ) -> None:
@@ -114,9 +123,9 @@ class StateLog(Replica[S]):
         If `rollup_after_records` > 0, a proposer writes a rollup after that number of commands since the last one. A
         failed rollup is retried after the same number of further commands.
         """
-        super().__init__(consensus, log, initial, apply, decode)
+        super().__init__(consensus, log, machine.initial, machine.apply, machine.decode)
         self.term = term
-        self._encode = encode
+        self._encode = machine.encode
         self._rand = rand
         self._rollup_after = self._rollup_due = rollup_after_records
         self._rolling = False

@@ -33,7 +33,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.leader_election import run_while_leading
-from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_state_yielding, encode_state_yielding
 from tidemill.metastore.domain.follower import Follower
@@ -70,11 +70,8 @@ class Domain(DomainReads):
         self._log: StateLog[DomainState] = StateLog(
             grounds.consensus,
             grounds.log,
-            initial=DomainState,
-            apply=apply,
-            encode=encode_state_yielding,
-            decode=decode_state_yielding,
-            rand=grounds.rand,
+            StateMachine(DomainState, apply, encode_state_yielding, decode_state_yielding),
+            grounds.rand,
         )
         super().__init__(grounds.name, Follower(grounds, self._log))
         self._requester = ForwardingClient(

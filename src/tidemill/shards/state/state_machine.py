@@ -22,7 +22,7 @@ from tidemill.base.errors import (
 )
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.state_log.replica import Replica
-from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 from tidemill.shards.api import HistoryLostError, SchemaEvolvedError
 from tidemill.shards.parts.schema_evolution import EVOLUTION_FIX
 from tidemill.shards.state.apply import RejectedCommand, RejectionReason, apply
@@ -104,11 +104,8 @@ async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> Sha
     log: StateLog[ShardState | None] = StateLog(
         consensus,
         shard_log_name(created.shard_id),
-        initial=lambda: None,
-        apply=_apply_record,
-        encode=_encode_rollup,
-        decode=decode_state,
-        rand=rand,
+        StateMachine(lambda: None, _apply_record, _encode_rollup, decode_state),
+        rand,
         rollup_after_records=ROLLUP_AFTER_RECORDS,
     )
     machine = ShardMachine(log)

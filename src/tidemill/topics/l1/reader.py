@@ -88,23 +88,22 @@ class L1Reader:
         """
         what = (topic_id, partition, start, end)
         try:
-            return await self._plan(*what, max_bytes, max_count, at_least_one, fresh=False)
+            return await self._plan(what, max_bytes, max_count, at_least_one, fresh=False)
         except CorruptError:
             # Slightly old rows may lack the newest extents, or name deleted ones.
-            return await self._plan(*what, max_bytes, max_count, at_least_one, fresh=True)
+            return await self._plan(what, max_bytes, max_count, at_least_one, fresh=True)
 
     async def _plan(
         self,
-        topic_id: str,
-        partition: int,
-        start: int,
-        end: int,
+        what: tuple[str, int, int, int],
         max_bytes: int,
         max_count: int,
         at_least_one: bool,
         *,
         fresh: bool,
     ) -> list[BatchRef]:
+        """Plan a read of `what`: (topic id, partition, start, end)."""
+        topic_id, partition, start, end = what
         found: list[BatchRef] = []
         at, passed = start, 0
         while at < end:
