@@ -8,7 +8,7 @@ from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.status.status import StageState, StageStatus, StatusTracker, derive_status
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.leader import OVERDUE_S
+from tidemill.metastore.domain.persist_loop import OVERDUE_S
 from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.objects.memory import MemoryObjects
 

@@ -20,6 +20,7 @@ from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 from tidemill.metastore.domain.apply import UnreadableRecordError, apply
 from tidemill.metastore.domain.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.metastore.domain.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
+from tidemill.metastore.domain.commit.write_path import checked_size
 from tidemill.metastore.domain.state import (
     DomainState,
     PersistedManifest,
@@ -27,7 +28,6 @@ from tidemill.metastore.domain.state import (
     assert_invariants,
     batch_bytes,
 )
-from tidemill.metastore.domain.write_path import checked_size
 
 UUID = "6a4b"
 

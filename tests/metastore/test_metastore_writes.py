@@ -29,11 +29,11 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.codec import decode_command, encode_command
 from tidemill.metastore.domain.commands import PersistManifest, ResetManifest, SetDomainUuid
+from tidemill.metastore.domain.commit.write_path import ROOM_WAIT_S
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.follower import APPLY_ROWS
 from tidemill.metastore.domain.leader import REPLAY_ROWS
 from tidemill.metastore.domain.state import DomainState, PersistedManifest, assert_invariants
-from tidemill.metastore.domain.write_path import ROOM_WAIT_S
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import MAGIC
 from tidemill.metastore.lsm.options import Options

@@ -36,6 +36,7 @@ from tidemill.consensus.leader_election import run_while_leading
 from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_state_yielding, encode_state_yielding
+from tidemill.metastore.domain.commit.write_path import NO_EXPECTATIONS, checked_size
 from tidemill.metastore.domain.follower import Follower
 from tidemill.metastore.domain.forwarding.client import ForwardingClient
 from tidemill.metastore.domain.forwarding.server import ForwardingServer
@@ -43,7 +44,6 @@ from tidemill.metastore.domain.leader import Leader
 from tidemill.metastore.domain.read_path import Barrier, DomainReads
 from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
-from tidemill.metastore.domain.write_path import NO_EXPECTATIONS, checked_size
 from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.lsm.manifest import Manifest, encode_manifest
 from tidemill.objects.store import ObjectStore

@@ -32,11 +32,11 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.codec import encode_command
 from tidemill.metastore.domain.commands import ResetManifest, SetDomainUuid
+from tidemill.metastore.domain.commit.write_path import WritePath
 from tidemill.metastore.domain.persist_loop import PersistLoop
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH, ReplicatedManifests
 from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch
-from tidemill.metastore.domain.write_path import WritePath
 from tidemill.metastore.lsm.database import Database, DatabaseContext
 
 _log = structlog.get_logger()

@@ -10,7 +10,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.limits import LEASE_TTL_MS
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.domain.write_path import VOLATILE_BYTES
+from tidemill.metastore.domain.commit.write_path import VOLATILE_BYTES
 from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests

@@ -21,6 +21,7 @@ from tidemill.base.errors import (
 )
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus
+from tidemill.metastore.domain.commit.write_path import checked_size
 from tidemill.metastore.domain.forwarding.request_log import (
     APPEND_BYTES,
     RETRY_PAUSE_S,
@@ -31,7 +32,6 @@ from tidemill.metastore.domain.forwarding.request_log import (
     replies_log,
     requests_log,
 )
-from tidemill.metastore.domain.write_path import checked_size
 
 _log = structlog.get_logger()
 

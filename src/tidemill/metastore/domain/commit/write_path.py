@@ -24,7 +24,7 @@ from tidemill.base.limits import METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES, MIB
 from tidemill.consensus.state_log.state_log import Applied, StateLog
 from tidemill.metastore.domain.codec import encode_command
 from tidemill.metastore.domain.commands import WriteBatch
-from tidemill.metastore.domain.key_claims import ClaimQueue, KeyClaim
+from tidemill.metastore.domain.commit.key_claims import ClaimQueue, KeyClaim
 from tidemill.metastore.domain.state import ROW_OVERHEAD_BYTES, DomainState
 from tidemill.metastore.lsm.memtable import batch_bytes
 
