@@ -18,7 +18,7 @@ from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcome
 from tidemill.consensus.api import Consensus, resolve_append, resolve_cas
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.sqlite import sockets
-from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 
 MARK = CuttingProxy.MARK
 Setup = Callable[[], AbstractAsyncContextManager[tuple[Consensus, Consensus, CuttingProxy]]]
@@ -223,11 +223,8 @@ def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(set
                 return StateLog(
                     consensus,
                     "numbers",
-                    initial=list,
-                    apply=apply,
-                    encode=lambda s: bytes(s),
-                    decode=lambda b: list(b),
-                    rand=Rand(),
+                    StateMachine(list, apply, lambda s: bytes(s), lambda b: list(b)),
+                    Rand(),
                 )
 
             log = log_of(behind)

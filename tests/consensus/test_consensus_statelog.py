@@ -417,9 +417,7 @@ def test_a_rollup_encoded_by_and_by_holds_one_moment_and_loses_to_whoever_wrote_
         go_on.set()
         assert await rolling == 2
         assert encoded == [{"a": 1}, {"a": 2}], "what another writer added would be forgotten"
-        reader: StateLog[State] = StateLog(
-            consensus, "state", initial=dict, apply=apply, encode=slowly, decode=decode, rand=Rand(3)
-        )
+        reader: StateLog[State] = StateLog(consensus, "state", StateMachine(dict, apply, slowly, decode), Rand(3))
         assert await reader.load() == {"a": 2}
 
     run(body())
