@@ -10,7 +10,7 @@ from typing import Any
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.compaction.executor import open_executor
 from tidemill.metastore.lsm.compaction.picker import pick_job
-from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.database import Database, DatabaseContext
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
@@ -38,12 +38,14 @@ class Tidemill:
         self.db = await Database.open(
             files,
             BucketManifests(self.objects, PREFIX, rand),
-            domain_uuid=UUID,
-            epoch=Tidemill.epochs,
-            options=options,
-            clock=clock,
-            rand=rand,
-            merger=self._merger,
+            DatabaseContext(
+                domain_uuid=UUID,
+                epoch=Tidemill.epochs,
+                options=options,
+                clock=clock,
+                rand=rand,
+                merger=self._merger,
+            ),
         )
         self._seqno = self.db.max_applied_seqno
 
