@@ -1,7 +1,7 @@
 """topics: Kafka topics on object storage.
 
     produce (order, validation) ─► l0 (upload) ─► partition (the log) ─► acknowledgement
-    fetch ◄─ partition, l0, l1;  l1: long-term storage;  compaction, lifecycle, config
+    fetch ◄─ partition, l0, l1;  l1: long-term storage;  compaction, lifecycle, housekeeping, config
 
 Owns the produce path (queue slots, L0 objects, sequence rules, placeholders in fenced logs), partitions and their
 leadership, and readers. Does not own the Kafka wire, the rows of the catalogue, or record contents.
