@@ -38,6 +38,7 @@ from tidemill.consensus.state_log.replica import COMMAND
 from tidemill.metastore.domain import domain as domain_module
 from tidemill.metastore.domain import follower as follower_module
 from tidemill.metastore.domain import leader as leader_module
+from tidemill.metastore.domain import persist_loop
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_command
 from tidemill.metastore.domain.commands import PersistManifest
@@ -141,7 +142,7 @@ async def run(world: World, fault: str = "") -> None:
         stack.enter_context(planted(fault))
         stack.enter_context(swapped(domain_module, "apply", partial(shared.rule, rule=rule_of(fault))))
         stack.enter_context(swapped(gc_module, "PAUSE_MIN_S", 0.1))
-        stack.enter_context(swapped(leader_module, "RETRY_MAX_S", 1.0))
+        stack.enter_context(swapped(persist_loop, "RETRY_MAX_S", 1.0))
         stack.enter_context(swapped(leader_module, "REPLAY_ROWS", 3))
         stack.enter_context(swapped(follower_module, "APPLY_ROWS", 3))
         start = await half(shared, {})
