@@ -46,6 +46,8 @@ class Follower(threading.Thread):
         """(xid, row) of every row that was ever held; None: it came with the initial rows."""
         self.left: set[tuple[int, Shown]] = set()
         """(xid, key) of every delete."""
+        self.took_over: set[int] = set()
+        """xid of every row that took the key of a row that was still shown, as a deferrable key permits."""
         self.failure: BaseException | None = None
         self._address = address
         self.columns = columns
@@ -179,7 +181,9 @@ class Follower(threading.Thread):
         held = self._rows.get(key)
         if repeated and (held is None) is (operation != "insert"):
             return
-        if (held is None) is (operation != "insert") and not repeated:
+        if held is not None and xid is not None and "key_change_from" in item["headers"] and not repeated:
+            self.took_over.add(xid)
+        elif (held is None) is (operation != "insert") and not repeated:
             raise BrokenProtocol(f"{operation} of a key that is {'not ' * (held is None)}there: {item}")
         if operation == "delete":
             del self._rows[key]

@@ -63,6 +63,11 @@ class History:
                 written.add((version.xid % XIDS, row))
         return rows, written
 
+    def size_bytes(self, number: int, xid: int) -> int:
+        """Size of the values that a transaction wrote, by the low half of its xid."""
+        rows = [v.new or v.old for v in (*self.of[number], *self._lost[number]) if v.xid % XIDS == xid]
+        return sum(len(value or "") for row in rows for value in (row or {}).values())
+
     def gone(self, number: int, key: Sequence[str]) -> set[tuple[int, Shown]]:
         """(xid, key) of each row that left its key, or its value."""
         return {

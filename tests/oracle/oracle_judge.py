@@ -23,6 +23,7 @@ from oracle_topics import alike, read_topic, table_of, twice
 from psycopg import DataError, ProgrammingError
 
 from tidemill.base.errors import TidemillError
+from tidemill.capture.delivery.deferrable_keys import WAITING_BYTES
 from tidemill.capture.naming import table_name
 from tidemill.metastore.catalogue import CaptureTableRow
 
@@ -361,6 +362,11 @@ class Judge:
                 for shown in client.shown
                 if shown[1] not in rows or (shown[0] is not None and shown not in written)
             ]
+            small = [x for x in client.took_over if self._history.size_bytes(table.number, x) < WAITING_BYTES // 4]
+            if small:  # docs/shapes.md; a message also has the old row
+                problems.append(
+                    f"{client.name} of {shape} was shown two rows of one key in a small transaction: {small}"
+                )
             left = self._history.gone(table.number, table.key)
             wrong += [key for key in client.left if key not in left]
             if wrong:
