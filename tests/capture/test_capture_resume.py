@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from support.capture.gate import Gate
@@ -118,7 +119,7 @@ def test_c11_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn:
             raise UnavailableError("the remap is down.")
 
         remap.mint = refuse  # type: ignore[method-assign,assignment]
-        capture._remap = remap
+        capture._session_context = msgspec.structs.replace(capture._session_context, remap=remap)
         confirmed = await world.confirmed()
         task = asyncio.ensure_future(capture.run())
         await until(lambda: capture.streaming, "the capture streams")

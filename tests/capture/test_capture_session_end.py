@@ -13,7 +13,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.delivery.consumers import TapRegistry
-from tidemill.capture.session.session import Session
+from tidemill.capture.session.session import Session, SessionContext
 
 
 class Closable:
@@ -28,11 +28,11 @@ class EndsSlowly(Session):
 
     def __init__(self) -> None:
         nothing: Any = None
-        super().__init__(
-            CaptureConfig("shop", "postgresql://nowhere/x"), topics=nothing, catalogue=nothing, remap=nothing,
-            taps=TapRegistry(SystemClock()), clock=SystemClock(), rand=Rand(1), on_phase=lambda reason, held_by: None,
-            desk=nothing, stages=StageHistograms(),
-        )  # fmt: skip
+        super().__init__(SessionContext(
+            config=CaptureConfig("shop", "postgresql://nowhere/x"), topics=nothing, catalogue=nothing, remap=nothing,
+            taps=TapRegistry(SystemClock()), sinks=(), clock=SystemClock(), rand=Rand(1),
+            on_phase=lambda reason, held_by: None, states=nothing, stages=StageHistograms(),
+        ))  # fmt: skip
         self.stream, self.control = Closable(), Closable()
         self.ending = asyncio.Event()
         self.may_end = asyncio.Event()

@@ -13,7 +13,7 @@ from tidemill.base.config.sections import StorageSection
 from tidemill.cli import serve
 from tidemill.maintenance import job_list
 from tidemill.maintenance.topics.l0_garbage import L0GarbageCollector
-from tidemill.node import node
+from tidemill.node import assembly
 from tidemill.topics.config.settings import TopicSettings
 
 EVERY_S = 0.3
@@ -25,12 +25,12 @@ def quick(section: StorageSection) -> TopicSettings:
     )
 
 
-SERVED = node.topic_settings
+SERVED = assembly.topic_settings
 JOBS = ("TOPIC_OBJECTS", "TOPIC_L1", "TOPIC_L1_LEVELS", "TOPIC_COMPACTION")
 
 
 def main() -> int:
-    node.topic_settings = quick
+    assembly.topic_settings = quick
     for job in JOBS:
         setattr(job_list, f"{job}_EVERY_S", EVERY_S)
     kept = L0GarbageCollector.__init__.__kwdefaults__

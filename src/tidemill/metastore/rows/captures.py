@@ -15,8 +15,6 @@ captured table  07 | "" | capture text | table text
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from tidemill.metastore.rows.key_encoding import Column, Kind
@@ -155,10 +153,10 @@ class CaptureRow(msgspec.Struct, frozen=True):
     publication: str
     generation: int
     snapshot_done: bool
-    unused_1: dict[str, Any] = {}
+    unused_1: dict[str, int] = {}
     unused_2: int = 0
-    unused_3: dict[str, Any] = {}
-    unused_4: dict[str, Any] = {}
+    unused_3: dict[str, int] = {}
+    unused_4: dict[str, int] = {}
     """Fields that are no longer used. A row is stored as an array, so their positions remain."""
     restored: bool = False
     """Set by a restore: the slot may be ahead of the restored state. The next session compares and clears it."""
