@@ -185,9 +185,9 @@ def compact(broker: RealBroker) -> None:
                 await metastore.commit(group)
         assert (await reconciler.run_round(topic.topic_id, range(topic.partitions))).failed is None
         await topics._commits.drain(30)
-        grounds = JobContext(broker.consensus, broker.objects, metastore, clock, rand, Retention(collect_after_s=0))
+        context = JobContext(broker.consensus, broker.objects, metastore, clock, rand, Retention(collect_after_s=0))
         holds = PipelineHolds(broker.consensus, broker.catalogue, RestoreHorizon(metastore), clock, rand)
-        job = TopicCompaction(grounds, holds)
+        job = TopicCompaction(context, holds)
         eager = {"min.cleanable.dirty.ratio": "0"}
         await broker.catalogue.change_topic(TOPIC, lambda row: replace(row, config=row.config | eager))
         while await job.run(StepBudget(clock, 1)):

@@ -58,10 +58,10 @@ def moved(broker: RealBroker, topic: TopicRow) -> None:
         return [meta.key async for meta in broker.objects.list("l0/")]
 
     eventually(all_moved)
-    grounds = JobContext(
+    context = JobContext(
         broker.consensus, broker.objects, broker.metastore, broker.clock, broker.rand, Retention(collect_after_s=0)
     )
-    keeper = L0GarbageCollector(grounds, quiet_s=0)
+    keeper = L0GarbageCollector(context, quiet_s=0)
 
     def nothing_left() -> bool:
         broker.portal.call(checkpoint())

@@ -36,7 +36,7 @@ def test_an_hour_of_bindings_is_as_long_as_the_history_and_no_longer() -> None:
         world = World()
         world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
         remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
-        upkeep = BindingsUpkeep(world.grounds, world.tracker)
+        upkeep = BindingsUpkeep(world.context, world.tracker)
         most = 0
         for _ in range(60):
             await mint_for(world, remap, 60)
@@ -53,7 +53,7 @@ def test_a_table_that_was_made_and_has_not_begun_keeps_the_bindings_that_its_fir
         world = World()
         world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
         world.rows.listed["pipeline"] = [PipelineRow("p", {"new": "topic:clicks"})]
-        upkeep = BindingsUpkeep(world.grounds, world.tracker)
+        upkeep = BindingsUpkeep(world.context, world.tracker)
         remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
         await world.open("new")
         for _ in range(30):
@@ -70,7 +70,7 @@ def test_a_pipeline_that_stands_keeps_its_bindings_and_so_does_what_a_restore_wo
         world = World()
         world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
         world.rows.listed["pipeline"] = [PipelineRow("p", {"t": "topic:clicks", "new": "topic:clicks"})]
-        upkeep = BindingsUpkeep(world.grounds, world.tracker)
+        upkeep = BindingsUpkeep(world.context, world.tracker)
         remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
         shard = await world.open("t")
         await mint_for(world, remap, 90)
@@ -106,7 +106,7 @@ def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_they_are
         world = World()
         world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
         world.rows.listed["pipeline"] = [PipelineRow("p", {"t": "topic:clicks", "new": "topic:clicks"})]
-        upkeep = BindingsUpkeep(world.grounds, world.tracker)
+        upkeep = BindingsUpkeep(world.context, world.tracker)
         remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
         shard = await world.open("t")
         await mint_for(world, remap, 90)
@@ -144,7 +144,7 @@ def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_they_are
 def source_of_pipeline(world: World) -> BindingsUpkeep:
     world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
     world.rows.listed["pipeline"] = [PipelineRow("p", {"t": "topic:clicks"})]
-    return BindingsUpkeep(world.grounds, world.tracker)
+    return BindingsUpkeep(world.context, world.tracker)
 
 
 def told_now(world: World) -> StageStatus | None:
@@ -253,7 +253,7 @@ def test_an_idle_source_is_asked_ever_more_seldom() -> None:
         world = World()
         world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
         remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
-        upkeep = BindingsUpkeep(world.grounds, world.tracker)
+        upkeep = BindingsUpkeep(world.context, world.tracker)
         await mint_for(world, remap, 5)
         await upkeep.run(StepBudget(world.clock, 1))
         assert upkeep._tended == {}, "it has nothing to forget, and is not looked at before it changes"

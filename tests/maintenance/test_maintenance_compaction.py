@@ -334,8 +334,8 @@ def test_what_was_aborted_is_forgotten_once_compaction_took_it_and_nobody_reads_
     collect_after_s: int,
 ) -> None:
     async def body(world: World) -> None:
-        grounds = msgspec.structs.replace(world.levels._g, retention=Retention(collect_after_s=collect_after_s))
-        job = TopicCompaction(grounds, world.holds)
+        context = msgspec.structs.replace(world.levels._g, retention=Retention(collect_after_s=collect_after_s))
+        job = TopicCompaction(context, world.holds)
         kept: dict[str, Row] = {}
         remembered: list[int] = []
         state = None

@@ -28,7 +28,7 @@ class Pipelines:
 
 def holds(world: World, *rows: PipelineRow) -> PipelineHolds:
     catalogue: Any = Pipelines(*rows)
-    return PipelineHolds(world.consensus(), catalogue, RestoreHorizon(world.grounds.metastore), world.clock, world.rand)
+    return PipelineHolds(world.consensus(), catalogue, RestoreHorizon(world.context.metastore), world.clock, world.rand)
 
 
 def test_the_table_that_is_furthest_behind_holds_the_topic() -> None:

@@ -68,7 +68,7 @@ async def replicated_manifest_is_in_the_bucket(domain: Domain) -> None:
     """Uploaded first, replicated after: else a restore from the bucket could bring back less than was persisted."""
     while True:
         manifest = domain.state.manifest
-        bucket = domain._grounds.bucket(domain.domain_uuid)
+        bucket = domain._context.bucket(domain.domain_uuid)
         there = {(name.epoch, name.number) async for name in bucket.list()}
         if domain.state.manifest is manifest:
             assert manifest is None or (manifest.epoch, manifest.number) in there

@@ -222,10 +222,10 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
         reconciler = Reconciler(
             rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), settings, world.topics._led
         )
-        grounds = JobContext(
+        context = JobContext(
             world.consensus, world.objects, world.metastore, world.clock, world.rand, Retention(collect_after_s=0)
         )
-        keeper, collecting = world.keeper(), L1GarbageCollector(grounds)
+        keeper, collecting = world.keeper(), L1GarbageCollector(context)
 
         async def cut() -> None:
             for led in world.topics._led.values():

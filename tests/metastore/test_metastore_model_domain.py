@@ -481,10 +481,10 @@ class Replicated(RuleBasedStateMachine):
 
     async def every_file_is_there(self) -> None:
         domain = self.node(2).domain
-        grounds: DomainContext = domain._grounds
+        context: DomainContext = domain._context
         manifest = domain.state.manifest
         if manifest is not None:
-            files = grounds.files(domain.domain_uuid)
+            files = context.files(domain.domain_uuid)
             for file in (file for level in decode_manifest(manifest.data).levels for file in level):
                 assert await self.objects.head(files.key(file)) is not None, "a file of the newest manifest is gone"
 

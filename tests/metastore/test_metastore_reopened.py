@@ -61,7 +61,7 @@ def test_f506_a_damaged_record_is_trouble_until_it_is_mended_and_no_longer() -> 
         opened: list[Domain] = []
         metastore = await metastore_of(world, opened)
         await metastore.commit([(KEY, VALUE)])
-        log = opened[0]._grounds.log
+        log = opened[0]._context.log
         records = world.memory.records[log]
         sound = list(records)
         head = await (await world.client()).log_head(log)

@@ -143,11 +143,11 @@ class ShardModel(RuleBasedStateMachine):
     @rule(who=HANDLES)
     def sweeps(self, who: int) -> None:
         nobody: Any = None
-        grounds = JobContext(
+        context = JobContext(
             self.world.consensus(), self.world.objects, nobody, self.world.wall, self.world.rand,
             Retention(orphans_after_s=0),
         )  # fmt: skip
-        self.run(OrphanCollector(grounds).run(StepBudget(self.world.wall, 1)))
+        self.run(OrphanCollector(context).run(StepBudget(self.world.wall, 1)))
 
     def settle(self, shard: LogShard) -> None:
         assert self.since <= shard.state.since <= self.least_hold(shard.state.since)

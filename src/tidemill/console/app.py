@@ -7,7 +7,7 @@
               each failure that does not make the node unusable (one write of a store, a captured database)
 /freshz       200 while no stage is stuck or blind, else 503 with the reasons. ?table=NAME (or ?mark=NAME) checks one
               table, and reports the worst stage between it and its source
-/metrics      Prometheus text: this process's counters, and one gauge for the lag of each stage
+/metrics      Prometheus text: counters and gauges of this process, and one gauge for the lag of each stage
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All maintenance jobs, in one list."""
+"""All maintenance jobs, in one list. A new job is a module in `shards` or `topics`, and a line here."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ where they changed."""
 GROUP_OFFSETS_EVERY_S = 600.0
 
 
-def build_jobs(grounds: JobContext, tracker: StatusTracker) -> list[Job]:
+def build_jobs(context: JobContext, tracker: StatusTracker) -> list[Job]:
     """Create the jobs, one per line. The module of each job states what it deletes and why that is safe."""
-    catalogue = Catalogue(grounds.metastore, grounds.clock, grounds.rand)
-    persisted = RestoreHorizon(grounds.metastore)
-    holds = PipelineHolds(grounds.consensus, catalogue, persisted, grounds.clock, grounds.rand)
+    catalogue = Catalogue(context.metastore, context.clock, context.rand)
+    persisted = RestoreHorizon(context.metastore)
+    holds = PipelineHolds(context.consensus, catalogue, persisted, context.clock, context.rand)
     return [
-        Job("shards", BUSY_S, ShardUpkeep(grounds, tracker)),
-        Job("bindings", BINDINGS_EVERY_S, BindingsUpkeep(grounds, tracker)),
-        Job("orphans", ORPHANS_EVERY_S, OrphanCollector(grounds)),
-        Job("topic-objects", TOPIC_OBJECTS_EVERY_S, L0GarbageCollector(grounds)),
-        Job("topic-rollups", TOPIC_ROLLUPS_EVERY_S, RollupCollector(grounds)),
-        Job("topic-l1", TOPIC_L1_EVERY_S, L1GarbageCollector(grounds)),
-        Job("topic-l1-levels", TOPIC_L1_LEVELS_EVERY_S, L1Merger(grounds)),
-        Job("topic-compaction", TOPIC_COMPACTION_EVERY_S, TopicCompaction(grounds, holds)),
-        Job("group-offsets", GROUP_OFFSETS_EVERY_S, GroupOffsetsExpiry(grounds)),
+        Job("shards", BUSY_S, ShardUpkeep(context, tracker)),
+        Job("bindings", BINDINGS_EVERY_S, BindingsUpkeep(context, tracker)),
+        Job("orphans", ORPHANS_EVERY_S, OrphanCollector(context)),
+        Job("topic-objects", TOPIC_OBJECTS_EVERY_S, L0GarbageCollector(context)),
+        Job("topic-rollups", TOPIC_ROLLUPS_EVERY_S, RollupCollector(context)),
+        Job("topic-l1", TOPIC_L1_EVERY_S, L1GarbageCollector(context)),
+        Job("topic-l1-levels", TOPIC_L1_LEVELS_EVERY_S, L1Merger(context)),
+        Job("topic-compaction", TOPIC_COMPACTION_EVERY_S, TopicCompaction(context, holds)),
+        Job("group-offsets", GROUP_OFFSETS_EVERY_S, GroupOffsetsExpiry(context)),
     ]

@@ -3,7 +3,7 @@
     every node      competes for the jobs' leases; one node at a time runs the jobs of a lease
     a job           runs a bounded step (`StepBudget`), and returns whether more work waits: then it runs again as soon
                     as the others had their turn, otherwise after its interval
-    a failure       ends that step of that job: reported under `keeper:JOB`, retried by `base.tasks.run_unit`. A job of
+    a failure       ends that step of that job: reported under `keeper:JOB`, retried by `base.runtime.tasks`. A job of
                     many units (shards, sources) reports each unit under its own stage (`UnitFailures`)
 
 `JobContext` holds the dependencies of the jobs, `Retention` the limits they obey (`[retention]` of the configuration).
@@ -110,7 +110,7 @@ class StepBudget:
 
 
 class MaintenanceJob(abc.ABC):
-    """Work of a job. `_figures` counts it since this node began to lead the job."""
+    """Work of a job. `_figures` counts it since this process started."""
 
     _figures: msgspec.Struct | None = None
 
@@ -200,7 +200,7 @@ class JobRunner:
             await asyncio.sleep(MORE_PAUSE_S if more else job.interval_s)
 
     def _task_ended(self, name: str, error: BaseException) -> None:
-        """Record the error of a task. `keep` catches every fault, so only an intended end of the process gets here."""
+        """Record the error of a task. `run_unit` catches every fault: only an intended end of the process gets here."""
         if is_fault(error):
             self._tracker.fail(name, repr(error), now_ms=self._clock.now_ms())
 

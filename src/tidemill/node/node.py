@@ -4,7 +4,7 @@ HTTP (health and status) starts before everything else, so that a node whose sto
 other rooms start in the order of assembly.py. A client that can connect gets an answer; parts that are not ready answer
 "retry". Stop order is the reverse.
 
-Units of failure: each capture and each housekeeping task is restarted by `base.tasks.run_unit`. The node itself ends
+Units of failure: each capture and each housekeeping task is restarted by `base.runtime.tasks`. The node itself ends
 only when HTTP or its assembly cannot continue, or when another process took its name.
 """
 

@@ -74,8 +74,8 @@ class Month:
         )
         await node.start()
         if self.fault != NO_KEEPER:
-            grounds = JobContext(consensus, objects, metastore, clock, rand, Retention(collect_after_s=4.0))
-            keepers = L0GarbageCollector(grounds, quiet_s=10.0), RollupCollector(grounds)
+            context = JobContext(consensus, objects, metastore, clock, rand, Retention(collect_after_s=4.0))
+            keepers = L0GarbageCollector(context, quiet_s=10.0), RollupCollector(context)
 
             async def keep() -> None:
                 while True:

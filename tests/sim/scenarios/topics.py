@@ -147,17 +147,17 @@ class Cluster:
         consensus, objects, rand = actor.consensus(), actor.objects(), self.world.rand()
         metastore = create_metastore(consensus, objects, actor.clock, rand, holder=str(actor.life), settings=EAGER)
         retention = Retention(collect_after_s=self.world.source.choice((0.0, 0.5)), orphans_after_s=1.0)
-        grounds = JobContext(consensus, objects, metastore, actor.clock, rand, retention)
-        keeper = COLLECTORS.get(self.fault, L0GarbageCollector)(grounds, quiet_s=2.0)
-        l1 = L1GarbageCollector(grounds, registered_s=1.0)
-        levels = L1Merger(grounds, target_bytes=self.world.source.choice((300, 1 << 20)), fanout=2)
+        context = JobContext(consensus, objects, metastore, actor.clock, rand, retention)
+        keeper = COLLECTORS.get(self.fault, L0GarbageCollector)(context, quiet_s=2.0)
+        l1 = L1GarbageCollector(context, registered_s=1.0)
+        levels = L1Merger(context, target_bytes=self.world.source.choice((300, 1 << 20)), fanout=2)
         compaction = COMPACTIONS.get(self.fault, TopicCompaction)(
-            grounds,
+            context,
             no_retention_holds,
             room=self.extra.choice((1, 3, 1 << 20)),
             target_bytes=self.extra.choice((300, 1 << 20)),
         )
-        rollups = (ForgottenLog if self.fault == "forgotten-log" else RollupCollector)(grounds)
+        rollups = (ForgottenLog if self.fault == "forgotten-log" else RollupCollector)(context)
         stages = [PartitionsStage(consensus, objects, metastore, actor.clock)]
         checkpoint = Checkpointer(metastore, stages, actor.clock, holder=str(actor.life))
 

@@ -46,11 +46,11 @@ class L1World:
             self.topics._settings,
             self.topics._led,
         )
-        grounds = JobContext(
+        context = JobContext(
             self.consensus, self.objects, self.metastore, self.clock, self.rand, Retention(collect_after_s=0)
         )
-        self.levels, self.other_levels = L1Merger(grounds), L1Merger(grounds)
-        self.collecting = L1GarbageCollector(grounds, registered_s=0)
+        self.levels, self.other_levels = L1Merger(context), L1Merger(context)
+        self.collecting = L1GarbageCollector(context, registered_s=0)
         self.topic: TopicRow
 
     async def __aenter__(self) -> L1World:

@@ -35,11 +35,11 @@ class World:
             self.consensus, self.objects, self.clock, self.rand, settings=settings, holder="n/1"
         )
         self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
-        grounds = JobContext(
+        context = JobContext(
             self.consensus, self.objects, self.metastore, self.clock, self.rand, Retention(collect_after_s=60)
         )
-        self.keeper = L0GarbageCollector(grounds, quiet_s=0)
-        self.rollups = RollupCollector(grounds)
+        self.keeper = L0GarbageCollector(context, quiet_s=0)
+        self.rollups = RollupCollector(context)
         self.nodes: list[LocalTopics] = []
 
     def node(self, **settings: Any) -> LocalTopics:

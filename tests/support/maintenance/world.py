@@ -76,11 +76,11 @@ class World:
         self.rows = Rows()
         self.tracker = StatusTracker()
         metastore: Any = self.rows
-        self.grounds = JobContext(
+        self.context = JobContext(
             self.consensus(), self.objects, metastore, self.clock, self.rand, retention or Retention()
         )
-        self.upkeep = ShardUpkeep(self.grounds, self.tracker)
-        self.orphans = OrphanCollector(self.grounds)
+        self.upkeep = ShardUpkeep(self.context, self.tracker)
+        self.orphans = OrphanCollector(self.context)
         self.updates: list[Update] = []
         self.live: dict[int, bytes] = {}
 

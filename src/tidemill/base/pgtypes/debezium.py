@@ -1,5 +1,7 @@
 """Values of change events: PostgreSQL's text ⇄ JSON as Debezium writes it, one form per type. Pure.
 
+The row envelope uses the same forms. A form is fixed for existing topics: Avro schemas are registered from it.
+
 With decimal.handling.mode=string and time.precision.mode=adaptive:
 
     form           types                          JSON

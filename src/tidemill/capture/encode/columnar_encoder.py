@@ -218,8 +218,8 @@ def _encode_events(block: RowBlock, lanes: int, limit_bytes: int, keys: Any, hea
 
 
 def _encode_heads(block: RowBlock, events: EventFormat, values: Any) -> Any:
-    """Return the heads of the events' values: the row before and after (EventEncoder.head). None: the per-row functions
-    have to encode them.
+    """Return the heads of the events' values: the row before and after (EventEncoder.encode_head). None: the per-row
+    functions have to encode them.
     """
     before = pa.array(np.arange(len(block)), mask=block.kinds == INSERT)
     rows = values
@@ -320,7 +320,7 @@ def _json_texts(form: str, text: Any, data: Any, sizes: Int64s) -> tuple[str, An
 
 
 def convert_text(form: str, text: Any) -> Any | None:
-    """Convert texts like base/pgtypes/debezium.plain. None: the per-row functions have to encode them."""
+    """Convert texts like base/pgtypes/debezium.string_writer. None: the per-row functions have to encode them."""
     if form == "hex":
         return pc.utf8_slice_codeunits(text, 2) if _all_true(pc.starts_with(text, "\\x")) else None
     if form == "zoned":

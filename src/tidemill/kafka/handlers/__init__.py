@@ -1,4 +1,5 @@
-"""Handlers of all APIs: one file per API, named by its key; those that only reject are in `replica_placement`. Each
+"""Handlers of all APIs: one file per API, named by its key; those that move replicas or leaders are in
+`replica_placement`. Each
 documents which parts it omits and why.
 
 `APIS` is the whole table, and ApiVersions advertises exactly this. Version ranges follow Kafka 4.1 as far as supported.

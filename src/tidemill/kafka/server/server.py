@@ -4,7 +4,7 @@
     aclose  no new connections → sessions closed → tasks ended; `topics` completes what was reserved there
 
 The sweep closes connections whose frame is not complete in time, that read no answers, or that are idle. A fault of a
-connection ends that connection; the endpoint's own loops are supervised (base.tasks).
+connection ends that connection; the endpoint's own loops are supervised (base.runtime.tasks).
 """
 
 from __future__ import annotations

@@ -61,11 +61,11 @@ class _SourceSchedule(msgspec.Struct):
 class BindingsUpkeep(MaintenanceJob):
     """The job `bindings`."""
 
-    def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:
-        self._g = grounds
-        self._told = UnitFailures("keeper:bindings", tracker, grounds.clock)
-        self._persisted = RestoreHorizon(grounds.metastore)
-        self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
+    def __init__(self, context: JobContext, tracker: StatusTracker) -> None:
+        self._g = context
+        self._told = UnitFailures("keeper:bindings", tracker, context.clock)
+        self._persisted = RestoreHorizon(context.metastore)
+        self._logs = ChangedLogs(context.consensus, LOG_PREFIX)
         self._tended: dict[str, _SourceSchedule] = {}
         """Sources with bindings to forget, now or later."""
         self._forgotten = 0

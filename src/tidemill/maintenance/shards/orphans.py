@@ -33,9 +33,9 @@ LISTING_BATCH = 20_000
 class OrphanCollector(MaintenanceJob):
     """The job `orphans`."""
 
-    def __init__(self, grounds: JobContext) -> None:
-        self._g = grounds
-        self._persisted = RestoreHorizon(grounds.metastore)
+    def __init__(self, context: JobContext) -> None:
+        self._g = context
+        self._persisted = RestoreHorizon(context.metastore)
         self._after = ""
         self._gone: dict[str, tuple[float, list[int]]] = {}
         """Shard id without register and rows → when that was first seen, by the monotonic clock, and what was not

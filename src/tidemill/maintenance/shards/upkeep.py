@@ -55,7 +55,7 @@ class _ShardSchedule(msgspec.Struct):
 
 
 class UpkeepCounters(msgspec.Struct):
-    """Counters since this node began to lead the job."""
+    """Counters since this process started."""
 
     merges: int = 0
     rows_in: int = 0
@@ -68,10 +68,10 @@ class UpkeepCounters(msgspec.Struct):
 class ShardUpkeep(MaintenanceJob):
     """The job `shards`."""
 
-    def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:
-        self._g = grounds
-        self._told = UnitFailures("keeper:shards", tracker, grounds.clock)
-        self._persisted = RestoreHorizon(grounds.metastore)
+    def __init__(self, context: JobContext, tracker: StatusTracker) -> None:
+        self._g = context
+        self._told = UnitFailures("keeper:shards", tracker, context.clock)
+        self._persisted = RestoreHorizon(context.metastore)
         self._tended: dict[str, _ShardSchedule] = {}
         """Shard id → its handle."""
         self._figures: UpkeepCounters = UpkeepCounters()

@@ -44,7 +44,7 @@ Place = tuple[str, int]
 
 
 class CompactionCounters(msgspec.Struct):
-    """Counters since this node began to lead the job."""
+    """Counters since this process started."""
 
     passes: int = 0
     written_bytes: int = 0
@@ -67,18 +67,18 @@ class TopicCompaction(MaintenanceJob):
 
     def __init__(
         self,
-        grounds: JobContext,
+        context: JobContext,
         holds: RetentionHolds,
         *,
         room: int = KEYS_PER_PASS,
         target_bytes: int = L1_OBJECT_BYTES,
     ) -> None:
-        self._g = grounds
+        self._g = context
         self._holds = holds
         self._room = room
         self._target_bytes = target_bytes
-        self._rows = ExtentStore(grounds.metastore, grounds.clock, grounds.rand)
-        self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
+        self._rows = ExtentStore(context.metastore, context.clock, context.rand)
+        self._reader = L1Reader(self._rows, context.objects, cache_bytes=0)
         self._pass: CompactionPass | None = None
         self._looked: dict[Place, tuple[L1PartitionRow, TopicConfig, int]] = {}
         """Partition → its row and config when nothing was to be done, and until when that stays true while they do

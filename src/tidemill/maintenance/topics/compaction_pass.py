@@ -64,20 +64,20 @@ class CompactionPass:
     """Pass over one partition. Call `step` until it returns False."""
 
     def __init__(
-        self, grounds: JobContext, reader: L1Reader, bounds: Bounds, *, room: int, target_bytes: int,
+        self, context: JobContext, reader: L1Reader, bounds: Bounds, *, room: int, target_bytes: int,
         captured: bool = False,
     ) -> None:  # fmt: skip
         """Initialise. `room` is the number of keys in the map, `target_bytes` the size of an object, which is held
         while it is built. `captured` is set for the topic of a captured table (clean.Pass)."""
         self._captured = captured
-        self._g = grounds
+        self._g = context
         self._reader = reader
         self._rows = reader.rows
         self._bounds = bounds
         self._target_bytes = target_bytes
         self.topic_id, self.partition = bounds.cleaned.topic_id, bounds.cleaned.partition
         self._keys = KeyMap(room)
-        self._hash = KeyHash(grounds.rand.nonce().encode())
+        self._hash = KeyHash(context.rand.nonce().encode())
         self._end: int | None = None
         """End of the map, once it is built."""
         self._at = bounds.cleaned.cleaned

@@ -26,8 +26,8 @@ ROWS_PER_READ = 5_000
 class GroupOffsetsExpiry(MaintenanceJob):
     """The job `group-offsets`."""
 
-    def __init__(self, grounds: JobContext) -> None:
-        self._g = grounds
+    def __init__(self, context: JobContext) -> None:
+        self._g = context
         self._dropped = self._expired = self._forgotten = 0
         self._after = ""
         """Group at which the last step ended."""

@@ -76,7 +76,7 @@ class _WriterProgress(msgspec.Struct):
 
 
 class L0GarbageCounters(msgspec.Struct):
-    """Counters since this node began to lead the job. `waiting` is garbage that may not be deleted yet; `strange`
+    """Counters since this process started. `waiting` is garbage that may not be deleted yet; `strange`
     counts objects that are no L0 objects."""
 
     deleted_objects: int = 0
@@ -89,11 +89,11 @@ class L0GarbageCounters(msgspec.Struct):
 class L0GarbageCollector(MaintenanceJob):
     """The job `topic-objects`."""
 
-    def __init__(self, grounds: JobContext, *, quiet_s: float = IDLE_INTERVAL_S) -> None:
-        self._g = grounds
+    def __init__(self, context: JobContext, *, quiet_s: float = IDLE_INTERVAL_S) -> None:
+        self._g = context
         self._quiet_s = quiet_s
-        self._persisted = RestoreHorizon(grounds.metastore)
-        self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
+        self._persisted = RestoreHorizon(context.metastore)
+        self._logs = ChangedLogs(context.consensus, LOG_PREFIX)
         self._states: dict[Place, PartitionState] = {}
         """State of every existing partition."""
         self._garbage: dict[str, _GarbageObject] = {}

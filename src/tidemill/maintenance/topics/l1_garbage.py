@@ -35,7 +35,7 @@ LISTING_BATCH = 20_000
 
 
 class L1GarbageCounters(msgspec.Struct):
-    """Counters since this node began to lead the job. `waiting` is what may not be deleted yet; `strange` counts
+    """Counters since this process started. `waiting` is what may not be deleted yet; `strange` counts
     objects that lost more than they held."""
 
     deleted_objects: int = 0
@@ -50,11 +50,11 @@ class L1GarbageCounters(msgspec.Struct):
 class L1GarbageCollector(MaintenanceJob):
     """The job `topic-l1`."""
 
-    def __init__(self, grounds: JobContext, *, registered_s: float = REGISTRATION_TIMEOUT_S) -> None:
-        self._g = grounds
+    def __init__(self, context: JobContext, *, registered_s: float = REGISTRATION_TIMEOUT_S) -> None:
+        self._g = context
         self._registered_s = registered_s
-        self._persisted = RestoreHorizon(grounds.metastore)
-        self._rows = ExtentStore(grounds.metastore, grounds.clock, grounds.rand)
+        self._persisted = RestoreHorizon(context.metastore)
+        self._rows = ExtentStore(context.metastore, context.clock, context.rand)
         self._seen: dict[bytes, tuple[L1ObjectRow, float]] = {}
         """Rows that may be deleted → their contents, and since when they have them."""
         self._gone: dict[str, tuple[float, list[int]]] = {}

@@ -30,7 +30,7 @@ EXTENTS_PER_COMMIT = 5_000
 
 
 class L1MergeCounters(msgspec.Struct):
-    """Counters since this node began to lead the job."""
+    """Counters since this process started."""
 
     objects: int = 0
     merged_extents: int = 0
@@ -41,12 +41,12 @@ class L1MergeCounters(msgspec.Struct):
 class L1Merger(MaintenanceJob):
     """The job `topic-l1-levels`."""
 
-    def __init__(self, grounds: JobContext, *, target_bytes: int = L1_OBJECT_BYTES, fanout: int = FANOUT) -> None:
-        self._g = grounds
+    def __init__(self, context: JobContext, *, target_bytes: int = L1_OBJECT_BYTES, fanout: int = FANOUT) -> None:
+        self._g = context
         self._fanout = fanout
         self._target_bytes = target_bytes
-        self._rows = ExtentStore(grounds.metastore, grounds.clock, grounds.rand)
-        self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
+        self._rows = ExtentStore(context.metastore, context.clock, context.rand)
+        self._reader = L1Reader(self._rows, context.objects, cache_bytes=0)
         self._looked: dict[tuple[str, int], int] = {}
         """Partition → its number of extents when no run was found in it."""
         self._figures: L1MergeCounters = L1MergeCounters()

@@ -35,9 +35,9 @@ PREFIX = "rollup/topic/"
 class RollupCollector(MaintenanceJob):
     """The job `topic-rollups`."""
 
-    def __init__(self, grounds: JobContext) -> None:
-        self._g = grounds
-        self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
+    def __init__(self, context: JobContext) -> None:
+        self._g = context
+        self._logs = ChangedLogs(context.consensus, LOG_PREFIX)
         self._written: defaultdict[str, set[int]] = defaultdict(set)
         """Topic id → its partitions whose logs hold records."""
         self._deleted = self._ended = self._truncated = 0

@@ -62,22 +62,22 @@ FAILURE_CONFIRMED_AFTER_S = 2.0
 class Domain(DomainReads):
     """One domain. Created by `factory`. Every method may raise UnavailableError, ClosedError, Corrupt."""
 
-    def __init__(self, grounds: DomainContext, own_earlier_life: Callable[[str], bool]) -> None:
-        self.marks = grounds.tracker
-        self._grounds = grounds
-        self._settings = grounds.settings
+    def __init__(self, context: DomainContext, own_earlier_life: Callable[[str], bool]) -> None:
+        self.marks = context.tracker
+        self._context = context
+        self._settings = context.settings
         self._own_earlier_life = own_earlier_life
         self._log: StateLog[DomainState] = StateLog(
-            grounds.consensus,
-            grounds.log,
+            context.consensus,
+            context.log,
             StateMachine(DomainState, apply, encode_state_yielding, decode_state_yielding),
-            grounds.rand,
+            context.rand,
         )
-        super().__init__(grounds.name, Follower(grounds, self._log))
+        super().__init__(context.name, Follower(context, self._log))
         self._requester = ForwardingClient(
-            grounds.consensus, grounds.clock, grounds.rand, grounds.name, grounds.settings.request_timeout_s
+            context.consensus, context.clock, context.rand, context.name, context.settings.request_timeout_s
         )
-        self._barrier = Barrier(self._run_barrier_round, f"sync {grounds.log}", self._task_failed)
+        self._barrier = Barrier(self._run_barrier_round, f"sync {context.log}", self._task_failed)
         self._competing = False
         self._busy = False
         self._closing = False
@@ -111,7 +111,7 @@ class Domain(DomainReads):
         `holder` names this process in the lease; a nonce makes it unique. `own_earlier_life(holder)`: see
         `consensus.leading.lead`. The caller keeps ownership of consensus, objects and merger.
         """
-        grounds = DomainContext(
+        context = DomainContext(
             name,
             consensus,
             objects,
@@ -122,9 +122,9 @@ class Domain(DomainReads):
             tracker or StatusTracker(),
             merger,
         )
-        domain = cls(grounds, own_earlier_life)
+        domain = cls(context, own_earlier_life)
         await domain._log.catch_up()
-        domain._tasks.spawn(domain._follow_log(), name=f"follow {grounds.log}")
+        domain._tasks.spawn(domain._follow_log(), name=f"follow {context.log}")
         if domain._settings.lead:
             domain._start_competing()
         return domain
@@ -299,21 +299,21 @@ class Domain(DomainReads):
     def _start_competing(self) -> None:
         if not self._competing:
             self._competing = True
-            self._tasks.spawn(self._compete_for_lease(), name=f"lead {self._grounds.log}")
+            self._tasks.spawn(self._compete_for_lease(), name=f"lead {self._context.log}")
 
     def _wants_lease(self) -> bool:
         return self._settings.lead or self._requester.has_waiting_callers
 
     async def _compete_for_lease(self) -> None:
         """Try for the lease repeatedly; each time it is acquired, `_lead_term` runs once."""
-        grounds, pause_s = self._grounds, RETRY_FIRST_S
+        context, pause_s = self._context, RETRY_FIRST_S
         try:
             while self._wants_lease():
                 try:
                     await run_while_leading(
-                        grounds.consensus,
-                        grounds.log,
-                        grounds.holder,
+                        context.consensus,
+                        context.log,
+                        context.holder,
                         b"",
                         self._lead_term,
                         own_earlier_life=self._own_earlier_life,
@@ -327,20 +327,20 @@ class Domain(DomainReads):
                         raise
                     self._record_failure(error)
                     _log.warning("could not lead", domain=self.name, cause=error.message)
-                await asyncio.sleep(grounds.rand.uniform(pause_s / 2, pause_s))
+                await asyncio.sleep(context.rand.uniform(pause_s / 2, pause_s))
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
         finally:
             self._competing = False
 
     async def _lead_term(self, lease: Lease) -> None:
         """Run one term, from opening the database to stepping down, while the lease is held."""
-        grounds = self._grounds
-        leader = await Leader.open(grounds, self._log, lease.term)
+        context = self._context
+        leader = await Leader.open(context, self._log, lease.term)
         try:
-            serving = ForwardingServer(grounds.consensus, grounds.clock, grounds.rand, self.name, self._log, leader)
-            leader.run_task(serving.run(), name=f"serve {grounds.log}")
+            serving = ForwardingServer(context.consensus, context.clock, context.rand, self.name, self._log, leader)
+            leader.run_task(serving.run(), name=f"serve {context.log}")
             if not self._settings.lead:
-                leader.run_task(self._step_down_when_idle(leader, serving), name=f"linger {grounds.log}")
+                leader.run_task(self._step_down_when_idle(leader, serving), name=f"linger {context.log}")
             self._leader, self.failed = leader, None
             self._turned.set()
             await self._follower.release()
@@ -372,7 +372,7 @@ class Domain(DomainReads):
         FAILURE_VALID_S without another failure a different process leads."""
         if self._closed is not None:
             return self._closed.message
-        if self.failed is None or self._grounds.clock.monotonic_s() - self._failed_s > FAILURE_VALID_S:
+        if self.failed is None or self._context.clock.monotonic_s() - self._failed_s > FAILURE_VALID_S:
             return ""
         if self._failed_s - self._failing_s < FAILURE_CONFIRMED_AFTER_S:
             return ""
@@ -382,7 +382,7 @@ class Domain(DomainReads):
         await self._ended.wait()
 
     def _record_failure(self, error: TidemillError, *, following: bool = False) -> None:
-        now_s = self._grounds.clock.monotonic_s()
+        now_s = self._context.clock.monotonic_s()
         if self.failed is None or now_s - self._failed_s > FAILURE_VALID_S:
             self._failing_s = now_s
         self.failed, self._failed_s, self._cannot_follow = error, now_s, following
@@ -408,10 +408,10 @@ class Domain(DomainReads):
 
     async def _release_lease(self) -> None:
         """Release this process's lease, including one whose acquisition was interrupted."""
-        grounds = self._grounds
-        for lease in await grounds.consensus.leases(grounds.log):
-            if lease.name == grounds.log and lease.holder == grounds.holder and lease.live:
-                await grounds.consensus.release(lease.name, lease.holder, lease.term)
+        context = self._context
+        for lease in await context.consensus.leases(context.log):
+            if lease.name == context.log and lease.holder == context.holder and lease.live:
+                await context.consensus.release(lease.name, lease.holder, lease.term)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         _log.error("a task of the domain failed", domain=self.name, task=name, cause=str(error))

@@ -26,8 +26,8 @@ class Follower:
     """The follower's database. Opened by the first `advance`, and again after `release` or when the domain's uuid
     changed."""
 
-    def __init__(self, grounds: DomainContext, log: StateLog[DomainState]) -> None:
-        self._grounds = grounds
+    def __init__(self, context: DomainContext, log: StateLog[DomainState]) -> None:
+        self._context = context
         self._log = log
         self._lock = asyncio.Lock()
         self._domain_uuid = ""
@@ -69,16 +69,16 @@ class Follower:
             await database.aclose()
 
     async def _open(self, domain_uuid: str) -> Database:
-        grounds = self._grounds
+        context = self._context
         database = await Database.open(
-            grounds.files(domain_uuid),
+            context.files(domain_uuid),
             FollowedManifests(self._log, domain_uuid),
             DatabaseContext(
                 domain_uuid=domain_uuid,
                 epoch=0,
-                options=grounds.settings.options,
-                clock=grounds.clock,
-                rand=grounds.rand,
+                options=context.settings.options,
+                clock=context.clock,
+                rand=context.rand,
                 follower=True,
             ),
         )

@@ -49,10 +49,10 @@ REPLAY_ROWS = 2_000
 class Leader:
     """Leader in one term: await `run`, which `step_down` ends, then `aclose`."""
 
-    def __init__(self, grounds: DomainContext, log: StateLog[DomainState], term: int) -> None:
+    def __init__(self, context: DomainContext, log: StateLog[DomainState], term: int) -> None:
         self.term = term
-        self._grounds = grounds
-        self._settings = grounds.settings
+        self._context = context
+        self._settings = context.settings
         self._log = log
         self._domain_uuid = log.state.domain_uuid
         self._ended: asyncio.Future[TidemillError] = asyncio.get_running_loop().create_future()
@@ -65,41 +65,41 @@ class Leader:
         self._fed_seqno = 0
 
     @classmethod
-    async def open(cls, grounds: DomainContext, log: StateLog[DomainState], term: int) -> Leader:
+    async def open(cls, context: DomainContext, log: StateLog[DomainState], term: int) -> Leader:
         """Open the database as the log describes it when this term fences it. Raises FencedError (a newer term exists),
         UnavailableError, UnknownOutcomeError, Corrupt, InvalidError (a newer format)."""
         state = await log.lead(term)
         if not state.domain_uuid:
-            await _assign_uuid(grounds, log)
-        leader = cls(grounds, log, term)
+            await _assign_uuid(context, log)
+        leader = cls(context, log, term)
         await leader._open()
         return leader
 
     async def _open(self) -> None:
-        grounds, state, uuid = self._grounds, self._log.state, self._domain_uuid
+        context, state, uuid = self._context, self._log.state, self._domain_uuid
         await self._check_epoch(state.epoch(self.term))
         manifests = ReplicatedManifests(
             self._log,
-            grounds.bucket(uuid),
+            context.bucket(uuid),
             domain_uuid=uuid,
             term=self.term,
             persisted=self._on_persisted,
             failed=self.step_down,
         )
         self.database = await Database.open(
-            grounds.files(uuid),
+            context.files(uuid),
             manifests,
             DatabaseContext(
                 domain_uuid=uuid,
                 epoch=state.epoch(self.term),
                 options=self._settings.options,
-                clock=grounds.clock,
-                rand=grounds.rand,
-                merger=grounds.merger,
+                clock=context.clock,
+                rand=context.rand,
+                merger=context.merger,
             ),
         )
         self._fed_seqno = self.database.max_persisted_seqno
-        self._persistence = PersistLoop(grounds, self.database, self.step_down)
+        self._persistence = PersistLoop(context, self.database, self.step_down)
         self.writing = WritePath(
             self._log,
             self.database,
@@ -116,11 +116,11 @@ class Leader:
 
     async def _check_epoch(self, epoch: int) -> None:
         """Check that the bucket has no manifest of this epoch or a later one. Raises FencedError, UnavailableError."""
-        newest = await self._grounds.bucket(self._domain_uuid).newest(ANY_EPOCH)
+        newest = await self._context.bucket(self._domain_uuid).newest(ANY_EPOCH)
         if newest is not None and newest.epoch >= epoch:
             raise FencedError(
                 "the bucket has a manifest of this epoch or a newer one, because consensus lost terms:"
-                f" domain={self._grounds.name} epoch={epoch} manifest={newest.key}.",
+                f" domain={self._context.name} epoch={epoch} manifest={newest.key}.",
                 current=newest.epoch,
                 fix="Lead in a later term.",
             )
@@ -169,7 +169,7 @@ class Leader:
         """Check with consensus that this term is still the newest. Raises FencedError unless it was so after the call.
         Then the database holds everything that was durable at the call."""
         self._check_leading()
-        head = await self._grounds.consensus.log_head(self._log.log)
+        head = await self._context.consensus.log_head(self._log.log)
         if head.term != self.term:
             self.step_down(FencedError(f"a newer term exists: term={self.term} newer={head.term}.", current=head))
         elif head.next > self._log.position:
@@ -214,9 +214,9 @@ class Leader:
 
     async def run(self) -> TidemillError:
         """Lead until the term has ended; return the reason."""
-        self._tasks.spawn(self._persistence.run(), name=f"persist {self._grounds.log}")
-        self._tasks.spawn(self._rollup_loop(), name=f"tidy {self._grounds.log}")
-        self._tasks.spawn(self._status_loop(), name=f"mark {self._grounds.log}")
+        self._tasks.spawn(self._persistence.run(), name=f"persist {self._context.log}")
+        self._tasks.spawn(self._rollup_loop(), name=f"tidy {self._context.log}")
+        self._tasks.spawn(self._status_loop(), name=f"mark {self._context.log}")
         return await self.wait_until_ended()
 
     async def wait_until_ended(self) -> TidemillError:
@@ -236,15 +236,15 @@ class Leader:
         if self._ended.done():
             return
         tell = _log.info if isinstance(error, ClosedError) else _log.warning
-        tell("stepping down", domain=self._grounds.name, term=self.term, cause=error.message)
+        tell("stepping down", domain=self._context.name, term=self.term, cause=error.message)
         self._ended.set_result(error)
         self.writing.stop(self._ended_error())
 
     async def aclose(self) -> None:
         """Stop everything without a flush. Pending groups still get their outcome."""
-        self.step_down(ClosedError(f"the leader is closed: domain={self._grounds.name} term={self.term}."))
+        self.step_down(ClosedError(f"the leader is closed: domain={self._context.name} term={self.term}."))
         self._closed = True
-        self._grounds.tracker.remove(self._stage_name)
+        self._context.tracker.remove(self._stage_name)
         await self._tasks.aclose()
         await self.database.aclose()
 
@@ -255,7 +255,7 @@ class Leader:
     def _ended_error(self) -> FencedError:
         cause = self._ended.result()
         return FencedError(
-            f"this process no longer leads the domain: domain={self._grounds.name} term={self.term} "
+            f"this process no longer leads the domain: domain={self._context.name} term={self.term} "
             f"cause={cause.message!r}.",
             fix="Retry; another leader is elected within the lease time.",
         )
@@ -287,7 +287,7 @@ class Leader:
                 await self._log.rollup()
             except (UnavailableError, UnknownOutcomeError, InvalidError) as error:
                 # Invalid: the state is larger than one append. It shrinks with the next manifest.
-                _log.warning("rollup failed", domain=self._grounds.name, cause=error.message)
+                _log.warning("rollup failed", domain=self._context.name, cause=error.message)
             except TidemillError as error:
                 self.step_down(error)
                 return
@@ -296,7 +296,7 @@ class Leader:
 
     @property
     def _stage_name(self) -> str:
-        return f"metastore:{self._grounds.name}"
+        return f"metastore:{self._context.name}"
 
     async def _status_loop(self) -> None:
         while True:
@@ -322,11 +322,11 @@ class Leader:
             reason = f"the bucket accepts no files: {trouble}"
         elif persisted < applied:
             reason = f"rows to seqno {applied} are persisted within {self._settings.persist_interval_s:g} s"
-        self._grounds.tracker.set(
+        self._context.tracker.set(
             self._stage_name,
             persisted,
             applied if late else persisted,
-            now_ms=self._grounds.clock.now_ms(),
+            now_ms=self._context.clock.now_ms(),
             held_by="objects" if trouble else "",
             reason=reason,
             budget_ms=int((self._settings.persist_interval_s + self._settings.flush_timeout_s) * 1000),
@@ -334,9 +334,9 @@ class Leader:
         )
 
 
-async def _assign_uuid(grounds: DomainContext, log: StateLog[DomainState]) -> None:
+async def _assign_uuid(context: DomainContext, log: StateLog[DomainState]) -> None:
     """Give the domain a uuid, unless another process did."""
-    command = SetDomainUuid(grounds.rand.uuid())
+    command = SetDomainUuid(context.rand.uuid())
     try:
         await log.propose(encode_command(command), check=command.check)
     except ConflictError:

@@ -1,4 +1,4 @@
-"""The flush trigger of a leader: when a domain's volatile rows are written to the bucket, and whether that works.
+"""The persist trigger of a leader: when a domain's volatile rows are written to the bucket, and whether that works.
 
     applied ──▶ its age is recorded ──▶ flushed when the oldest row is a persist interval old, or the buffer is full
 
@@ -33,13 +33,13 @@ AGE_RESOLUTION = 16
 
 
 class PersistLoop:
-    """Flush trigger of one term. `failed` ends the term."""
+    """Persist trigger of one term. `failed` ends the term."""
 
-    def __init__(self, grounds: DomainContext, database: Database, failed: Callable[[TidemillError], None]) -> None:
+    def __init__(self, context: DomainContext, database: Database, failed: Callable[[TidemillError], None]) -> None:
         self.trouble = ""
         """Error of the last flush, if the bucket accepted no files; else ""."""
-        self._grounds = grounds
-        self._interval_s = grounds.settings.persist_interval_s
+        self._context = context
+        self._interval_s = context.settings.persist_interval_s
         self._database = database
         self._failed = failed
         self._flush_now = asyncio.Event()
@@ -57,10 +57,10 @@ class PersistLoop:
             await self._wait_until_flush_due()
             self._flush_now.clear()
             try:
-                await self._database.flush(self._grounds.settings.flush_timeout_s)
+                await self._database.flush(self._context.settings.flush_timeout_s)
             except UnavailableError as error:
                 self.trouble = error.message
-                _log.warning("persisting failed", domain=self._grounds.name, cause=error.message)
+                _log.warning("persisting failed", domain=self._context.name, cause=error.message)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
                 self._flush_now.set()
@@ -76,7 +76,7 @@ class PersistLoop:
 
     def record_age(self, first_seqno: int) -> None:
         """Record that rows from `first_seqno` on were applied now, to know the age of the oldest unpersisted row."""
-        now_s = self._grounds.clock.monotonic_s()
+        now_s = self._context.clock.monotonic_s()
         if not self._ages or now_s - self._ages[-1][0] > self._interval_s / AGE_RESOLUTION:
             self._ages.append((now_s, first_seqno))
 
@@ -85,14 +85,14 @@ class PersistLoop:
         self._drop_persisted_ages()
         if not self._ages:
             return False
-        return self._grounds.clock.monotonic_s() - self._ages[0][0] > self._interval_s + OVERDUE_S
+        return self._context.clock.monotonic_s() - self._ages[0][0] > self._interval_s + OVERDUE_S
 
     async def _wait_until_flush_due(self) -> None:
         while True:
             self._drop_persisted_ages()
             left_s = self._interval_s
             if self._ages:
-                left_s += self._ages[0][0] - self._grounds.clock.monotonic_s()
+                left_s += self._ages[0][0] - self._context.clock.monotonic_s()
                 if left_s < TIMER_STEP_S:
                     return
             try:

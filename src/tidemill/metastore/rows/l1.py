@@ -1,7 +1,7 @@
 """Rows of L1 (RFC 0005): extents of partitions, leader epochs, and the objects that hold them.
 
 Unlike the rows of `partitions` and `extents`, which copy the state of partition logs, these rows are the source of
-truth. All rows of a topic are in one domain with those copies; `topics.l1.rules` defines how they change.
+truth. All rows of a topic are in one domain with those copies; `topics.l1.row_transitions` defines how they change.
 
 l1 partition  13 | topic_id text | partition u32
               start, next, size_bytes, extent_count, compaction_epoch, highest_timestamp_ms

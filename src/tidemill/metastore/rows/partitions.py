@@ -41,7 +41,7 @@ class PartitionRow(msgspec.Struct, frozen=True):
     next_offset     the high watermark as of this row
     leader_term     newest term that placed a batch
     log_position    next position of the partition's fenced log as of this row
-    last_at_ms      newest proposer time seen
+    last_at_ms      time of the newest append: of batches, or of an advance (retention, settling)
     reconciled      everything below it is in L1: extent rows hold the offsets from there on
     aborted_start   no row lists a transaction that was aborted wholly below it: compaction has removed its records
     """

@@ -290,7 +290,7 @@ class TreeCompiler:
             raise WhereError(f"{_location(node)}function {'.'.join(names)} is not supported in a where clause.")
         if name == "concat" and any(each.WhichOneof("node") == "param_ref" for each in node.args):
             raise WhereError(f"{_location(node)}a parameter of concat has no type.", fix="Cast it to text.")
-        self.may_fail = True  # the result may be too long
+        self.may_fail = True  # not examined for each function: some results may be too long
         return function(name, [self.visit(each, depth) for each in node.args], _location(node))
 
     def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
@@ -348,7 +348,7 @@ class TreeCompiler:
         if name in array_comparison.SET_OPERATORS:
             return array_comparison.compile_set_operator(name, left, right, location)
         if name == "||":
-            self.may_fail = True  # the result may be too long
+            self.may_fail = True  # not examined for each function: some results may be too long
             if left.type.array or right.type.array:
                 return array_functions.compile_concatenation(left, right, location)
             return strings.compile_concatenation(left, right, location)

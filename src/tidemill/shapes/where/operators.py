@@ -1,4 +1,5 @@
 """Comparison, logic, IN, ANY and ALL on typed expressions. All functions check types as PostgreSQL does.
+Other operators are in `functions`; `compiler._compile_binary` selects them by name.
 
 The order of text depends on a collation that is not available here. So `<` and the like on text require code-point
 order: a column whose collation is C, or an explicit COLLATE "C".

@@ -1,5 +1,5 @@
-"""Conversion of PostgreSQL's types and text output to shard columns and Arrow arrays. Pure; the only place of this
-mapping.
+"""Conversion of PostgreSQL's types and text output to shard columns and Arrow arrays. Pure. The casts
+of `cli/verify/canonical_values` and the defaults of `schema_evolution` must agree with this mapping.
 
     smallint integer bigint      int16 int32 int64        oid                 int64
     boolean                      bool                     bytea               binary ('hex' output)

@@ -236,7 +236,7 @@ class AvroReader:
 
 
 def locate_rows(columns: RecordColumns, places: Places, version: AvroVersion) -> tuple[Places, Places, Places, Places]:
-    """Locate the rows in events; see events.found_in."""
+    """Locate the rows in events; see events.locate_rows."""
     if not len(places):
         return places, places, places, places
     at = columns.value_at[places]

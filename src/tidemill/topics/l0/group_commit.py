@@ -11,8 +11,8 @@ idempotent producer sends a partition's next batch only after the previous one w
   however long a busy disk delays that. No batch waits longer than GATHER_MAX_S for others.
 - Spread: while uploads run, the next one starts after a fraction of a typical upload's time, so that several are spread
   evenly over it, but not within SPREAD_MIN_S. If uploads are that short, wait for their end.
-- Size: a group of GATHER_BYTES does not gather, and a full object does not wait at all. `linger_s` replaces all this by
-  a timer.
+- Size: a group of GATHER_BYTES does not gather, and a full object does not wait at all. `linger_s` replaces gathering
+  and spreading by a timer; a full object does not wait for it.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class L0Writer:
         self._uploads: dict[str, Upload] = {}
         self._next_number = 0
         self._uploading_bytes = 0
-        self._rhythm = GroupCommitPolicy(settings)
+        self._group_commit = GroupCommitPolicy(settings)
         """Uses the event loop's time, as its timers do."""
         self._first_s = 0.0
         self._expired: deque[StagedBatch] = deque()
@@ -127,7 +127,7 @@ class L0Writer:
         now_s = asyncio.get_running_loop().time()
         if not self._pending:
             self._first_s = now_s
-        self._rhythm.batch_arrived(now_s, _line_key(item))
+        self._group_commit.batch_arrived(now_s, _line_key(item))
         self._pending.append(item)
         self._pending_bytes += item.size_bytes
         self._schedule()
@@ -136,7 +136,11 @@ class L0Writer:
         """Record that the batch has its result. A plain call: its sender may send the next batch now."""
         loop = asyncio.get_running_loop()
         timer = self._flush_due
-        if self._rhythm.batch_answered(loop.time(), _line_key(item)) and timer is not None and not self._flush_now:
+        if (
+            self._group_commit.batch_answered(loop.time(), _line_key(item))
+            and timer is not None
+            and not self._flush_now
+        ):
             timer.cancel()
             self._flush_due = None
             self._schedule()
@@ -160,7 +164,7 @@ class L0Writer:
         self._flush_due = loop.call_soon(self._flush) if self._flush_now else loop.call_later(delay_s, self._on_timer)
 
     def _delay_s(self) -> float:
-        return self._rhythm.delay_s(
+        return self._group_commit.delay_s(
             asyncio.get_running_loop().time(),
             waiting_bytes=self._pending_bytes,
             first_s=self._first_s,
@@ -243,7 +247,7 @@ class L0Writer:
         upload = Upload(key, self._clock.now_ms(), data, deque((item, places[id(item)]) for item in items))
         self._uploads[key] = upload
         self._uploading_bytes += len(data)
-        self._rhythm.upload_started(asyncio.get_running_loop().time())
+        self._group_commit.upload_started(asyncio.get_running_loop().time())
         self._tasks.spawn(self._upload(upload), name=f"l0-upload {key}")
 
     async def _upload(self, upload: Upload) -> None:
@@ -272,7 +276,7 @@ class L0Writer:
                 f"the upload of an L0 object failed unexpectedly: key={upload.key} cause={fault!r}.", fix="Retry."
             )
         now_s = loop.time()
-        self._rhythm.upload_ended(now_s, now_s - begun_s, self._lines_to_await(upload) if error is None else ())
+        self._group_commit.upload_ended(now_s, now_s - begun_s, self._lines_to_await(upload) if error is None else ())
         await self._notify_members(upload, error)
 
     def _lines_to_await(self, upload: Upload) -> set[Hashable]:

@@ -56,7 +56,7 @@ class PartitionState:
     reconciled      offsets below it are in L1, or below the log start; their batches are not in this state
     high_watermark  next Kafka offset; everything below is durable
     terms           (term, first offset placed in it), ascending: Kafka's leader epochs
-    last_at_ms      newest time of a proposer; the only clock of this state
+    last_at_ms      time of the newest append, by its proposer; the only clock of this state
     transactions    producer id → its open transaction, in the order in which they began
     aborted         aborted transactions that still have readable records
     aborted_start   compaction has removed all records of transactions that were aborted wholly below it
