@@ -150,7 +150,12 @@ def test_f490_a_paused_table_names_the_publication_that_blocks_it_now(postgres_d
             row = await objected(world, "t", "publication=other_2")
             assert row.state == "parked" and row.again_ms and "other_1" not in f"{row.reason} {row.fix}"
             assert "re-snapshotted automatically" in row.fix and row.reason.count("parked_at=") == 1
-            assert "publication=other_2" in world.tracker.failure(f"table:{world.name}/public.t").error
+
+            def reported() -> bool:  # after the row, which is stored first
+                failure = world.tracker.failure(f"table:{world.name}/public.t")
+                return failure is not None and "publication=other_2" in failure.error
+
+            await until(reported, "the status names the present blocker")
             await world.sql("DROP PUBLICATION other_2")
             await world.flowing("t")
             await exact(world, "t")
