@@ -125,7 +125,7 @@ async def _measure(service: ShapeService, count: int, changes: int) -> dict[str,
     resident = resident_bytes()
     await asyncio.sleep(1.5)
     began_s = time.perf_counter()
-    service._housekeep()
+    service._housekeeping.run_once()
     house_s = time.perf_counter() - began_s
     found = {PER_TRANSACTION: 0.0, 1: 0.0}
     cpu_us = {}
@@ -146,7 +146,7 @@ async def _measure(service: ShapeService, count: int, changes: int) -> dict[str,
         await until(lambda: stream.confirmed >= sink.taken)
         durable_s = time.perf_counter() - began_s
     items = 0
-    for shape in service._by_handle.values():
+    for shape in service._live.all():
         offset = BEFORE_ALL
         while True:
             chunk = await shape.log.fetch(offset)

@@ -151,8 +151,10 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 
 
-async def run_supervised(name: str, body: Callable[[], Awaitable[None]], told: Callable[[str], None]) -> None:
+async def run_supervised(name: str, body: Callable[[], Awaitable[None]], report: Callable[[str], None]) -> None:
     """Run `body` forever. Every error, of any type, is passed to the callback as a sentence before the pause."""
     now_s, restarts = asyncio.get_running_loop().time, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-    attempts = RetryState(name, lambda error, parked: told(f"{name} failed: {error}"), now_s, restarts, may_park=False)
+    attempts = RetryState(
+        name, lambda error, parked: report(f"{name} failed: {error}"), now_s, restarts, may_park=False
+    )
     await run_with_retries(body, attempts)

@@ -33,6 +33,8 @@ class Housekeeping:
         self._clock = clock
 
     async def run(self) -> None:
+        """Run until cancelled. A process without shapes does nothing, and publishes no stage status of shapes."""
+        await self._live.has_begun.wait()
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self.run_once()

@@ -63,6 +63,8 @@ class LiveShapes:
         self.over_shards: dict[LiveShape, None] = {}
         self.counts: dict[str, int] = {}
         """Number of live shapes per stage status."""
+        self.has_begun = asyncio.Event()
+        """A first shape was added."""
         self.has_ended_shapes = False
         """Shapes have ended since the catalog entries of uncaptured tables were last removed."""
         self.eviction = IdleEviction(settings, clock, self.by_handle, self.end)
@@ -132,6 +134,7 @@ class LiveShapes:
         return shape
 
     def _add(self, shape: LiveShape, build: Build, now_s: float) -> None:
+        self.has_begun.set()
         shape.started_s = shape.used_s = now_s
         self.by_handle[shape.handle] = shape
         self.loading[shape] = None

@@ -238,8 +238,8 @@ class IdentityStore(Protocol):
 
 
 class PublishRequest(msgspec.Struct, frozen=True):
-    """Tables to publish, and the oids of those that already are. `settle`: oids of tables that are about to be copied
-    although they are already published. `attempts`: for each lock.
+    """Tables to publish, and the oids of published tables. `settle`: oids of published tables whose copy is about to
+    begin. `attempts`: for each lock.
     """
 
     tables: Sequence[TableInfo]

@@ -52,8 +52,8 @@ def restart(
         for report in found:
             others = processes_sharing_driver(report, reports, opened.clock.now_ms())
             if others and not as_json:
-                told = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all of them restart"
-                print(f"{report.process}: {told}", flush=True)
+                notice = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all of them restart"
+                print(f"{report.process}: {notice}", flush=True)
             done.append(restart_driver(opened, report, others))
             if not as_json:
                 print(f"{report.process}: pid {done[-1]['before']} → {done[-1]['pid']}", flush=True)

@@ -1,6 +1,5 @@
-"""Handlers of all APIs: one file per API, named by its key; those that move replicas or leaders are in
-`replica_placement`. Each
-documents which parts it omits and why.
+"""Handlers of all APIs: one file per API, named by its key. `replica_placement` has the APIs that move replicas or
+leaders. Each documents which parts it omits and why.
 
 `APIS` is the whole table, and ApiVersions advertises exactly this. Version ranges follow Kafka 4.1 as far as supported.
 """

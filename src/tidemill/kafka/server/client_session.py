@@ -209,7 +209,7 @@ class ClientSession:
         self._budget.end_request(len(frame.view))
 
     def _begin_backlog(self) -> None:
-        """Begin the received requests, in order, up to one that stalls. Nothing begins while one stalls."""
+        """Begin the received requests in order. A request that stalls also holds back the later ones."""
         if self._stalled:
             return
         beginnings = self._context.beginnings

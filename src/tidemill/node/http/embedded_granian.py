@@ -4,9 +4,9 @@ granian has no public interface for either. It binds its own socket with SO_REUS
 port unnoticed. Its reload lets two workers accept for seconds, and ends the server over a connection that stays. So
 `EmbeddedServer` overrides and reads internals of granian's server. No other module may use them.
 
-`check_version` compares the installed granian with the releases that were tested, and the internals with those that
-this module uses. A node with another granian ends at its start instead of at its first renewal. To support a new
-release: run the tests of the HTTP server with it, then extend VERSIONS and the range in pyproject.toml.
+`check_version` compares the installed granian with the tested releases, and checks that the internals exist. A node
+with another granian ends at its start instead of at its first renewal. To support a new release: run the tests of the
+HTTP server with it, then extend VERSIONS and the range in pyproject.toml.
 """
 
 from __future__ import annotations

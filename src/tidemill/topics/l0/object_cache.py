@@ -1,4 +1,4 @@
-"""L0 objects in memory: those that this process uploaded, and shared reads of those that it did not.
+"""L0 objects in memory: recent uploads of this process, and shared reads of objects of other processes.
 
 `ObjectCache` holds recent uploads, for all fetches of the process; it evicts the oldest, by a byte budget. The buffers
 are those that were uploaded. Offsets are patched in place once they are known, at the latest when they are fetched.
