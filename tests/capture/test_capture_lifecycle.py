@@ -92,7 +92,7 @@ def test_f495_doctor_writes_what_it_asks_for_into_the_catalogue(postgres_dsn: st
         doctor._check_capture(config, "shop")
     from tidemill.cli.context import open_stores
 
-    with open_stores(tmp_path / "tidemill.toml") as opened:
+    with open_stores(tmp_path / "tidemill.toml", create=True) as opened:
         (row,) = opened.portal.call(opened.catalogue.all_tables())
     assert row.state == "refused" and list(row.identities_asked.values()) == [('"public"."a"', "DEFAULT")]
 

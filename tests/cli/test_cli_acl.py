@@ -17,6 +17,7 @@ from tidemill.cli.main import build_application
 
 
 def acl(directory: Path, *arguments: str) -> Result:
+    (directory / "tidemill.toml").touch()  # a command that prepares a cluster needs its configuration
     with contextlib.chdir(directory):
         return CliRunner().invoke(build_application(), ["acl", *arguments])
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from support.cli.cluster import create_stores
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.cli.context import open_stores
-from tidemill.cli.main import app
+from tidemill.cli.main import app, load_command
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.registry import open_shard
@@ -37,12 +40,12 @@ class Cluster:
         return done.stdout
 
     def create_table(self, name: str) -> None:
-        with open_stores(self.config) as opened:
+        with open_stores(self.config, create=True) as opened:
             made = open_shard(opened.consensus, opened.objects, opened.clock, opened.rand, name, SCHEMA)
             opened.portal.call(opened.portal.call(made).aclose())
 
     def create_pipeline(self, row: PipelineRow) -> None:
-        with open_stores(self.config) as opened:
+        with open_stores(self.config, create=True) as opened:
             opened.portal.call(opened.catalogue.put(row))
 
 
@@ -65,9 +68,9 @@ def cluster(tmp_path: Path) -> Cluster:
 def test_help_shows_only_the_present_names(
     page: tuple[str, ...], present: tuple[str, ...], earlier: tuple[str, ...]
 ) -> None:
-    command = typer.main.get_command(app)
-    for name in page:
-        command = command.commands[name]  # type: ignore[attr-defined]
+    command: Any = load_command(page[0]) if page else typer.main.get_command(app)
+    for name in page[1:]:
+        command = command.commands[name]
     shown = CliRunner().invoke(app, [*page, "--help"], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).stdout
     assert all(word in shown for word in present) and not any(word in shown for word in earlier), shown
     known = set(getattr(command, "commands", {})) | {option for each in command.params for option in each.opts}
@@ -75,8 +78,7 @@ def test_help_shows_only_the_present_names(
 
 
 def test_the_group_shard_is_the_group_table(cluster: Cluster) -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(commands["shard"].commands) == set(commands["table"].commands)
+    assert set(load_command("shard").commands) == set(load_command("table").commands)
     cluster.create_table("orders")
     for arguments in (["list"], ["list", "--json"], ["describe", "orders", "--json"], ["history", "orders"]):
         assert cluster.run("shard", *arguments) == cluster.run("table", *arguments)
@@ -96,7 +98,7 @@ def test_dlq_is_dead_letters(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("command", ["resnapshot", "recopy"])
 def test_recopy_is_resnapshot(cluster: Cluster, command: str) -> None:
-    with open_stores(cluster.config) as opened:
+    with open_stores(cluster.config, create=True) as opened:
         row = CaptureTableRow("shop", "public.orders", "shop.public.orders")
         opened.portal.call(opened.catalogue.change_table("shop", "public.orders", lambda _: row))
     assert json.loads(cluster.run("capture", command, "public.orders", "--yes", "--json"))["recopy"] is True
@@ -115,7 +117,7 @@ def test_yes_really_is_force(cluster: Cluster, force: str) -> None:
     with pytest.raises(InvalidError, match=r"the topic is in use: topic=clicks by=pipeline:p.*--force"):
         cluster.run("topic", "delete", "clicks")
     assert json.loads(cluster.run("topic", "delete", "clicks", force, "--json"))["deleted"] == "clicks"
-    with open_stores(cluster.config) as opened:
+    with open_stores(cluster.config, create=True) as opened:
         row = CaptureTableRow("shop", "public.t", "shop.public.t")
         opened.portal.call(opened.catalogue.change_table("shop", "public.t", lambda _: row))
     drop = ("capture", "drop", "shop", "--dsn", "postgresql://127.0.0.1:1/nothing")
@@ -151,6 +153,9 @@ def test_an_option_under_both_names_is_refused(
 
 
 def test_an_error_under_an_earlier_name_exits_with_2(tmp_path: Path) -> None:
+    (tmp_path / "tidemill.toml").touch()
+    with contextlib.chdir(tmp_path):
+        create_stores(Path("tidemill.toml"))
     for command in (["shard", "describe", "nope"], ["dlq", "nope"], ["table", "describe", "nope"]):
         done = subprocess.run(
             [sys.executable, "-m", "tidemill", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cli.cluster import create_stores
 from support.ports import free_port
 from support.postgres import EmbeddedPostgres
 from tidemill.base.status.status import StatusReport
@@ -74,9 +75,10 @@ def test_a_malformed_key_is_named(tmp_path: Path) -> None:
 
 def test_a_pipeline_that_runs_is_not_deleted_and_one_that_was_stopped_is(tmp_path: Path) -> None:
     path = configuration(tmp_path)
+    create_stores(path)
     arguments = ("pipeline", "delete", "p", "--config", str(path))
     refused(tidemill(*arguments, cwd=tmp_path), "no such pipeline: name=p")
-    with open_stores(path) as opened:
+    with open_stores(path, create=True) as opened:
         opened.portal.call(opened.catalogue.put(PipelineRow("p", {"t": "topic:clicks"})))
         board, now_ms = StatusBoard(opened.consensus, opened.rand), opened.clock.now_ms()
         opened.portal.call(board.publish(StatusReport("pipeline:p:2", now_ms + 3_000_000, (), pid=7, host="h")))
@@ -89,6 +91,7 @@ def test_a_pipeline_that_runs_is_not_deleted_and_one_that_was_stopped_is(tmp_pat
 
 def test_an_unknown_topic_is_named(tmp_path: Path) -> None:
     path = configuration(tmp_path)
+    create_stores(path)
     refused(
         tidemill("topic", "describe", "nothing", "--config", str(path), cwd=tmp_path), "topic=nothing", "topic list"
     )
@@ -97,7 +100,7 @@ def test_an_unknown_topic_is_named(tmp_path: Path) -> None:
 def test_a_topic_in_use_is_deleted_only_when_told_twice(tmp_path: Path) -> None:
     path = configuration(tmp_path)
     assert tidemill("topic", "create", "clicks", "--config", str(path), cwd=tmp_path).returncode == 0
-    with open_stores(path) as opened:
+    with open_stores(path, create=True) as opened:
         opened.portal.call(opened.catalogue.put(PipelineRow("keep", {"clicks": "topic:clicks"})))
     delete = ("topic", "delete", "clicks", "--config", str(path))
     refused(tidemill(*delete, cwd=tmp_path), "by=pipeline:keep", "--force")
@@ -210,11 +213,13 @@ def test_a_pipeline_or_an_option_that_is_not_there_is_one_sentence(
     tmp_path: Path, arguments: tuple[str, ...], named: str
 ) -> None:
     path = configuration(tmp_path, '[pipeline.p]\nfile = "p.py"\n')
+    create_stores(path)
     refused(tidemill("pipeline", *arguments, "--config", str(path), cwd=tmp_path), named)
 
 
 def test_a_pipeline_of_the_configuration_is_listed_before_it_ever_ran(tmp_path: Path) -> None:
     path = configuration(tmp_path, '[pipeline.p]\nfile = "p.py"\n')
+    create_stores(path)
     done = tidemill("pipeline", "list", "--json", "--config", str(path), cwd=tmp_path)
     (row,) = json.loads(done.stdout)
     assert row == {

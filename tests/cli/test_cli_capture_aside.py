@@ -18,7 +18,7 @@ def test_what_is_set_aside_is_listed(tmp_path: Path, until_lsn: int, since: str 
     config = tmp_path / "tidemill.toml"
     config.write_text(f'[node]\ndata = "{tmp_path / "data"}"\n')
     aside = SideTopicState("t", until_lsn=until_lsn, records=12_345, bytes=3 << 20, appended=45)
-    with open_stores(config) as opened:
+    with open_stores(config, create=True) as opened:
         row = CaptureTableRow("shop", "public.orders", "shop.public.orders", aside=aside)
         opened.portal.call(opened.catalogue.change_table("shop", "public.orders", lambda _: row))
     said = CliRunner().invoke(app, ["capture", "list", "--config", str(config)]).stdout

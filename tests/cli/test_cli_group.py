@@ -54,7 +54,7 @@ async def fill(opened: OpenStores) -> None:
 def test_groups_are_listed_described_reset_and_deleted(tmp_path: Path) -> None:
     path = tmp_path / "tidemill.toml"
     path.write_text(f'[node]\ndata = "{tmp_path}/.tidemill"\n')
-    with open_stores(path) as opened:
+    with open_stores(path, create=True) as opened:
         opened.portal.call(fill(opened))
     assert {r["group"]: (r["kind"], r["state"], r["members"], r["lag"]) for r in told(tmp_path, "list")} == {
         "busy": ("classic", "Stable", 1, 6),
@@ -100,7 +100,7 @@ def test_groups_are_listed_described_reset_and_deleted(tmp_path: Path) -> None:
 def test_a_group_gets_configs_of_its_own_before_anybody_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "tidemill.toml"
     path.write_text(f'[node]\ndata = "{tmp_path}/.tidemill"\n')
-    with open_stores(path) as opened:
+    with open_stores(path, create=True) as opened:
         opened.portal.call(fill(opened))
     session, heartbeat = "consumer.session.timeout.ms", "consumer.heartbeat.interval.ms"
     set_both = ("--set", f"{session}=60000", "--set", f"{heartbeat}=6000")

@@ -38,7 +38,7 @@ def describe(config: Path, *more: str) -> str:
 
 
 def put(config: Path, row: PipelineRow, **facts: Any) -> None:
-    with open_stores(config) as opened:
+    with open_stores(config, create=True) as opened:
         opened.portal.call(opened.catalogue.put(row))
         for process, tables in facts.items():
             report = StatusReport(f"pipeline:p:{process}", opened.clock.now_ms(), (), facts={"tables": tables})
@@ -82,7 +82,7 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
     sleep = "import time; print(flush=True); time.sleep(600)"
     command = [sys.executable, "-c", sleep, "tidemill.spark.pipeline.driver"]
     with (
-        open_stores(config) as opened,
+        open_stores(config, create=True) as opened,
         subprocess.Popen(command, stdout=subprocess.PIPE) as driver,
         ExitStack() as ending,
     ):

@@ -36,7 +36,7 @@ def cluster(directory: Path) -> Path:
 def test_a_pipeline_that_was_given_up_takes_its_silent_drivers_from_the_status(tmp_path: Path) -> None:
     config = cluster(tmp_path)
     delete = ["pipeline", "delete", "shop", "--json", "--config", str(config)]
-    with open_stores(config) as opened:
+    with open_stores(config, create=True) as opened:
         board, now_ms = StatusBoard(opened.consensus, opened.rand), opened.clock.now_ms()
         silent_ms = now_ms - 2 * STATUS_BLIND_AFTER_MS
         opened.portal.call(opened.catalogue.put(PipelineRow("shop", {}, "")))
@@ -57,7 +57,7 @@ def test_drivers_that_were_scaled_away_after_a_crash_are_not_missed(tmp_path: Pa
     config = cluster(tmp_path)
     run = [sys.executable, "-m", "tidemill", "pipeline", "run", "shop", "--label", "b", "--instances", "0"]
     host = this_process()[1]
-    with open_stores(config) as opened:
+    with open_stores(config, create=True) as opened:
         board = StatusBoard(opened.consensus, opened.rand)
         silent_ms = opened.clock.now_ms() - 2 * STATUS_BLIND_AFTER_MS
         with subprocess.Popen(["true"]) as dead:

@@ -76,6 +76,7 @@ def test_a_with_is_meant_whatever_its_case(cluster: Cluster) -> None:
 
 
 def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None:
+    (cluster.config.parent / "data" / "consensus.db").unlink()
     with pytest.raises(InvalidError, match="there is no cluster here"):
         ask(cluster, "SELECT * FROM orders")
     cluster.append([(1, "a", 1)], [(1, "a", -1)])
@@ -106,7 +107,7 @@ def test_what_a_query_reads_is_held_while_it_runs(cluster: Cluster, monkeypatch:
 
     def then_look(*arguments: Any) -> None:
         real(*arguments)
-        with open_stores(cluster.config) as opened:
+        with open_stores(cluster.config, create=True) as opened:
             shard = opened.shard("orders")
             held.extend(hold.reader for hold in shard.state.holds)
             opened.portal.call(shard.aclose())

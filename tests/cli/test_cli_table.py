@@ -164,7 +164,7 @@ def test_a_shard_that_was_emptied_exports_its_columns(cluster: Cluster, tmp_path
 def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) -> None:
     cluster.append([(1, "a", 1)])
     cluster.pipeline(PipelineRow("p", {"orders": "topic:orders"}))
-    with open_stores(cluster.config) as opened:
+    with open_stores(cluster.config, create=True) as opened:
         shard = opened.shard("orders")
         opened.portal.call(shard.set_hold("read/someone", DAY + 999, 60_000))
         opened.portal.call(shard.aclose())
@@ -196,7 +196,7 @@ def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(clus
 def test_a_drop_that_was_cut_off_is_finished(cluster: Cluster) -> None:
     """DS1: the shard said that it is gone, and its name was not free yet."""
     cluster.append([(1, "a", 1)])
-    with open_stores(cluster.config) as opened:
+    with open_stores(cluster.config, create=True) as opened:
         shard = opened.shard("orders")
         opened.portal.call(shard.drop())
         opened.portal.call(shard.aclose())

@@ -50,7 +50,7 @@ def test_lost_objects_are_listed_and_let_go_by_name(tmp_path: Path) -> None:
     config = tmp_path / "tidemill.toml"
     config.write_text(f'[node]\ndata = "{tmp_path}/data"\n')
     (tmp_path / "data").mkdir()
-    with open_stores(config) as opened:
+    with open_stores(config, create=True) as opened:
         produced(opened, 3)
     assert listed(config) == [] and "nothing" in command(config, "lost", "odd.name")
     files = sorted(path for path in (tmp_path / "data" / "objects" / "l0").rglob("*") if path.is_file())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from support.cli.cluster import create_stores
 from tidemill.base.errors import ConflictError, MissingError, TidemillError
 from tidemill.cli.context import open_consensus_only
 from tidemill.cli.main import app
@@ -22,6 +23,7 @@ class Cluster:
         self.config = directory / "tidemill.toml"
         self.config.write_text(f'[node]\ndata = "{directory}/data"\n')
         (directory / "data").mkdir()
+        create_stores(self.config)
 
     def command(self, *arguments: str) -> str:
         """What it printed. Raises what it refused with."""
@@ -35,12 +37,12 @@ class Cluster:
         return json.loads(self.command(*arguments, "--json").splitlines()[-1])
 
     def store(self, transactional_id: str, state: Transaction) -> None:
-        with open_consensus_only(self.config) as opened:
+        with open_consensus_only(self.config, create=True) as opened:
             changing = change(opened.consensus, opened.rand, transactional_id, lambda _: Decision(0, state))
             opened.portal.call(changing)
 
     def stored(self, transactional_id: str) -> Transaction | None:
-        with open_consensus_only(self.config) as opened:
+        with open_consensus_only(self.config, create=True) as opened:
             return opened.portal.call(read(opened.consensus, transactional_id))
 
 

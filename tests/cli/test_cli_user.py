@@ -20,6 +20,7 @@ from tidemill.security.users import Users
 
 
 def user(directory: Path, *arguments: str, stdin: str = "") -> Result:
+    (directory / "tidemill.toml").touch()  # a command that prepares a cluster needs its configuration
     with contextlib.chdir(directory):
         return CliRunner().invoke(build_application(), ["user", *arguments], input=stdin)
 
@@ -29,7 +30,7 @@ def test_a_user_is_added_listed_changed_and_deleted(tmp_path: Path) -> None:
     assert added.exit_code == 0, added.stderr
     assert json.loads(added.stdout.splitlines()[-1])["mechanisms"] == ["SCRAM-SHA-256", "SCRAM-SHA-512"]
     assert user(tmp_path, "add", "alice", "--iterations", "8192", stdin="second: ünd = mehr").exit_code == 0
-    with open_stores(_configuration(tmp_path)) as opened:
+    with open_stores(_configuration(tmp_path), create=True) as opened:
         users = Users(opened.metastore, opened.clock)
         for mechanism in (SCRAM_SHA_256, SCRAM_SHA_512):
             found = opened.portal.call(users.credential("alice", mechanism))

@@ -64,7 +64,7 @@ keys = {{ k1 = "{KEY}" }}
 
 def users_and_rules(path: Path) -> None:
     """As the command line writes them, before any node runs."""
-    with open_stores(path) as opened:
+    with open_stores(path, create=True) as opened:
         users, rulebook = Users(opened.metastore, opened.clock), AclCache(opened.metastore, opened.clock)
         for user in ("root", "alice"):
             for mechanism in NAMES:

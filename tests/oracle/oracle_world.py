@@ -152,7 +152,7 @@ class World:
                 table.kept = True
         made = self.stack.enter_context(cluster(directory, toml))
         made.ready()
-        self._stores = self.stack.enter_context(open_stores(made.config))
+        self._stores = self.stack.enter_context(open_stores(made.config, create=True))
         return made
 
     def _source(self) -> Source:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from support.cli.cluster import create_stores
 from support.registry.world import record
 from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app
@@ -19,6 +20,7 @@ class Terminal:
     def __init__(self, directory: Path) -> None:
         self._config = directory / "tidemill.toml"
         self._config.write_text(f'[node]\ndata = "{directory}/data"\n')
+        create_stores(self._config)
 
     def run(self, *arguments: str, code: int = 0) -> Any:
         line = ["schema", *arguments, "--config", str(self._config), "--json"]

@@ -1,4 +1,13 @@
-"""Shared parts of every command: the configuration, the stores that it names, JSON output and progress bars.
+"""Shared parts of every command: exit codes, the configuration, the stores that it names, JSON output and progress
+bars.
+
+    exit code   meaning
+    0           good: done, equal, fresh
+    1           a check failed, tables differ, or data lags behind its source
+    2           bad input: an option, a name, the configuration; or no cluster at this place
+    3           stuck: a stage does not advance, or its process is silent
+    4           unavailable: a store or a server does not answer, or no process of the cluster runs
+    130         interrupted with Ctrl-C
 
 Rooms are imported inside functions: `tidemill --help` must not pay for pyarrow, psycopg or the stores.
 """
@@ -16,9 +25,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.config.config import Config, load
-from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.base.config.config import Config, find_file, load
+from tidemill.base.errors import (
+    CorruptError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.status.freshness import EXIT_BY_STATE
+from tidemill.base.status.status import StageState
 
 if TYPE_CHECKING:
     from tidemill.consensus.api import Consensus
@@ -33,6 +51,21 @@ OldForce = Annotated[bool, typer.Option("--yes-really", hidden=True)]
 """Earlier name of --force."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value as the last line.")]
+
+
+EXIT_GOOD = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_STUCK = EXIT_BY_STATE[StageState.STUCK]
+EXIT_UNAVAILABLE = 4
+EXIT_INTERRUPTED = 130
+
+
+def exit_code_of(error: TidemillError) -> int:
+    """Return the exit code of a command that ends with this error."""
+    if isinstance(error, UnavailableError | UnknownOutcomeError):
+        return EXIT_UNAVAILABLE
+    return EXIT_FAILED if isinstance(error, CorruptError) else EXIT_BAD_INPUT
 
 
 class OpenConsensus:
@@ -85,10 +118,14 @@ seconds."""
 
 
 @contextmanager
-def open_consensus_only(path: Path | None, within_s: float | None = None) -> Iterator[OpenConsensus]:
+def open_consensus_only(
+    path: Path | None, within_s: float | None = None, *, create: bool = False
+) -> Iterator[OpenConsensus]:
     """Open the consensus that the configuration names, and close it at the end.
 
-    Raises InvalidError with the key and the fix, and UnavailableError when consensus is not open `within_s`.
+    `create` is for commands that prepare a cluster before its first start; they need a configuration file, so that a
+    wrong directory does not become a cluster. Raises InvalidError with the key and the fix, MissingError when there is
+    no cluster, and UnavailableError when consensus is not open `within_s`.
     """
     from tidemill.base.status.logging import configure_logs
     from tidemill.consensus.factory import open_consensus
@@ -96,9 +133,12 @@ def open_consensus_only(path: Path | None, within_s: float | None = None) -> Ite
     configure_logs("warning")  # a command that leads for a moment has nothing to report about it
     config = load(path)
     with BlockingPortal() as portal:
-        opening = open_consensus(config.consensus_url, SystemClock(), Rand())
+        created = create and find_file(path) is not None
+        opening = open_consensus(config.consensus_url, SystemClock(), Rand(), create=created)
         try:
             consensus = portal.call(opening, within_s)
+        except MissingError as error:
+            raise no_cluster(path, error) from error
         except TimeoutError as error:
             raise UnavailableError(
                 f"consensus does not answer: consensus.url={_redacted_url(config.consensus_url)!r}"
@@ -109,6 +149,19 @@ def open_consensus_only(path: Path | None, within_s: float | None = None) -> Ite
             yield OpenConsensus(config, portal, consensus)
         finally:
             portal.call(consensus.aclose())
+
+
+def no_cluster(path: Path | None, error: MissingError) -> MissingError:
+    """Return the error for a place without a cluster: nothing was started there yet, or the directory is wrong."""
+    file = find_file(path)
+    if file is not None:
+        return MissingError(
+            f"the cluster of {file} was never started: {error.message}", fix=f"Start it: tidemill up --config {file}"
+        )
+    return MissingError(
+        f"no cluster here: directory={Path.cwd()} has neither tidemill.toml nor the data of a cluster.",
+        fix="Change to its directory, or add --config FILE; `tidemill up` starts a cluster in this directory.",
+    )
 
 
 def _sqlite_blocker(url: str) -> str:
@@ -130,12 +183,12 @@ def _redacted_url(url: str) -> str:
 
 
 @contextmanager
-def open_stores(path: Path | None) -> Iterator[OpenStores]:
-    """Open the stores that the configuration names, and close them at the end. Raises InvalidError with the key and the
-    fix."""
+def open_stores(path: Path | None, *, create: bool = False) -> Iterator[OpenStores]:
+    """Open the stores that the configuration names, and close them at the end. `create` and errors: see
+    `open_consensus_only`."""
     from tidemill.objects.factory import open_objects
 
-    with open_consensus_only(path) as opened:
+    with open_consensus_only(path, create=create) as opened:
         portal = opened.portal
         objects = portal.call(open_objects(opened.config.objects_url, opened.clock, opened.rand))
         try:

@@ -1,99 +1,195 @@
-"""The `tidemill` command: one file per subcommand, imported only when needed.
+"""The `tidemill` command: one file per subcommand, imported only when it runs or shows its own help.
+
+    tidemill [-c FILE] [-o FORMAT] NAME …
+      │  COMMANDS: name → summary, panel of --help, module     `tidemill --help` and shell completion need no more
+      └─ resolve_command: import the module of NAME, and give it the options that stood before its name
 
 Earlier names of commands and options remain as hidden aliases: the same behaviour, absent from --help.
 
-Exit codes: 0 fresh, 1 lagging or a check failed, 2 stuck or bad input. An error is one sentence on stderr. With --json
-the answer is the last line of stdout; logs go to stderr.
+Exit codes: see `cli.context`. An error is one sentence on stderr. With --json the answer is the last line of stdout;
+logs go to stderr.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.status.logging import configure_logs
+from tidemill.cli.context import EXIT_INTERRUPTED, ConfigOption, JsonOption, exit_code_of
+from tidemill.cli.examples import add_examples
 
-if TYPE_CHECKING:
-    app: typer.Typer
+RUN, WATCH, TABLES, SOURCES, CLIENTS = "Run", "Watch", "Tables", "Sources", "Kafka clients and users"
 
 
-def build_application(only_sql: bool = False) -> typer.Typer:
-    """Build the command tree. With `only_sql` it contains the one command `sql`, which runs often and must not import
-    the others."""
+class Entry(NamedTuple):
+    """A command of the first level. `summary` is the first sentence of its help."""
+
+    panel: str
+    summary: str
+    module: str
+    attribute: str
+    hidden: bool = False
+
+
+COMMANDS = {
+    "up": Entry(RUN, "Run a node (Kafka, HTTP, capture) and the Spark drivers of its pipelines.", "cluster.up", "up"),
+    "pipeline": Entry(RUN, "Run, list, describe, restart and delete pipelines.", "pipeline.commands", "app"),
+    "restore": Entry(
+        RUN, "Restore topics, bindings, tables and the catalogue from the bucket.", "cluster.restore", "restore"
+    ),
+    "status": Entry(
+        WATCH, "Show every stage: its state, how far it is behind, and what blocks it.", "cluster.status", "status"
+    ),
+    "why": Entry(WATCH, "Show how fresh a table is and what blocks it.", "cluster.why", "why"),
+    "doctor": Entry(
+        WATCH, "Check Python, Java, bash, disk, ports, bucket, consensus and Postgres.", "cluster.doctor", "doctor"
+    ),
+    "version": Entry(
+        WATCH, "Show the versions of tidemill, Python, Spark and the stored formats.", "version", "version"
+    ),
+    "table": Entry(TABLES, "List, describe, compact, evolve, export and drop tables.", "table", "app"),
+    "shard": Entry(TABLES, "List, describe, compact, evolve, export and drop tables.", "table", "app", hidden=True),
+    "sql": Entry(TABLES, "Run a SQL query over tables at one time, which is printed with the result.", "sql", "sql"),
+    "verify": Entry(
+        TABLES,
+        "Compare tables with their sources: missing, extra and different rows, and a hash.",
+        "verify.command",
+        "verify",
+    ),
+    "shape": Entry(TABLES, "List and fetch shapes, and sign shape URLs.", "shape", "app"),
+    "capture": Entry(
+        SOURCES,
+        "List captured tables, copy one again, accept changed columns, or drop a capture.",
+        "capture.commands",
+        "app",
+    ),
+    "topic": Entry(SOURCES, "Manage topics: partitions, configs and records.", "topic.commands", "app"),
+    "schema": Entry(SOURCES, "List, show, register, delete and check schemas.", "schema", "app"),
+    "dead-letters": Entry(
+        SOURCES,
+        "List dead letters: records and rows that a pipeline could not decode or hold.",
+        "pipeline.dead_letters",
+        "dead_letters",
+    ),
+    "dlq": Entry(
+        SOURCES,
+        "List dead letters: records and rows that a pipeline could not decode or hold.",
+        "pipeline.dead_letters",
+        "dead_letters",
+        hidden=True,
+    ),
+    "group": Entry(CLIENTS, "List, describe, alter, reset and delete consumer groups.", "group", "app"),
+    "txn": Entry(CLIENTS, "List the transactions of Kafka producers, or abort one.", "txn", "app"),
+    "user": Entry(CLIENTS, "Add, list and delete users of the Kafka endpoint.", "security.user", "app"),
+    "acl": Entry(CLIENTS, "Add, list and delete access control rules (Kafka ACLs).", "security.acl", "app"),
+}
+
+
+class LazyGroup(TyperGroup):
+    """The commands of `COMMANDS`. Help and completion use their entries; `resolve_command` imports one of them."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {
+            name: TyperCommand(name, help=entry.summary, hidden=entry.hidden, rich_help_panel=entry.panel)
+            for name, entry in COMMANDS.items()
+        }
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        command = load_command(str(name))
+        if "--help" not in rest:
+            from tidemill.base.status.logging import configure_logs  # imports rich: not for help
+
+            configure_logs()
+        return name, command, with_global_options(command, rest, ctx.params)
+
+
+def load_command(name: str) -> Any:
+    """Import the command of an entry of `COMMANDS`."""
+    entry = COMMANDS[name]
+    found = getattr(import_module(f"tidemill.cli.{entry.module}"), entry.attribute)
+    command: Any
+    if isinstance(found, typer.Typer):
+        command = typer.main.get_group(found)
+    else:
+        single = typer.Typer(add_completion=False)
+        single.command(name)(found)
+        command = typer.main.get_command(single)
+    command.name = name
+    add_examples(name, command)
+    return command
+
+
+def with_global_options(command: Any, args: list[str], given: Mapping[str, Any]) -> list[str]:
+    """Return `args` with the options that stood before the command, where the command has them.
+
+    They come first, so that the same option after the command overrides them.
+    """
+    path = 0
+    while isinstance(command, TyperGroup) and args[path:] and args[path] in command.commands:
+        command = command.commands[args[path]]
+        path += 1
+    known = {param.name for param in command.params}
+    options = ["--config", str(given["config"])] if given.get("config") and "config" in known else []
+    options += ["--json"] if given.get("as_json") and "as_json" in known else []
+    return [*args[:path], *options, *args[path:]]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from tidemill import __version__
+
+        print(f"tidemill {__version__}")
+        raise typer.Exit()
+
+
+def build_application() -> typer.Typer:
     app = typer.Typer(
-        name="tidemill",
-        help="Stream every change from Postgres and Kafka, through one bucket, into exact keyed tables and live apps.",
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        add_completion=False,
-    )
-    if only_sql:
-        from tidemill.cli import sql
+        name="tidemill", cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False,
+        epilog="Exit codes: 0 good, 1 a check failed or data lags, 2 bad input or no cluster, 3 stuck, 4 unavailable.",
+    )  # fmt: skip
 
-        app.command("sql")(sql.sql)
-        app.callback()(lambda: None)  # otherwise the only command would have no name
-        return app
-    from tidemill.cli import group, schema, shape, sql, table, txn
-    from tidemill.cli.capture import commands as capture
-    from tidemill.cli.cluster import doctor, restore, status, up, why
-    from tidemill.cli.pipeline import commands as pipeline
-    from tidemill.cli.pipeline import dead_letters
-    from tidemill.cli.security import acl, user
-    from tidemill.cli.topic import commands as topic
-    from tidemill.cli.verify import command
+    @app.callback()
+    def tidemill(
+        config: ConfigOption = None,
+        as_json: JsonOption = False,
+        version: Annotated[
+            bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        ] = False,
+    ) -> None:
+        """Stream every change from Postgres and Kafka, through one bucket, into exact keyed tables and live apps."""
 
-    app.command("up")(up.up)
-    app.command("status")(status.status)
-    app.command("why")(why.why)
-    app.command("verify")(command.verify)
-    app.add_typer(capture.app, name="capture")
-    app.add_typer(topic.app, name="topic")
-    app.add_typer(group.app, name="group")
-    app.add_typer(txn.app, name="txn")
-    app.add_typer(user.app, name="user")
-    app.add_typer(acl.app, name="acl")
-    app.add_typer(schema.app, name="schema")
-    app.add_typer(pipeline.app, name="pipeline")
-    app.add_typer(shape.app, name="shape")
-    app.add_typer(table.app, name="table")
-    app.add_typer(table.app, name="shard", hidden=True)
-    app.command("sql")(sql.sql)
-    app.command("dead-letters")(dead_letters.dead_letters)
-    app.command("dlq", hidden=True)(dead_letters.dead_letters)
-    app.command("doctor")(doctor.doctor)
-    app.command("restore")(restore.restore)
     return app
 
 
-def __getattr__(name: str) -> Any:
-    """Build `app` on the first access."""
-    if name != "app":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = made = build_application()
-    return made
+app = build_application()
 
 
 def run() -> None:
     """Run the command line of this process."""
-    only_sql = sys.argv[1:2] == ["sql"]
-    if only_sql:
+    if sys.argv[1:2] == ["sql"]:
         from tidemill.cli.sql import block_pandas
 
         block_pandas()
-    run_application(lambda: build_application(only_sql)())
+    run_application(lambda: app(prog_name="tidemill"))
 
 
 def run_application(application: Callable[[], object]) -> None:
-    """Run a command line: every TidemillError becomes one sentence on stderr and exit code 2."""
-    configure_logs()
+    """Run a command line: every TidemillError becomes one sentence on stderr and an exit code."""
     try:
         application()
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(exit_code_of(error)) from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(EXIT_INTERRUPTED) from None

@@ -86,7 +86,7 @@ def register(
 ) -> None:
     """Register a schema. A schema that the subject already has keeps its version."""
     given = _read_schema_file(file, kind, reference, normalize)
-    with open_stores(config) as opened:
+    with open_stores(config, create=True) as opened:
         found = opened.portal.call(_open_registry(opened).register(_checked_subject(subject), given))
     if as_json:
         print_json({"subject": subject, "version": found.version.version, "id": found.version.id})

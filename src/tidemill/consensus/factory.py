@@ -5,23 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.consensus.api import Consensus
 
 FIX = "Write sqlite:///absolute/path/file.db, sqlite:relative/file.db, postgresql://user@host/database or memory:."
 
 
-async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
+async def open_consensus(url: str, clock: Clock, rand: Rand, *, create: bool = True) -> Consensus:
     """Connect, and create what is missing. Return one client, for one event loop.
 
     Raises InvalidError (naming `consensus.url`), CorruptError, or UnavailableError if the engine is away, full or
-    locked. A `memory:` engine lives only as long as the returned object.
+    locked. Without `create` nothing is created: an engine that was never used raises MissingError. A `memory:` engine
+    lives only as long as the returned object.
     """
     scheme, separator, rest = url.partition(":")
     file = sqlite_path_of_url(url)
     if file is not None:
         from tidemill.consensus.sqlite.client import SqliteConsensus
 
+        if not create and not file.exists():
+            raise MissingError(f"the database of consensus.url does not exist: path={file}.")
         sqlite = SqliteConsensus(file, clock, rand)
         await sqlite.start()
         return sqlite
@@ -29,7 +32,7 @@ async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
         from tidemill.consensus.postgres.client import PostgresConsensus
 
         postgres = PostgresConsensus(url, clock, rand)
-        await postgres.start()
+        await postgres.start(create=create)
         return postgres
     if separator and scheme == "memory" and not rest:
         from tidemill.consensus.memory import MemoryConsensus

@@ -71,7 +71,7 @@ def console_routes(
                 found = verdict_of(marks, resolve_status_name(marks, name))
             except KeyError:
                 return PlainTextResponse(f"no such table or mark: {name}\n", 404)
-            late = [found.worst] if found.exit_code == 2 else []
+            late = [found.worst] if found.worst.state in (StageState.STUCK, StageState.BLIND) else []
         lines = [" ".join(filter(None, (d.mark.name, d.state, d.mark.held_by, d.mark.reason))) + "\n" for d in late]
         return PlainTextResponse("".join(lines) or "fresh\n", 503 if late else 200)
 

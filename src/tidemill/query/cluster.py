@@ -46,7 +46,7 @@ def connect(config: str | Path | None = None, *, objects: str = "", consensus: s
     urls = find_cluster(objects, consensus, str(config or ""))
     portal = BlockingPortal("tidemill-python")
     try:
-        return Cluster(portal, portal.call(open_stores(urls)))
+        return Cluster(portal, portal.call(open_stores(urls, create=False)))
     except BaseException:
         portal.close()
         raise

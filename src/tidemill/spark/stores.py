@@ -103,16 +103,16 @@ class Stores:
 
 
 async def open_stores(
-    urls: StoreUrls, clock: Clock | None = None, rand: Rand | None = None, *, domains: int = 0
+    urls: StoreUrls, clock: Clock | None = None, rand: Rand | None = None, *, domains: int = 0, create: bool = True
 ) -> Stores:
-    """Open the stores; `domains` as configured, 0 = the cluster's number.
+    """Open the stores; `domains` as configured, 0 = the cluster's number. Readers do not `create` what is missing.
 
-    Raises InvalidError (a URL is wrong) or UnavailableError, naming the store.
+    Raises InvalidError (a URL is wrong), MissingError (there is no cluster) or UnavailableError, naming the store.
     """
     clock, rand = clock or SystemClock(), rand or Rand()
     objects = await open_objects(urls.objects, clock, rand)
     try:
-        consensus = await open_consensus(urls.consensus, clock, rand)
+        consensus = await open_consensus(urls.consensus, clock, rand, create=create)
     except BaseException:
         await objects.aclose()
         raise
@@ -144,7 +144,7 @@ def shared_stores(urls: StoreUrls) -> tuple[BlockingPortal, Stores]:
         # Readers hold no state across calls: they continue with the state that exists.
         here.portal.call(here.stores.pop(urls).aclose())
     if urls not in here.stores:
-        here.stores[urls] = here.portal.call(open_stores(urls))
+        here.stores[urls] = here.portal.call(open_stores(urls, create=False))
     return here.portal, here.stores[urls]
 
 

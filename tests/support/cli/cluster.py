@@ -21,11 +21,18 @@ SCHEMA = ShardSchema((Column("k", "int32"), Column("v", "string")), ("k",))
 DAY = 1_700_000_000_000
 
 
+def create_stores(config: Path) -> None:
+    """Create the stores of a configuration, as its first node does."""
+    with open_stores(config, create=True):
+        pass
+
+
 class Cluster:
     def __init__(self, directory: Path) -> None:
         self.config = directory / "tidemill.toml"
         self.config.write_text(f'[node]\ndata = "{directory}/data"\n')
         (directory / "data").mkdir()
+        create_stores(self.config)
 
     def command(self, *arguments: str, answer: str = "") -> str:
         """What it printed. Raises what it refused with."""
@@ -40,7 +47,7 @@ class Cluster:
 
     def append(self, *batches: list[tuple[int, str, int]], name: str = "orders") -> None:
         """One append a batch, each a second: key, value, diff."""
-        with open_stores(self.config) as opened:
+        with open_stores(self.config, create=True) as opened:
 
             async def run() -> None:
                 shard = await open_shard(
@@ -60,5 +67,5 @@ class Cluster:
             opened.portal.call(run())
 
     def pipeline(self, row: PipelineRow) -> None:
-        with open_stores(self.config) as opened:
+        with open_stores(self.config, create=True) as opened:
             opened.portal.call(opened.catalogue.put(row))

@@ -96,19 +96,32 @@ def exposed_servers(config: Config) -> list[str]:
     return found
 
 
+def find_file(path: Path | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the file that `load` reads; None when none was named and the default one is absent.
+
+    Raises InvalidError when a named file does not exist.
+    """
+    environ = os.environ if environ is None else environ
+    chosen = path or Path(environ.get("TIDEMILL_CONFIG", DEFAULT_FILE))
+    if chosen.exists():
+        return chosen
+    if path is not None:
+        raise InvalidError(f"no such configuration file: path={chosen}.", fix="Create it, or correct --config.")
+    if "TIDEMILL_CONFIG" in environ:
+        raise InvalidError(
+            f"no such configuration file: TIDEMILL_CONFIG={chosen}.", fix="Create it, or unset TIDEMILL_CONFIG."
+        )
+    return None
+
+
 def load(path: Path | None = None, *, environ: Mapping[str, str] | None = None) -> Config:
     """Read the file (default ./tidemill.toml, which may be absent) and the environment.
 
     Raises InvalidError with one sentence that names the key and the correction.
     """
     environ = os.environ if environ is None else environ
-    chosen = path or Path(environ.get("TIDEMILL_CONFIG", DEFAULT_FILE))
-    if not chosen.exists():
-        if path is not None or "TIDEMILL_CONFIG" in environ:
-            raise InvalidError(f"no such configuration file: path={chosen}.", fix="Create it, or omit --config.")
-        text = ""
-    else:
-        text = _read_text(chosen)
+    found = find_file(path, environ=environ)
+    chosen, text = found or Path(DEFAULT_FILE), _read_text(found) if found else ""
     try:
         values = tomllib.loads(_VARIABLE.sub(lambda m: _expand_variable(m.group(1), environ), text))
     except tomllib.TOMLDecodeError as error:

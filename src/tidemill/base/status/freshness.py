@@ -22,8 +22,8 @@ PIPELINE = "pipeline:"
 REFUSED_SEPARATOR = ":table/"
 """Separator between the pipeline's and the table's name in the status of a table that a pipeline must not maintain."""
 
-EXIT_BY_STATE = {StageState.STUCK: 2, StageState.BLIND: 2, StageState.WAITING: 1}
-"""Exit codes of `why`, `status` and `/freshz`: 0 fresh, 1 lagging, 2 stuck."""
+EXIT_BY_STATE = {StageState.STUCK: 3, StageState.BLIND: 3, StageState.WAITING: 1}
+"""Exit codes of `why` and `status`: 0 fresh, 1 lagging, 3 stuck."""
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -9,7 +9,8 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, NoReturn
 from urllib.request import urlopen
 
 import msgspec
@@ -18,10 +19,13 @@ import typer
 from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
-from tidemill.base.errors import CorruptError, TidemillError
+from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.cli.context import ConfigOption, JsonOption, ProgressBars, print_json
 from tidemill.metastore.check.findings import Findings
+
+if TYPE_CHECKING:
+    from tidemill.consensus.api import Consensus
 
 MINIMUM_FREE_BYTES = 2 << 30
 PROBE_TIMEOUT_S = 3.0
@@ -57,13 +61,21 @@ def doctor(
 def _run_deep_check(config: Config, as_json: bool, contents: bool) -> NoReturn:
     """Run the deep check, with nodes up or down. Exit 0 clean, 1 with findings."""
     from tidemill.consensus.factory import open_consensus
+    from tidemill.consensus.memory import MemoryConsensus
     from tidemill.maintenance.check.deep_check import deep_check
-    from tidemill.objects.factory import open_objects
+    from tidemill.objects.factory import local_directory, open_objects
 
     clock, rand = SystemClock(), Rand()
+    directory = local_directory(config.objects_url)
+    if directory is not None and not Path(directory).exists():
+        raise MissingError(f"there is no bucket to check: path={directory}.", fix="Correct objects.url or --config.")
     with BlockingPortal() as portal, ProgressBars() as bars:
         objects = portal.call(open_objects(config.objects_url, clock, rand))
-        consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
+        consensus: Consensus
+        try:
+            consensus = portal.call(open_consensus(config.consensus_url, clock, rand, create=False))
+        except MissingError:  # it was lost, or not restored yet: the bucket is checked alone
+            consensus = MemoryConsensus(clock)
         try:
             checked = portal.call(deep_check(consensus, objects, clock, rand, contents=contents, progress=bars.update))
             if contents:
@@ -150,13 +162,15 @@ def _check_bash(_: Config) -> str:
 
 
 def _check_disk(config: Config) -> str:
-    directory = Path(config.node.data).absolute()
-    while not directory.exists():
-        directory = directory.parent
+    directory = _existing_parent(Path(config.node.data).absolute())
     free = shutil.disk_usage(directory).free
     if free < MINIMUM_FREE_BYTES:
         raise TidemillError(f"{free >> 20} MiB free below {directory}.", fix="Free at least 2 GiB, or move node.data.")
     return f"{free >> 30} GiB free below {directory}"
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(found for found in (path, *path.parents) if found.exists())
 
 
 def _check_port(config: Config, address: str, key: str) -> str:
@@ -206,11 +220,19 @@ def _check_exposure(config: Config) -> str:
 
 
 def _check_objects(config: Config) -> list[Result]:
-    """Return one result per probe of the object store."""
+    """Return one result per probe of the object store. A local directory that does not exist yet is not created: a
+    temporary one on the same file system is probed."""
+    from tidemill.objects.factory import local_directory
     from tidemill.objects.probe import probe_url
 
-    with BlockingPortal() as portal:
-        checks = portal.call(probe_url(config.objects_url, SystemClock(), Rand()))
+    url = config.objects_url
+    with BlockingPortal() as portal, contextlib.ExitStack() as stack:
+        with contextlib.suppress(TidemillError, OSError):  # the probe reports it
+            directory = local_directory(url)
+            if directory is not None and not Path(directory).exists():
+                parent = _existing_parent(Path(directory))
+                url = stack.enter_context(TemporaryDirectory(prefix=".tidemill-probe-", dir=parent))
+        checks = portal.call(probe_url(url, SystemClock(), Rand()))
     return [{"check": check.name, "ok": check.ok, "found": check.detail, "fix": check.fix} for check in checks]
 
 
@@ -218,7 +240,10 @@ def _check_consensus(config: Config) -> str:
     from tidemill.consensus.factory import open_consensus
 
     with BlockingPortal() as portal:
-        consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand()))
+        try:
+            consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand(), create=False))
+        except MissingError:
+            return "there is no cluster yet; tidemill up creates it"
         try:
             nodes = portal.call(consensus.leases("node/"))
         finally:
@@ -251,7 +276,7 @@ async def _store_prior_identities(config: Config, capture: str, asked: dict[str,
     clock, rand = SystemClock(), Rand()
     with contextlib.suppress(TidemillError):
         async with contextlib.AsyncExitStack() as opened:
-            consensus = await open_consensus(config.consensus_url, clock, rand)
+            consensus = await open_consensus(config.consensus_url, clock, rand, create=False)
             opened.push_async_callback(consensus.aclose)
             objects = await open_objects(config.objects_url, clock, rand)
             opened.push_async_callback(objects.aclose)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import MIB
 from tidemill.base.status.freshness import EXIT_BY_STATE
 from tidemill.base.status.histogram import SINCE_BOUND, STAGES, Histogram, merge_histograms
@@ -59,7 +60,7 @@ def status(
     facts: Facts = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every stage: its state, how far it is behind, and what blocks it. Exit 0 fresh, 1 lagging, 2 stuck."""
+    """Show every stage: its state, how far it is behind, and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck."""
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
         reports = read_reports(opened)
         marks = derive_statuses(reports, opened.clock.now_ms())
@@ -82,9 +83,14 @@ def status(
 
 
 def read_reports(opened: OpenConsensus) -> list[StatusReport]:
+    """Return the reports of all processes. Raises UnavailableError when no process reports."""
     from tidemill.consensus.status.board import StatusBoard
 
-    return opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports_or_raise(opened.consensus.trouble))
+    board = StatusBoard(opened.consensus, opened.rand)
+    reports = opened.portal.call(board.reports_or_raise(opened.consensus.trouble))
+    if not reports:
+        raise UnavailableError("no process of the cluster is running.", fix="Start one: tidemill up.")
+    return reports
 
 
 def read_stage_statuses(opened: OpenConsensus) -> dict[str, DerivedStatus]:

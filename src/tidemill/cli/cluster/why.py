@@ -13,7 +13,7 @@ from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of, status_row
 from tidemill.cli.cluster.status import read_stage_statuses
-from tidemill.cli.context import OPEN_TIMEOUT_S, ConfigOption, JsonOption, open_consensus_only, print_json
+from tidemill.cli.context import EXIT_STUCK, OPEN_TIMEOUT_S, ConfigOption, JsonOption, open_consensus_only, print_json
 
 Name = Annotated[
     str,
@@ -22,11 +22,9 @@ Name = Annotated[
 
 
 def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 2 stuck: the worst up to its source."""
+    """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck: the worst up to its source."""
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
         marks = read_stage_statuses(opened)
-    if not marks:
-        raise MissingError("no process is reporting.", fix="Start one: tidemill up.")
     try:
         found = verdict_of(
             marks, resolve_status_name(marks, name) if name else max(marks, key=lambda n: severity_of(marks[n]))
@@ -37,7 +35,7 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
     holder = find_lock_intruder(opened.config) if silent else ""
     if holder:
         found = msgspec.structs.replace(found, root=holder)
-    exit_code = 2 if holder else found.exit_code
+    exit_code = EXIT_STUCK if holder else found.exit_code
     if as_json:
         print_json(
             {

@@ -18,8 +18,10 @@ def dead_letters(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List dead letters: records that a pipeline could not decode, and rows that no column could hold. The pipeline
-    skipped them."""
+    """List dead letters: records and rows that a pipeline could not decode or hold.
+
+    The pipeline skipped them, and continued.
+    """
     with open_stores(config) as opened:
         rows = [r for r in opened.portal.call(opened.catalogue.list(PipelineRow)) if pipeline in ("", r.name)]
         if pipeline and not rows:

@@ -40,7 +40,7 @@ def add(
     from tidemill.security.acl_cache import AclCache
 
     rules = _build_rules(principal, operations, resource, prefix, host, deny)
-    with open_stores(config) as opened:
+    with open_stores(config, create=True) as opened:
         opened.portal.call(AclCache(opened.metastore, opened.clock).add(rules))
     _print_rules(rules, as_json)
 

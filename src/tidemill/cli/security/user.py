@@ -30,7 +30,7 @@ def add(
     check_user(name)
     check_iterations(iterations)
     password = _read_password(name)
-    with open_stores(config) as opened:
+    with open_stores(config, create=True) as opened:
         users = Users(opened.metastore, opened.clock)
         for mechanism in NAMES:
             salt = bytes.fromhex(opened.rand.nonce() + opened.rand.nonce())[:SALT_BYTES]

@@ -40,7 +40,7 @@ def create(
 
     configs = dict(_parse_setting(text) for text in settings or ())
     parse_topic_config(configs)
-    with open_stores(config) as opened:
+    with open_stores(config, create=True) as opened:
         row = opened.portal.call(opened.catalogue.create_topic(name, partitions, config=configs))
         _print_topics([_topic_fields(opened, row)], as_json)
 

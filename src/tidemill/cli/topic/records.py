@@ -69,7 +69,7 @@ def consume(
         str, typer.Option("--to", help="Position to stop before: end (the current end), an offset, or @MS.")
     ] = "end",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new records until Ctrl-C.")] = False,
-    count: Annotated[int, typer.Option("--count", "-c", min=0, help="Print at most this many records; 0 = all.")] = 0,
+    count: Annotated[int, typer.Option("--count", "-n", min=0, help="Print at most this many records; 0 = all.")] = 0,
     partition: Partition = None,
     keys: Annotated[bool, typer.Option("--keys", "-k", help="Print the key and a tab before each value.")] = False,
     headers: Annotated[bool, typer.Option("--headers", help="Print the headers and a tab before that.")] = False,

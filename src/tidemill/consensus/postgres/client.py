@@ -73,15 +73,16 @@ class PostgresConsensus(ConsensusClientBase):
         self._sweeping: set[str] = set()
         self._closed: TidemillError | None = None
 
-    async def start(self) -> None:
-        """Connect and create the schema. Raises InvalidError (names, rights, version) or UnavailableError."""
+    async def start(self, *, create: bool = True) -> None:
+        """Connect and create the schema. Raises InvalidError (names, rights, version) or UnavailableError, and
+        MissingError when the schema does not exist and `create` is false."""
         self._loop = asyncio.get_running_loop()
         try:
             connection = await connections.connect(self._url)
         except (psycopg.Error, OSError, TimeoutError) as error:
             raise connections.translate_connect_error(error, self._url) from error
         try:
-            await schema.ensure_schema(connection)
+            await schema.ensure_schema(connection, create=create)
         except psycopg.Error as error:
             raise connections.translate_server_error(error) from error
         finally:

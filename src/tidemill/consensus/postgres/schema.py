@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, MissingError
 
 LAYOUT_VERSION = 1
 OLDEST_SERVER = 140000
@@ -48,8 +48,9 @@ async def prepare_session(connection: Any) -> None:
     )
 
 
-async def ensure_schema(connection: Any) -> None:
-    """Check the server and create missing tables. Raises InvalidError, or psycopg.Error for the caller to translate."""
+async def ensure_schema(connection: Any, *, create: bool = True) -> None:
+    """Check the server and create missing tables. Raises InvalidError, MissingError for an absent schema without
+    `create`, or psycopg.Error for the caller to translate."""
     version = connection.info.server_version
     if version < OLDEST_SERVER:
         raise InvalidError(
@@ -67,6 +68,8 @@ async def ensure_schema(connection: Any) -> None:
         )
     if fsync != "on":
         log.warning("PostgreSQL runs with fsync off: acknowledged writes do not survive a power cut")
+    if not exists and not create:
+        raise MissingError("the database of consensus.url has no schema tidemill.")
     if not exists:
         make = f"BEGIN; SELECT pg_advisory_xact_lock({SCHEMA_LOCK}); {_layout_for(version)} COMMIT"
         # Several commands in one string need the simple protocol, so the statement is not prepared.

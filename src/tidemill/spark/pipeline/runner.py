@@ -98,7 +98,7 @@ class PipelineRunner(PipelineContext):
             self.portal.close()  # for a run that failed to start
 
     def _run(self) -> None:
-        self.stores = self.portal.call(open_stores(self.settings.urls, domains=self.settings.domains))
+        self.stores = self.portal.call(open_stores(self.settings.urls, domains=self.settings.domains, create=True))
         self.stores.urls = IN_ENVIRONMENT
         try:
             self._start()
