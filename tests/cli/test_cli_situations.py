@@ -111,5 +111,5 @@ def test_doctor_creates_nothing(tmp_path: Path) -> None:
     done = run_tidemill("doctor", cwd=tmp_path)
     assert done.exit_code == 0 and "ok   consensus.url: there is no cluster yet" in done.output, done
     deep = run_tidemill("doctor --deep", cwd=tmp_path)
-    assert deep.exit_code == 2 and deep.errors.startswith("tidemill: there is no bucket to check")
+    assert deep.exit_code == 2 and deep.errors.startswith("tidemill: there is no cluster")
     assert entries(tmp_path) == []

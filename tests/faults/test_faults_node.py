@@ -28,7 +28,7 @@ def test_f601_a_bucket_that_is_away_at_start_is_waited_for_and_named(tmp_path: P
         pid = made.children()["node"]
         assert made.get("/healthz")[0] == 200
         assert made.get("/v1/shape?table=x&offset=-1")[0] == 503
-        until(lambda: made.why()[1].get("exit") == 2, made.why)
+        until(lambda: made.why()[1].get("exit") == 3, made.why)
         _, told = made.why("objects@node:n1")
         assert address.split(":")[1] in told["worst"]["reason"]
         # Its bucket is there from its first answer on: what both are kept in is this process's, whatever the port.
@@ -58,7 +58,7 @@ def test_f602_consensus_that_is_away_at_start_is_waited_for_and_named(tmp_path: 
         pid = made.children()["node"]
         assert made.get("/api/status")[0] == 503
         exit_code, told = made.why()
-        assert exit_code == 2 and "error" in told
+        assert exit_code == 4 and "error" in told
         with server:
             made.ready()
             assert made.children()["node"] == pid
@@ -82,7 +82,7 @@ def test_f603_a_frozen_node_is_named_with_its_pid_by_its_peer_and_commands(tmp_p
         code, said = peer.get("/readyz")
         assert code == 200
         assert holder in said
-        until(lambda: peer.why("process:node:n2")[0] == 2, lambda: peer.why("process:node:n2"))
+        until(lambda: peer.why("process:node:n2")[0] == 3, lambda: peer.why("process:node:n2"))
         assert peer.why("process:node:n2")[1]["root"] == holder
         [row] = [row for row in peer.command("status", "--json")[1]["rows"] if row["name"] == "process:node:n2"]
         assert (row["state"], row["held_by"]) == ("blind", holder)

@@ -109,7 +109,7 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
         until(named, lambda: made.marks())
         assert str(pids[SECOND]) in frozen["held_by"]
         clicks.moves()
-        assert command(made, "status")[0] == 2
+        assert command(made, "status")[0] == 3
         assert drivers(made, "silent") == {SECOND: pids[SECOND]}
 
         # The other one is killed meanwhile: it comes back alone, and rows go on.

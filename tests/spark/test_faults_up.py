@@ -77,13 +77,13 @@ def click(n: int) -> bytes:
 
 
 def named(made: Cluster, table: str, words: str) -> tuple[float, dict[str, Any]]:
-    """Seconds until `why TABLE` exits 2 with these words, and what it printed."""
+    """Seconds until `why TABLE` exits 3 with these words, and what it printed."""
     found: dict[str, Any] = {}
 
     def stuck() -> bool:
         nonlocal found
         code, found = made.why(table)
-        return code == 2 and words in json.dumps(found)
+        return code == 3 and words in json.dumps(found)
 
     return until(stuck, lambda: f"{found} {made.said}"), found
 
@@ -97,7 +97,7 @@ def test_f311_what_fails_in_a_pipeline_fails_alone_is_named_in_time_and_heals_wi
         until(lambda: made.state("shard:counts") in ("idle", "moving") and position(made, "shard:counts") > 0)
 
         code, found = made.why("broken")
-        assert code == 2 and "ModuleNotFoundError" in json.dumps(found), found
+        assert code == 3 and "ModuleNotFoundError" in json.dumps(found), found
         assert made.said.count("ModuleNotFoundError") == 1, "up prints it once"
 
         # A poison record: a dead letter, and nobody waits.

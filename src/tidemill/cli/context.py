@@ -138,7 +138,7 @@ def open_consensus_only(
         try:
             consensus = portal.call(opening, within_s)
         except MissingError as error:
-            raise no_cluster(path, error) from error
+            raise no_cluster(path, config, error) from error
         except TimeoutError as error:
             raise UnavailableError(
                 f"consensus does not answer: consensus.url={_redacted_url(config.consensus_url)!r}"
@@ -151,9 +151,17 @@ def open_consensus_only(
             portal.call(consensus.aclose())
 
 
-def no_cluster(path: Path | None, error: MissingError) -> MissingError:
-    """Return the error for a place without a cluster: nothing was started there yet, or the directory is wrong."""
-    file = find_file(path)
+def no_cluster(path: Path | None, config: Config, error: MissingError) -> MissingError:
+    """Return the error for a place without a cluster: consensus was lost, nothing was started there yet, or the
+    directory is wrong."""
+    from tidemill.objects.factory import local_directory
+
+    file, bucket = find_file(path), local_directory(config.objects_url)
+    if bucket is not None and any(Path(bucket, "metastore", "cluster").glob("*")):
+        return MissingError(
+            f"{error.message.rstrip('.')}, but the bucket has one: bucket={bucket}.",
+            fix="Restore the cluster: tidemill restore",
+        )
     if file is not None:
         return MissingError(
             f"the cluster of {file} was never started: {error.message}", fix=f"Start it: tidemill up --config {file}"

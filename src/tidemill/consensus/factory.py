@@ -24,7 +24,7 @@ async def open_consensus(url: str, clock: Clock, rand: Rand, *, create: bool = T
         from tidemill.consensus.sqlite.client import SqliteConsensus
 
         if not create and not file.exists():
-            raise MissingError(f"the database of consensus.url does not exist: path={file}.")
+            raise MissingError(f"consensus has no cluster: path={file} does not exist.")
         sqlite = SqliteConsensus(file, clock, rand)
         await sqlite.start()
         return sqlite

@@ -68,7 +68,9 @@ def _run_deep_check(config: Config, as_json: bool, contents: bool) -> NoReturn:
     clock, rand = SystemClock(), Rand()
     directory = local_directory(config.objects_url)
     if directory is not None and not Path(directory).exists():
-        raise MissingError(f"there is no bucket to check: path={directory}.", fix="Correct objects.url or --config.")
+        raise MissingError(
+            f"there is no cluster: the bucket does not exist: path={directory}.", fix="Correct objects.url or --config."
+        )
     with BlockingPortal() as portal, ProgressBars() as bars:
         objects = portal.call(open_objects(config.objects_url, clock, rand))
         consensus: Consensus

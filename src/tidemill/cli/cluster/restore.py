@@ -9,13 +9,13 @@ import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import load
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.status.logging import configure_logs
 from tidemill.cli.context import ConfigOption, JsonOption, ProgressBars, print_json
 
 if TYPE_CHECKING:
+    from tidemill.consensus.api import Consensus
     from tidemill.maintenance.restore.restore import Restorer
     from tidemill.objects.store import ObjectStore
 
@@ -44,16 +44,24 @@ def restore(
     Exit 0 when every reference is intact, 1 when the restored cluster has broken references, 2 when refused.
     """
     from tidemill.consensus.factory import open_consensus
+    from tidemill.consensus.memory import MemoryConsensus
     from tidemill.maintenance.restore.restore import Restorer
-    from tidemill.objects.factory import open_objects
+    from tidemill.objects.factory import local_directory, open_objects
 
     configure_logs("error")  # roles that this command holds briefly are not worth a log line
     loaded = load(config)
-    _create_data_directory(consensus or loaded.consensus_url)
     clock, rand = SystemClock(), Rand()
+    url, bucket = consensus or loaded.consensus_url, source or loaded.objects_url
+    directory = local_directory(bucket)
+    if directory is not None and not Path(directory).exists():
+        raise MissingError(f"the bucket contains no cluster: path={directory} does not exist.", fix="Correct --from.")
     with BlockingPortal() as portal, ProgressBars() as bars:
-        objects = portal.call(open_objects(source or loaded.objects_url, clock, rand))
-        target = portal.call(open_consensus(consensus or loaded.consensus_url, clock, rand))
+        objects = portal.call(open_objects(bucket, clock, rand))
+        target: Consensus
+        try:
+            target = portal.call(open_consensus(url, clock, rand, create=False))
+        except MissingError:
+            target = portal.call(open_consensus(url, clock, rand)) if not dry_run else MemoryConsensus(clock)
         try:
             restorer = Restorer(target, objects, clock, rand, bars.update)
             if dry_run:
@@ -72,12 +80,6 @@ def restore(
                 "note    this configuration names another bucket: set objects.url to the bucket that was restored from"
             )
     raise SystemExit(1 if report.get("findings") else 0)
-
-
-def _create_data_directory(url: str) -> None:
-    """Create the data directory of SQLite: it may be lost with everything in it."""
-    if url.startswith("sqlite:///"):
-        make_private_directory(Path(url.removeprefix("sqlite://")).parent)
 
 
 async def _plan_restore(

@@ -69,7 +69,7 @@ async def ensure_schema(connection: Any, *, create: bool = True) -> None:
     if fsync != "on":
         log.warning("PostgreSQL runs with fsync off: acknowledged writes do not survive a power cut")
     if not exists and not create:
-        raise MissingError("the database of consensus.url has no schema tidemill.")
+        raise MissingError("consensus has no cluster: its database has no schema tidemill.")
     if not exists:
         make = f"BEGIN; SELECT pg_advisory_xact_lock({SCHEMA_LOCK}); {_layout_for(version)} COMMIT"
         # Several commands in one string need the simple protocol, so the statement is not prepared.
