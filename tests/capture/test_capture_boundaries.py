@@ -232,7 +232,11 @@ def test_what_cannot_be_taken_is_refused_by_name_and_left_by_pattern() -> None:
     choice = choose_tables(("public.*", "log", "nope"), [log, keyless, virtual], 180_000)
     assert choice.tables == ()
     assert {name: why.state for name, why in choice.refused.items()} == {
-        "public.log": "refused", "public.nope": "refused", "public.v": "refused", "public.x": "refused",
+        "public.log": "refused", "public.nope": "refused", "public.v": "left", "public.x": "left",
     }  # fmt: skip
-    assert choose_tables(("public.*",), [log, keyless], 180_000).refused["public.log"].state == "left"
+    skipped = choose_tables(("public.*",), [log, keyless, virtual], 180_000).refused
+    assert [why.state for why in skipped.values()] == ["left"] * 3 and "primary key" in skipped["public.x"].fix
+    assert {why.state for why in choose_tables(("x", "public.v"), [keyless, virtual], 180_000).refused.values()} == {
+        "refused"
+    }
     assert chosen(("public.*",), [virtual], 170_000) == ["public.v"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from tidemill.capture.tables.table_reasons import MAX_RETRY_AFTER_S, unavailability_of
@@ -24,14 +25,15 @@ def test_a_parked_table_says_why_and_when_it_is_worth_asking_again() -> None:
     assert late is not None and "an operator" not in late.reason
 
 
-def test_a_refused_table_says_why_and_is_worth_asking_for_again() -> None:
-    refused = unavailability_of(replace(ROW, state="refused", parked_lsn=0, reason="a publication holds it."), NOW_MS)
-    assert refused is not None and "a publication holds it." in refused.reason
+@pytest.mark.parametrize(("state", "verb"), [("refused", "refused"), ("left", "skipped")])
+def test_a_table_that_is_not_captured_says_why_and_is_worth_asking_for_again(state: str, verb: str) -> None:
+    refused = unavailability_of(replace(ROW, state=state, parked_lsn=0, reason="a publication holds it."), NOW_MS)
+    assert refused is not None and f"the table is {verb} by its capture: a publication holds it." in refused.reason
     assert (refused.retry_after_s, refused.passing) == (MAX_RETRY_AFTER_S, False)
 
 
-def test_a_table_that_is_being_taken_in_passes_and_one_that_is_gone_or_of_another_kind_has_nothing_to_say() -> None:
+def test_a_table_that_is_being_added_passes_and_one_that_is_gone_has_no_reason() -> None:
     passing = unavailability_of(replace(ROW, state="captured", parked_lsn=0), NOW_MS)
     assert passing is not None and passing.passing
-    assert [unavailability_of(replace(ROW, state=state), NOW_MS) for state in ("dropped", "left")] == [None] * 2
+    assert unavailability_of(replace(ROW, state="dropped"), NOW_MS) is None
     assert unavailability_of(None, NOW_MS) is None

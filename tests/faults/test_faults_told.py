@@ -32,16 +32,21 @@ def test_status_shows_the_memory_of_every_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.postgres
-def test_a_table_without_a_primary_key_is_named_and_nothing_is_done_to_it(tmp_path: Path, postgres_dsn: str) -> None:
+def test_a_table_without_a_primary_key_is_skipped_and_nothing_is_done_to_it(tmp_path: Path, postgres_dsn: str) -> None:
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE keyless (a int)")
         connection.execute("CREATE TABLE keyed (a int PRIMARY KEY)")
         toml = f'[capture.shop]\ndsn = "{postgres_dsn}"\n'
         with cluster(tmp_path, toml) as made:
             made.ready()
-            until(lambda: made.state("table:shop/public.keyless") == "stuck", made.marks)
-            assert "primary key" in made.marks()["table:shop/public.keyless"]["reason"]
             until(lambda: made.state("capture:shop") == "idle", made.marks)
+            assert "table:shop/public.keyless" not in made.marks() and made.get("/freshz")[0] == 200
+            code, listed = made.command("capture", "list", "--json")
+            (keyless,) = [table for table in listed["rows"] if table["table"] == "public.keyless"]
+            assert code == 0 and keyless["state"] == "skipped" and "needs a primary key" in keyless["reason"]
+            assert "Add a primary key to public.keyless" in keyless["fix"]
+            code, why = made.command("why", "public.keyless")
+            assert code == 2 and "skipped" in str(why) and "needs a primary key" in str(why)
             connection.execute("INSERT INTO keyless VALUES (1)")
             connection.execute("UPDATE keyless SET a = 2")
             connection.execute("DELETE FROM keyless")
@@ -66,3 +71,24 @@ def test_a_node_that_serves_is_no_longer_told_as_starting(tmp_path: Path) -> Non
         made.ready()
         until(lambda: made.state("node:n1") == "idle", made.marks)
         assert made.why()[0] == 0
+
+
+@pytest.mark.postgres
+def test_a_captured_table_without_a_pipeline_shows_its_capture_and_the_line_to_write(
+    tmp_path: Path, postgres_dsn: str
+) -> None:
+    with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE orders (id int PRIMARY KEY)")
+    line = 'p.table("orders", p.capture("shop").table("public.orders"))'
+    with cluster(tmp_path, f'[capture.shop]\ndsn = "{postgres_dsn}"\n') as made:
+        made.ready()
+        until(lambda: made.state("capture:shop") == "idle", made.marks)
+        for name in ("orders", "public.orders"):
+            code, why = made.why(name)
+            assert code == 0 and why["chain"][0]["name"] == "capture:shop/topics", why
+            assert "no pipeline maintains it" in why["note"] and line in why["note"]
+        code, verified = made.command("verify", "orders")
+        assert code == 2 and "no pipeline maintains this table: table=orders" in verified["error"], verified
+        assert line in verified["error"]
+        code, unknown = made.why("ordres")
+        assert code == 2 and "no such stage or table" in unknown["error"]

@@ -19,6 +19,7 @@ from support.capture.world import (
     good_flows,
     header,
     in_world,
+    is_reported,
     plain,
     positions,
     stuck,
@@ -425,15 +426,18 @@ def test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_la
             "CREATE SERVER files FOREIGN DATA WRAPPER file_fdw",
             "CREATE FOREIGN TABLE far (id int) SERVER files OPTIONS (filename '/dev/null')",
         )
-        for tables in (("public.*",), ("public.*", "quick", "nowhere")):
+        for tables in (("public.*",), ("public.*", "quick", "nowhere", "keyless")):
             async with world.capture(tables=tables, table_poll_s=0.1):
                 await good_flows(world)
-                assert "needs a primary key" in stuck(world, "keyless")
                 rows = await world.tables()
                 asked = len(tables) > 1
-                assert rows["public.quick"].state == ("refused" if asked else "left")
+                assert "needs a primary key" in rows["public.keyless"].reason and rows["public.keyless"].fix
+                for name in ("quick", "keyless"):
+                    assert rows[f"public.{name}"].state == ("refused" if asked else "left")
+                    assert is_reported(world, name) == asked, "a table that is skipped makes nothing stuck"
                 assert rows["public.far"].state == "left" and "foreign" in rows["public.far"].reason
                 if asked:
+                    assert "needs a primary key" in stuck(world, "keyless")
                     assert "no WAL" in stuck(world, "quick")
                     assert "no such table" in stuck(world, "nowhere")
                 # Nothing of theirs was touched.

@@ -277,6 +277,12 @@ async def plain(world: World, table: str) -> dict[str, dict[str, object]]:
     return {f'{{"id":{i}}}': {"id": i, "v": v} for i, v in await world.select(f"SELECT id, v FROM {table}")}
 
 
+def is_reported(world: World, table: str) -> bool:
+    """Whether the table has a stage status of its own."""
+    name = f"table:{world.name}/public.{table}"
+    return any(mark.name == name for mark in world.tracker.report("p", world.clock.now_ms()).marks)
+
+
 def stuck(world: World, table: str) -> str:
     """The reason of the table's mark, which must be stuck at once and held by the operator."""
     now_ms = world.clock.now_ms()

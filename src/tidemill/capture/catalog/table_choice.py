@@ -3,7 +3,8 @@
     refused    named, and cannot be captured in its present form: no primary key; unlogged or foreign; on PostgreSQL 18
                with a virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail;
                if identities are used unchanged, with one that does not include the primary key of an old row
-    left       the same kinds if only a pattern matches them, and no operator named this very table
+    left       skipped: the same kinds if only a pattern matches them, and no operator named this very table. Such a
+               table is listed with its reason, and nothing is stuck because of it
 
 Nothing is altered before this is known.
 """
@@ -89,44 +90,44 @@ def find_refusal(table: TableInfo, version: int, *, named: bool = True, whole: b
     """Return why a table cannot be captured in its present form, None = it can. Pure, and called before anything is
     altered.
     """
-    other_kind = "refused" if named else "left"
+    state = "refused" if named else "left"
     if table.kind == "f":
         return Refusal(
-            other_kind, f"a foreign table has no WAL here: table={table.name}.", "Capture it in its own database."
+            state, f"a foreign table has no WAL here: table={table.name}.", "Capture it in its own database."
         )
     if table.odd:
         return Refusal(
-            other_kind,
+            state,
             f"a name is not UTF-8: table={table.name} name={table.odd}.",
             "Rename it, or leave the table out.",
         )
     if table.persistence == "u":
         return Refusal(
-            other_kind, f"an unlogged table has no WAL: table={table.name}.", f"ALTER TABLE {table.name} SET LOGGED."
+            state, f"an unlogged table has no WAL: table={table.name}.", f"ALTER TABLE {table.name} SET LOGGED."
         )
     if table.odd_partition:
         return Refusal(
-            "refused",
+            state,
             f"a partition is foreign, unlogged or temporary and has no WAL: table={table.name}"
             f" partition={table.odd_partition}.",
             f'Detach it, or exclude the table with "!{table.name}".',
         )
     if not table.has_key:
         return Refusal(
-            "refused",
+            state,
             f"a captured table needs a primary key: table={table.name}.",
             f'Add a primary key to {table.name}, or exclude it with "!{table.name}".',
         )
     if version >= GENERATED_PUBLISHED and "v" in table.generated:
         return Refusal(
-            "refused",
+            state,
             "a virtual generated column is in no stream, and capturing the table would make UPDATE and DELETE"
             f" fail: table={table.name}.",
             f'Make the column STORED, or exclude the table with "!{table.name}".',
         )
     if not whole and table.lacking:
         return Refusal(
-            "refused",
+            state,
             "its replica identity does not include the primary key of a changed or deleted row:"
             f" table={table.name} identity={table.identity!r}.",
             f"Run {to_readable(table.lacking)};",

@@ -103,8 +103,9 @@ def unavailability_of(row: CaptureTableRow | None, now_ms: int) -> TableUnavaila
         return None
     if row.state == "captured":
         return TableUnavailability(f"the table is being added: table={row.table}.", 1, passing=True)
-    if row.state == "refused":
-        return TableUnavailability(f"the table is refused by its capture: {row.reason}", MAX_RETRY_AFTER_S)
+    if row.state in ("refused", "left"):
+        verb = "refused" if row.state == "refused" else "skipped"
+        return TableUnavailability(f"the table is {verb} by its capture: {row.reason}", MAX_RETRY_AFTER_S)
     if row.state != "parked":
         return None
     if row.recopy:

@@ -10,6 +10,7 @@ import typer
 
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
+from tidemill.cli.captured_tables import matching_tables, shown_state
 from tidemill.cli.context import ConfigOption, JsonOption, OldForce, OpenStores, either_name, open_stores, print_json
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SideTopicState
 
@@ -39,12 +40,10 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
             when = datetime.fromtimestamp(found.recopied_ms / 1000, UTC)
             print(f"{found.name:12} copied again at {when:%Y-%m-%d %H:%M:%S} UTC: {found.recopied}")
     for row in rows:
-        state = "copying" if row.state == "captured" and row.snapshot is None else row.state
         at = f"  at {Lsn(row.parked_lsn)}" if row.parked_lsn else ""
         identity = f"  {row.identity}" if row.identity else ""
-        print(
-            f"{row.capture:12} {row.table:32} {state:9}{identity}{at}{'  resnapshot requested' if row.recopy else ''}"
-        )
+        asked = "  resnapshot requested" if row.recopy else ""
+        print(f"{row.capture:12} {row.table:32} {shown_state(row):9}{identity}{at}{asked}")
         if row.copy is not None:
             print(f"    {row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied durably")
         if row.aside is not None:
@@ -169,20 +168,13 @@ def _print_drop_result(capture: str, done: TeardownResult, configured: bool) -> 
 def find_table(opened: OpenStores, table: str, capture: str) -> CaptureTableRow:
     """Return the one captured table of that name. Raises MissingError without a match, InvalidError if several
     captures have it."""
-    from tidemill.capture.naming import split_name, table_name
-
-    name = table_name(*split_name(table))
-    rows = [
-        row
-        for row in opened.portal.call(opened.catalogue.all_tables())
-        if row.table in (name, table) and capture in ("", row.capture)
-    ]
+    rows = matching_tables(opened.portal.call(opened.catalogue.all_tables()), table, capture)
     if not rows:
-        raise MissingError(f"no such captured table: table={name}.", fix="See tidemill capture list.")
+        raise MissingError(f"no such captured table: table={table}.", fix="See tidemill capture list.")
     if len(rows) > 1:
         captures = ",".join(row.capture for row in rows)
         raise InvalidError(
-            f"several captures have this table: table={name} captures={captures}.", fix="Add --capture NAME."
+            f"several captures have this table: table={table} captures={captures}.", fix="Add --capture NAME."
         )
     return rows[0]
 
@@ -208,7 +200,7 @@ def _table_fields(row: CaptureTableRow) -> dict[str, object]:
         "capture": row.capture,
         "table": row.table,
         "topic": row.topic,
-        "state": row.state,
+        "state": "skipped" if row.state == "left" else row.state,
         "copied": row.snapshot is not None,
         "rows_copied": row.snapshot.rows if row.snapshot is not None else None,
         "copy_rows": row.copy.rows if row.copy is not None else None,

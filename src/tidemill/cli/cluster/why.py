@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
 from tidemill.base.config.config import Config
-from tidemill.base.errors import MissingError
+from tidemill.base.errors import MissingError, nearest_name
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of, status_row
+from tidemill.cli.captured_tables import maintain_line, matching_tables, shown_state
 from tidemill.cli.cluster.status import read_stage_statuses
-from tidemill.cli.context import EXIT_STUCK, OPEN_TIMEOUT_S, ConfigOption, JsonOption, open_consensus_only, print_json
+from tidemill.cli.context import (
+    EXIT_STUCK,
+    OPEN_TIMEOUT_S,
+    ConfigOption,
+    JsonOption,
+    open_consensus_only,
+    open_stores,
+    print_json,
+)
 
 Name = Annotated[
     str,
@@ -25,12 +36,12 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
     """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck: the worst up to its source."""
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
         marks = read_stage_statuses(opened)
+    note = ""
     try:
-        found = verdict_of(
-            marks, resolve_status_name(marks, name) if name else max(marks, key=lambda n: severity_of(marks[n]))
-        )
-    except KeyError as error:
-        raise MissingError(f"no such stage: name={name!r}.", fix=f"Known: {', '.join(sorted(marks)[:50])}.") from error
+        start = resolve_status_name(marks, name) if name else max(marks, key=lambda n: severity_of(marks[n]))
+    except KeyError:
+        start, note = find_captured_table(config, name, marks)
+    found = verdict_of(marks, start)
     silent = any(derived.report_age_ms > FRESHNESS_BUDGET_MS for derived in found.chain)
     holder = find_lock_intruder(opened.config) if silent else ""
     if holder:
@@ -45,10 +56,33 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
                 "root": found.root,
                 "chain": [status_row(d) for d in found.chain],
             }
+            | ({"note": note} if note else {})
         )
     else:
-        print("\n".join(format_verdict(found, exit_code)))
+        print("\n".join([*([note] if note else []), *format_verdict(found, exit_code)]))
     raise SystemExit(exit_code)
+
+
+def find_captured_table(config: Path | None, name: str, marks: Mapping[str, DerivedStatus]) -> tuple[str, str]:
+    """Return the stage that delivers a captured table without a stage of its own, and a note about the table.
+
+    Raises MissingError: the table is not captured, with the reason, or nothing has that name.
+    """
+    with open_stores(config) as opened:
+        rows = matching_tables(opened.portal.call(opened.catalogue.all_tables()), name)
+    for row in rows:
+        stage = f"capture:{row.capture}/topics"
+        if row.state != "captured":
+            state = f"the table is {shown_state(row)}: capture={row.capture} table={row.table}"
+            raise MissingError(f"{state} reason: {row.reason}", fix=row.fix)
+        if stage in marks:
+            note = (
+                f"{row.table} is {shown_state(row)} by {row.capture} into topic {row.topic}; no pipeline maintains it."
+            )
+            return stage, f"{note} To maintain it as a table, add to a pipeline: {maintain_line(row)}"
+    near = nearest_name(name, [*marks, *(mark.partition(":")[2] for mark in marks)])
+    hint = f"Did you mean {near}? " if near else ""
+    raise MissingError(f"no such stage or table: name={name!r}.", fix=f"{hint}List them with: tidemill status")
 
 
 def find_lock_intruder(config: Config) -> str:

@@ -7,7 +7,7 @@ A later repair shows by its key being in the shard again, so an old dead letter 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config
-from tidemill.base.errors import InvalidError, MissingError
+from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
+from tidemill.cli.captured_tables import maintain_line, matching_tables, shown_state
 from tidemill.cli.verify.canonical_values import canonical_column, float_canonicalizer, ordered_columns
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.derived import RecomputedTable
@@ -93,9 +94,7 @@ class Verifier:
             plan.pipelines |= dict.fromkeys(row.tables, row.name)
         for name in names or tuple(fed_by):
             if name not in fed_by:
-                raise MissingError(
-                    f"no pipeline maintains this table: table={name}.", fix=f"Known tables: {', '.join(sorted(fed_by))}"
-                )
+                raise await self._not_maintained(name, fed_by)
             kind, _, rest = fed_by[name].partition(":")
             if kind == "capture":
                 capture, _, source = rest.partition(":")
@@ -105,6 +104,16 @@ class Verifier:
             else:
                 plan.derived.append(name)
         return plan
+
+    async def _not_maintained(self, name: str, maintained: Collection[str]) -> MissingError:
+        for row in matching_tables(await self._catalogue.all_tables(), name):
+            return MissingError(
+                f"no pipeline maintains this table: table={name}; it is {shown_state(row)} by capture {row.capture}.",
+                fix=f"To maintain it, add to a pipeline: {maintain_line(row)}",
+            )
+        return MissingError(
+            f"no pipeline maintains this table: table={name}.", fix=unknown_name_fix(name, sorted(maintained))
+        )
 
     async def _verify_captured(self, capture: str, pairs: list[tuple[str, str]]) -> list[Verified]:
         section = self._config.capture.get(capture)
