@@ -12,6 +12,7 @@ import pytest
 from support.spark.running import mark, started
 from support.waiting import eventually
 from tidemill.base.clock import Rand
+from tidemill.base.status.status import StageState, derive_status
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark.ingest.step_planner import STEP_BYTES
@@ -156,3 +157,29 @@ def test_a_driver_that_rests_gives_the_memory_of_its_steps_back_once(
         stopping.set()
         thread.join(30)
     assert given == [1, 2]
+
+
+def test_a_table_whose_topic_nobody_created_yet_waits_and_is_never_stuck(harbour: Any, tmp_path: Path) -> None:
+    text = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))\n'
+    _, stopping, thread = started(harbour, tmp_path, text)
+
+    def states_a_day_later() -> dict[str, StageState]:
+        reports = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
+        (report,) = [each for each in reports if each.process == "pipeline:p"]
+        later_ms = report.at_ms + 86_400_000
+        return {m.name: derive_status(m, "pipeline:p", later_ms, later_ms).state for m in report.marks}
+
+    try:
+        found = eventually(lambda: (m := mark(harbour, "shard:clicks")) and m.held_by == "topic:clicks" and m)
+        assert "topic clicks does not exist yet" in found.reason and "tidemill topic create clicks" in found.reason
+        expected = {"shard:clicks": StageState.WAITING, "pipeline:p": StageState.WAITING}
+        eventually(lambda: expected.items() <= states_a_day_later().items(), otherwise=states_a_day_later, within_s=30)
+        topic = harbour.create_topic("clicks")
+        harbour.produce(topic, [(b"a", {"click_id": "a"})])
+        harbour.mint("topic/clicks", 1000, topic)
+        eventually(lambda: harbour.upper("clicks") == 1001, within_s=30)
+        assert harbour.contents("clicks") == [{"click_id": "a"}]
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()

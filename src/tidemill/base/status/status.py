@@ -160,6 +160,7 @@ def lag_text(mark: StageStatus) -> str:
 
 
 NOTICE_BUDGET_MS = 1 << 52
+"""Freshness budget of a stage that may wait for any time without being stuck."""
 PROCESS = "process:"
 NODE = "node:"
 FOUNDATIONS = ("objects", "consensus", "metastore", "descriptors")

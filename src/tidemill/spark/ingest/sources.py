@@ -28,11 +28,13 @@ from tidemill.spark.decode.avro import AvroVersion
 
 class SourceNotReadyError(Exception):
     """The feed does not exist yet, or its snapshot is not complete: wait. `held_by` names the stage status of the
-    blocker; if `tells`, that status exists and itself reports whether it moves."""
+    blocker; if `tells`, that status exists and itself reports whether it moves. `absent`: somebody has to create the
+    input first, so that waiting for it is no fault, however long."""
 
-    def __init__(self, held_by: str, reason: str, *, tells: bool = False) -> None:
+    def __init__(self, held_by: str, reason: str, *, tells: bool = False, absent: bool = False) -> None:
         super().__init__(reason)
         self.tells = tells
+        self.absent = absent
         self.held_by = held_by
         self.reason = reason
 
@@ -147,5 +149,6 @@ async def stream_feed(catalogue: Catalogue, topic: str, schema: ShardSchema) -> 
     """Return a stream topic. Raises SourceNotReadyError."""
     row = await catalogue.get(TopicRow, topic)
     if row is None:
-        raise SourceNotReadyError(f"topic:{topic}", f"topic {topic} does not exist yet")
+        reason = f"topic {topic} does not exist yet: produce to it, or run `tidemill topic create {topic}`"
+        raise SourceNotReadyError(f"topic:{topic}", reason, absent=True)
     return TopicFeed(row.name, row.topic_id, row.partitions, False, schema)

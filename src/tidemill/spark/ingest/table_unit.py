@@ -54,6 +54,8 @@ class TableUnit:
         """True while it waits for something else: its input does not exist, or is not ready."""
         self.holder_tells = False
         """True if the blocker has a stage status that reports whether it moves."""
+        self.input_absent = False
+        """True if its input has to be created first: it waits for any time, and is never stuck because of that."""
         self.seated = False
         self._look_up = look_up
         self._grown = grown
@@ -162,7 +164,7 @@ class TableUnit:
                 return self._look_up()
             except SourceNotReadyError as error:
                 self.waits_for, self.reason, self.waits = error.held_by, error.reason, True
-                self.holder_tells = error.tells
+                self.holder_tells, self.input_absent = error.tells, error.absent
                 if self._host.ending.wait(pauses.pause_s(0.0)):
                     return None
 

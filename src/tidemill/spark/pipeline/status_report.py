@@ -30,7 +30,7 @@ from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S
 from tidemill.base.runtime.memory_budget import IdleDetector, release_freed_memory, resident_bytes
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.base.status.histogram import SINCE_BOUND, Histogram, merge_histograms
-from tidemill.base.status.status import argmin
+from tidemill.base.status.status import NOTICE_BUDGET_MS, argmin
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.spark.derived.function_result import OMITTED
@@ -229,6 +229,8 @@ class StatusReporter:
         if unit.writer is None or unit.reason:
             # The capture's status, which `why` follows, reports whether a first snapshot is stuck.
             work_ms = BLOCKED_BUDGET_MS if unit.waits and unit.holder_tells else 0
+            if unit.waits and unit.input_absent:
+                work_ms = NOTICE_BUDGET_MS
             return self._update_opening(unit.name, unit.waits_for, unit.reason, unit.waits, unit.upstream, work_ms)
         upper, progress = unit.writer.upper, unit.writer.progress
         target = upper + 1 if seen.newest is None else seen.newest
@@ -276,6 +278,9 @@ class StatusReporter:
         work_ms = int((SLOW_ROUNDS * found.took_s + found.table.every_s) * 1000)
         if found.waits:
             work_ms = BLOCKED_BUDGET_MS
+        blocker = self._tracker.mark(found.waits_for) if found.writer is None else None
+        if blocker is not None and blocker.budget_ms == NOTICE_BUDGET_MS:
+            work_ms = NOTICE_BUDGET_MS  # its input waits for an input that nobody created yet
         progress = 0 if found.recomputed else self._startup_progress()
         up = f"shard:{inputs[0]}"
         self._set_status(f"shard:{name}", (upper, target), found.waits_for, found.error, progress, up, work_ms)
