@@ -271,3 +271,21 @@ def test_shapes_and_http_are_set_by_the_configuration(tmp_path: Path) -> None:
     path.write_text('[shapes]\nallowed_origins = ["shop.example"]\n')
     with pytest.raises(InvalidError, match="allowed_origins"):
         load(path, environ={})
+
+
+def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "shop" / "tidemill.toml"
+    path.parent.mkdir()
+    path.write_text(
+        '[objects]\nurl = "./bucket"\n[consensus]\nurl = "sqlite:state/c.db"\n[pipeline.p]\nfile = "p.py"\n'
+    )
+    found = load(path, environ={})
+    assert found.node.data == str(path.parent / ".tidemill")
+    assert Path(found.objects_url) == path.parent / "bucket"
+    assert found.consensus_url == f"sqlite:{path.parent}/state/c.db"
+    assert found.pipeline["p"].file == str(path.parent / "p.py")
+    path.write_text('[node]\ndata = "/var/t"\n[objects]\nurl = "s3://b/p"\n[consensus]\nurl = "postgresql://h/d"\n')
+    absolute = load(path, environ={})
+    assert (absolute.node.data, absolute.objects_url, absolute.consensus_url) == (
+        "/var/t", "s3://b/p", "postgresql://h/d",
+    )  # fmt: skip

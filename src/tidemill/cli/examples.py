@@ -16,6 +16,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "restore": ("tidemill restore --dry-run", "tidemill restore --from s3://backup/shop"),
     "status": ("tidemill status", "tidemill status --latency"),
     "why": ("tidemill why orders", "tidemill why"),
+    "logs": ("tidemill logs node -f", "tidemill logs shop --lines 100"),
     "doctor": ("tidemill doctor", "tidemill doctor --deep --contents"),
     "version": ("tidemill version --json",),
     "table list": ("tidemill table list",),

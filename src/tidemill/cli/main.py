@@ -12,6 +12,7 @@ logs go to stderr.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -21,7 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tidemill.base.errors import TidemillError
-from tidemill.cli.context import EXIT_INTERRUPTED, ConfigOption, JsonOption, exit_code_of
+from tidemill.cli.context import EXIT_GOOD, EXIT_INTERRUPTED, ConfigOption, JsonOption, exit_code_of
 from tidemill.cli.examples import add_examples
 
 RUN, WATCH, TABLES, SOURCES, CLIENTS = "Run", "Watch", "Tables", "Sources", "Kafka clients and users"
@@ -47,6 +48,7 @@ COMMANDS = {
         WATCH, "Show every stage: its state, how far it is behind, and what blocks it.", "cluster.status", "status"
     ),
     "why": Entry(WATCH, "Show how fresh a table is and what blocks it.", "cluster.why", "why"),
+    "logs": Entry(WATCH, "Show the logs of the node and of the drivers on this machine.", "cluster.logs", "logs"),
     "doctor": Entry(
         WATCH, "Check Python, Java, bash, disk, ports, bucket, consensus and Postgres.", "cluster.doctor", "doctor"
     ),
@@ -193,3 +195,6 @@ def run_application(application: Callable[[], object]) -> None:
         raise SystemExit(exit_code_of(error)) from None
     except KeyboardInterrupt:
         raise SystemExit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(EXIT_GOOD) from None

@@ -146,12 +146,30 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
         name: section.model_copy(update={"file": str((base / section.file).absolute())})
         for name, section in config.pipeline.items()
     }
-    config = config.model_copy(update={"pipeline": pipelines, "security": _resolve_paths(config.security, base)})
+    config = config.model_copy(
+        update={
+            "pipeline": pipelines,
+            "security": _resolve_paths(config.security, base),
+            "node": config.node.model_copy(update={"data": str((base / config.node.data).absolute())}),
+            "objects": ObjectsSection(url=_resolve_url(config.objects.url, base)),
+            "consensus": ConsensusSection(url=_resolve_url(config.consensus.url, base)),
+        }
+    )
     _check_security(config, origin)
     _check_registry(config, origin)
     for driver, names in pipelines_by_driver(config).items():
         _check_driver_settings(config, driver, names, origin)
     return config
+
+
+def _resolve_url(url: str, base: Path) -> str:
+    """Resolve a URL of a local store, whose path may be relative to the configuration's file."""
+    scheme, colon, path = url.partition(":")
+    if scheme == "sqlite" and colon and path and not path.startswith("/"):
+        return f"sqlite:{(base / path).absolute()}"
+    if url and not url.startswith("~") and (not colon or "/" in scheme):
+        return str((base / url).absolute())
+    return url
 
 
 def _resolve_paths(security: SecuritySection, base: Path) -> SecuritySection:

@@ -64,7 +64,7 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
 
 
 def find_captured_table(config: Path | None, name: str, marks: Mapping[str, DerivedStatus]) -> tuple[str, str]:
-    """Return the stage that delivers a captured table without a stage of its own, and a note about the table.
+    """Return the stage that stands for a captured table without a stage, and a note about the table.
 
     Raises MissingError: the table is not captured, with the reason, or nothing has that name.
     """

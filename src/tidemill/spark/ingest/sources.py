@@ -28,8 +28,8 @@ from tidemill.spark.decode.avro import AvroVersion
 
 class SourceNotReadyError(Exception):
     """The feed does not exist yet, or its snapshot is not complete: wait. `held_by` names the stage status of the
-    blocker; if `tells`, that status exists and itself reports whether it moves. `absent`: somebody has to create the
-    input first, so that waiting for it is no fault, however long."""
+    blocker; if `tells`, that status exists and itself reports whether it moves. `absent`: the input has to
+    be created first, so that waiting for it is no fault, however long."""
 
     def __init__(self, held_by: str, reason: str, *, tells: bool = False, absent: bool = False) -> None:
         super().__init__(reason)

@@ -280,7 +280,7 @@ class StatusReporter:
             work_ms = BLOCKED_BUDGET_MS
         blocker = self._tracker.mark(found.waits_for) if found.writer is None else None
         if blocker is not None and blocker.budget_ms == NOTICE_BUDGET_MS:
-            work_ms = NOTICE_BUDGET_MS  # its input waits for an input that nobody created yet
+            work_ms = NOTICE_BUDGET_MS  # its input waits for an input that does not exist yet
         progress = 0 if found.recomputed else self._startup_progress()
         up = f"shard:{inputs[0]}"
         self._set_status(f"shard:{name}", (upper, target), found.waits_for, found.error, progress, up, work_ms)
