@@ -1,7 +1,7 @@
 """sim: a seeded world in which the rooms are tested under faults.
 
-    ./dev sim --seeds 2000                     all rooms, one line of progress
-    ./dev sim --room topics --seed 17 --trace  replay one seed, event by event
+    `./dev sim --seeds 2000`                     all rooms, one line of progress
+    `./dev sim --room topics --seed 17 --trace`  replay one seed, event by event
 
 The room owns the event loop with virtual time and a shuffled ready queue; the fault model of objects, of consensus and
 of the network between actors; crash and restart; and the oracles. It owns no rule of another room: an oracle states

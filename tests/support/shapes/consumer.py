@@ -41,7 +41,9 @@ def row(key: int, name: str | None = "n", is_open: bool = True) -> dict[str, str
 
 
 class Bench:
-    """One shape behind one sink; `commit` delivers a transaction in fragments of the given sizes, evaluated at once."""
+    """One shape behind one sink; `commit` delivers a transaction in fragments of the given sizes, evaluated
+    immediately.
+    """
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class Bench:
             pass
 
     def answer(self, *verdicts: bool) -> None:
-        """What PostgreSQL says of the rows that are asked about."""
+        """Answer the pending question as PostgreSQL does for its rows."""
         assert self.consumer.question is not None
         self.consumer.resume_with_verdicts(verdicts)
         self.sink.resume_consumer(self.consumer)

@@ -1,4 +1,4 @@
-"""Many shapes over one table, routed at once."""
+"""Many shapes over one table, routed together."""
 
 from __future__ import annotations
 

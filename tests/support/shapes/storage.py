@@ -60,7 +60,9 @@ class Inline(Executor):
 
 
 class FaultyFile(ShapeFile):
-    """`faults`: of the next flushes; "lost" did not happen, "untold" did, and both are told as failed."""
+    """A file whose next flushes fail as `faults` says: "lost" without effect, "untold" after it; both report a
+    failure.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
