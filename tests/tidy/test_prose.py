@@ -1,4 +1,4 @@
-"""Prose of the product: docstrings, comments and error texts are plain technical English (STYLE.md)."""
+"""Prose of the product and of the tools around it: docstrings, comments and error texts are plain technical English."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from prose import findings_of
 
-SOURCE = Path(__file__).parents[2] / "src" / "tidemill"
-FILES = sorted([*SOURCE.rglob("*.py"), *(SOURCE.parents[1] / "demo").rglob("*.py")])
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "tidemill"
+TOOLS = ("demo", "benchmarks", "tests/sim", "tests/support")
+FILES = sorted(path for folder in (SOURCE, *(ROOT / tool for tool in TOOLS)) for path in folder.rglob("*.py"))
 
 ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text
@@ -26,7 +28,7 @@ CONTROL_FLOW = frozenset({"Stall"})
 
 
 def relative(path: Path) -> str:
-    return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else SOURCE.parents[1]))
+    return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else ROOT))
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
@@ -56,6 +58,7 @@ def test_errors_end_in_error() -> None:
         ('''"""Return it, as notes/kafka.md says."""''', "outside"),
         ("""raise InvalidError("The name is wrong.")""", "capital"),
         ("""x = 1  # it is made anew""", "dialect"),
+        ('''"""Read it. Raises MissingError, Unavailable."""''', "error"),
     ],
 )
 def test_a_planted_sentence_is_found(tmp_path: Path, source: str, rule: str) -> None:

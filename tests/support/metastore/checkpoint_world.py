@@ -203,7 +203,7 @@ def family_rows(family: Any, rows: Mapping[bytes, bytes]) -> list[Any]:
 
 
 class Restored:
-    """The state that these rows restore. Raises Corrupt if a part of it is torn."""
+    """The state that these rows restore. Raises CorruptError if a part of it is torn."""
 
     def __init__(self, rows: Rows) -> None:
         self.topics = {row.topic_id: row for row in family_rows(TOPICS, rows)}

@@ -1,4 +1,4 @@
-"""The job `bindings`: truncate the log of a source's bindings behind everything that still reads it.
+"""The job `bindings`: truncate the log of a source's bindings below the least time that a reader needs.
 
     reader              reads from
     a pipeline's table  its since: every time at which it can be read has its binding, and it continues from its upper
@@ -12,10 +12,9 @@ forgets few at a time.
 A shard that retains a source's bindings for PINNED_MS longer than the history is reported under
 `keeper:bindings:SOURCE`, with the number of bindings and the way to release them: a pipeline that was stopped for good
 is no longer in the status reports, and would retain them silently. The age of the oldest binding that the shard has not
-passed counts, not the distance between two bindings: a source that was idle for a day and then is not is retained by no
-shard.
+passed counts, not the distance between two bindings, which is large after an idle day of the source.
 
-A source with bindings to forget is visited soon after it changed, and ever more seldom while it does not. A source
+A source with bindings to forget is visited soon after it changed, and less and less often while it does not. A source
 without any is visited only when it changed: an idle topic costs nothing.
 """
 

@@ -1,7 +1,7 @@
-"""Schedules the flushes of the shape logs of one captured database, and reports the positions that are durable.
+"""Schedule the flushes of the shape logs of one captured database, and report the durable positions.
 
     changed ─┐                       ┌── thread ──┐
-    recorded ─┼► due ─ FLUSH_S or    │  one       │   logs: cool, mark_saved
+    recorded ─┼► due ─ FLUSH_S or    │  one       │   logs: mark_saved
     ended ───┘        FLUSH_BYTES ──►│ transaction│──► durable(position)
                                      └────────────┘
 
@@ -15,10 +15,10 @@ of changes belongs to the tap, which provides `position` and receives `durable`.
 - Invariant (row with its items): only a shape with a row exists after a restart, and its row is written together with
   everything that its readers were shown.
 - Invariant (named files are complete): a file whose name is in the capture's row is complete, except for what the
-  stream repeats. So a file that cannot be written for PATIENCE_S is abandoned before anything is confirmed without it:
-  `name` writes a name into the row that no file has. Shapes are still served from memory. When the disk works again,
-  the file gets a new name with a flush that contains everything, while commits wait for it again, and the row gets that
-  name afterwards.
+  stream repeats. So a file that cannot be written for ABANDON_AFTER_S is abandoned before anything is confirmed without
+  it: `name` writes a name into the row that no file has. Shapes are still served from memory. When the disk works
+  again, the file gets a new name with a flush that contains everything, while commits wait for it again, and the row
+  gets that name afterwards.
 """
 
 from __future__ import annotations

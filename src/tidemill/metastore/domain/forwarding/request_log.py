@@ -14,10 +14,11 @@
   before a leader exists.
 - Invariant (durable replies): a reply is written only when the outcome that it reports is durable.
 - Invariant (expiry): a request that was not executed by `expires_ms` (the requester's wall clock) is rejected, never
-  executed. So a requester that got Unknown knows after that time that it did not happen, and no later leader executes
-  old requests.
+  executed. So a requester that got UnknownOutcomeError knows after that time that it did not happen, and no later
+  leader executes old requests.
 - Invariant (unanswered requests): a request below the position that is still in the log may have no reply, since its
-  leader may have ended in between. The next leader immediately replies Unknown; an earlier reply is read first.
+  leader may have ended in between. The next leader immediately replies UnknownOutcomeError; an earlier reply is read
+  first.
 - Untrusted requesters: undecodable requests are skipped; a requester that died gets a reply that no process reads.
 - Requests below the position are truncated. The newest REPLIES_KEPT replies are retained.
 
