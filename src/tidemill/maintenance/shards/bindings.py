@@ -46,7 +46,7 @@ PINNED_MS = 3_600_000
 """Time beyond the history after which retained bindings are reported. A process that is gone is shown as blind for
 as long; from then on only this report mentions it."""
 STALLED_AFTER_MS = 300_000
-"""Time after which a shard that needs one and the same time counts as stuck. A moving since is seen here after a
+"""Time after which a shard that still needs the same time counts as stuck. A moving since is seen here after a
 visit of the shard, a checkpoint and a manifest, so a pipeline that catches up has minutes for them."""
 
 
