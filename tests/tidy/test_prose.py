@@ -1,17 +1,26 @@
-"""Prose of the product and of the tools around it: docstrings, comments and error texts are plain technical English."""
+"""Prose of the product, its tools and its pages: docstrings, comments, error texts are plain technical English."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
-from prose import findings_of
+from prose import CODE, DIALECT, findings_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tidemill"
-TOOLS = ("demo", "benchmarks", "tests/sim", "tests/support")
-FILES = sorted(path for folder in (SOURCE, *(ROOT / tool for tool in TOOLS)) for path in folder.rglob("*.py"))
+PRODUCT = (SOURCE, ROOT / "demo")
+TOOLS = (ROOT / "benchmarks", ROOT / "tests" / "sim", ROOT / "tests" / "support")
+PAGES = sorted(
+    page
+    for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "internals")
+    for page in folder.glob("*.md")
+    if page.name != "vocabulary.md"
+)
+"""Not the vocabulary, which lists the words to avoid, and not the RFCs, which are records."""
+FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in folder.rglob("*.py"))
 
 ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text
@@ -37,9 +46,15 @@ def test_prose_is_plain(path: Path) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_pages_are_plain(page: Path) -> None:
+    text = CODE.sub("", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    assert not DIALECT.findall(text)
+
+
 def test_errors_end_in_error() -> None:
     wrong = []
-    for path in FILES:
+    for path in (path for folder in PRODUCT for path in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.endswith("Error"):
                 bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
