@@ -11,7 +11,7 @@ from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.definition.definition import Replica, ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log.log import LogLimits, MemoryLog
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
@@ -55,7 +55,7 @@ class Bench:
     ) -> None:
         self.sink = ShapeTap(CLOCK, LoopShare(CLOCK))
         definition = ShapeDefinition(Source("table", "main", "public", "t"), where, replica=replica)
-        self.shape = LiveShape("h", definition, b"{}", MemoryLog(LogLimits(log_bytes=log_bytes)))
+        self.shape = LiveShape("h", definition, b"{}", ShapeLog(LogLimits(log_bytes=log_bytes)))
         self.shape.log.seal_base()
         types = {"id": Type("int4"), "name": Type("text"), "open": Type("bool")}
         compiled = compile_where(where, (), types) if where else None

@@ -375,7 +375,6 @@ class ShapeStore:
     @staticmethod
     def _shape_write(log: DiskLog, taken: _FlushQueue) -> ShapeWrite:
         chunks, items = log.unsaved()
-        made = [StoredItem(item.offset.tx, item.offset.op, item.json) for item in items]
         row = taken.records.get(log)
         if row is not None:
             # Items that were visible before the row was due are in an earlier flush.
@@ -383,7 +382,7 @@ class ShapeStore:
             row = StoredShape(
                 row.id, row.handle, row.record, row.snapshot, row.chunks, end, row.base_bytes, log.log_bytes,
             )  # fmt: skip
-        return ShapeWrite(log.key, chunks, made, log.log_bytes, row)
+        return ShapeWrite(log.key, chunks, items, log.log_bytes, row)
 
     def _requeue(self, taken: _FlushQueue) -> None:
         known = self._known

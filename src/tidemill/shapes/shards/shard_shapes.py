@@ -33,7 +33,7 @@ from tidemill.shapes.definition.planner import (
 from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest, SubsetScope
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import LogLimits, LogStorage, MemoryLog
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.saved_shape import SavedShardShape
 from tidemill.shapes.log.sqlite_file import StoredShape
@@ -98,9 +98,9 @@ class ShardShapes:
         self._store = store
         self._restored = store is None
 
-    def log(self, limits: LogLimits, budget: Budget) -> LogStorage:
+    def log(self, limits: LogLimits, budget: Budget) -> ShapeLog:
         """Create the log of a new shape."""
-        return MemoryLog(limits, budget) if self._store is None else self._store.create_log()
+        return ShapeLog(limits, budget) if self._store is None else self._store.create_log()
 
     def save_progress(self) -> None:
         """Store the progress of each shape with the next flush."""

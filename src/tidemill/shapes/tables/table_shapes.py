@@ -33,7 +33,7 @@ from tidemill.shapes.definition.table_columns import TableColumns
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import snapshot_end_item
-from tidemill.shapes.log.log import LogLimits, LogStorage, MemoryLog
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.saved_shape import SavedTableShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
@@ -116,10 +116,10 @@ class TableShapes:
         self._databases[name] = CapturedDatabase(dsn, relations, sink, store, seeker)
         return sink
 
-    def log(self, database: str, limits: LogLimits, budget: Budget) -> LogStorage:
+    def log(self, database: str, limits: LogLimits, budget: Budget) -> ShapeLog:
         """Create the log of a new shape of this database."""
         store = self._databases[database].store
-        return MemoryLog(limits, budget) if store is None else store.create_log()
+        return ShapeLog(limits, budget) if store is None else store.create_log()
 
     def suspend_database(self, name: str) -> None:
         """Treat the database as not captured for now, as if its capture were starting."""
