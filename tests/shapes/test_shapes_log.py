@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.items import KeyWriter, LogItem, mark_last, render_item, up_to_date_item
-from tidemill.shapes.log.log import LogLimits, ShapeLog, split_chunk
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, FIRST_OP, LogOffset
 from tidemill.shapes.log.log_offset import parse_number as read_number
 from tidemill.shapes.memory_budget import Budget

@@ -19,8 +19,9 @@ from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.items import LogItem
-from tidemill.shapes.log.log import LogLimits, ShapeLog, split_chunk
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn

@@ -24,7 +24,8 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.definition.planner import FieldError, ShapeRequest, parse_shard_name
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log.log import ShapeLog, split_chunk
+from tidemill.shapes.log.chunks import split_chunk
+from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.shards.feed import ShardFeed, shard_schema_json, shard_where_types

@@ -39,8 +39,9 @@ from tidemill.shapes.definition.definition import SHAPE_BYTES, ShapeDefinition, 
 from tidemill.shapes.definition.plan_cache import RejectionCache
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.subset import SubsetRequest, SubsetScope, compile_subset
+from tidemill.shapes.log.chunks import ResponseMemory, split_chunk
 from tidemill.shapes.log.items import LogItem
-from tidemill.shapes.log.log import LogLimits, ShapeLog, split_chunk
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.saved_shape import SavedTableShape
@@ -48,7 +49,6 @@ from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, Stored
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget, OverBudgetError, reserve_in_all
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.shards.subsets import SubsetRowReader, _HeldBytes
 from tidemill.shapes.tables import table_shapes
 from tidemill.shapes.tables.backlog import BacklogLimits

@@ -27,7 +27,7 @@ ALLOWED = {
     ("shapes/definition/planner.py", "The following columns are not found on the table: "),  # Electric's
     ("shapes/definition/planner.py", "The list of columns must include all primary key columns, mi"),
     ("shapes/http/routes.py", "Unauthorized - Invalid API secret"),
-    ("shapes/where/parser.py", "At location "),
+    ("shapes/where/sql_tree.py", "At location "),
     ("spark/decode/row_decoder.py", "Object has other fields"),  # msgspec's, in the reasons of dead letters
 }
 """Texts that follow those of another product."""

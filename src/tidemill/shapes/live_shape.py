@@ -17,8 +17,9 @@ import structlog
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.shapes.definition.definition import ShapeDefinition
+from tidemill.shapes.log.chunks import Chunk
 from tidemill.shapes.log.items import LogItem
-from tidemill.shapes.log.log import Chunk, ShapeLog
+from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.memory_budget import OverBudgetError
 

@@ -13,8 +13,9 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import LogLimits, split_chunk
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset
 from tidemill.shapes.log.saved_shape import SavedTableShape
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredShape

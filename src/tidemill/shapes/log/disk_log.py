@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tidemill.shapes.log.log import Chunk, LogLimits, ReadLease, ShapeLog
+from tidemill.shapes.log.chunks import Chunk, ReadLease
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, LogOffset
 from tidemill.shapes.log.sqlite_file import StoredItem, StoredShape
 from tidemill.shapes.memory_budget import Budget

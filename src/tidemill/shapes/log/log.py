@@ -4,9 +4,6 @@
 shape, and the next request starts it again with a new handle and a new base. `disk_log.DiskLog` also writes the log to
 a file, over a restart, and keeps only its tail in memory.
 
-A chunk of the base is stored as the bytes that answer a request: objects joined by `,\n`. JSON has no raw line feed, so
-`split_chunk` is exact.
-
 - Invariant (growing offsets): the offsets of items strictly increase, and `end` never decreases.
 - Invariant (whole transactions): `stage` adds items that no reader sees. `publish` makes all of them visible in one
   step, however many they are, and `unstage` discards them.
@@ -18,10 +15,12 @@ A chunk of the base is stored as the bytes that answer a request: objects joined
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+
 import msgspec
 
 from tidemill.base.errors import InvalidError
+from tidemill.shapes.log.chunks import SEPARATOR, Chunk
 from tidemill.shapes.log.items import LogItem, mark_last
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, LogOffset
 from tidemill.shapes.memory_budget import Budget
@@ -38,34 +37,6 @@ class LogLimits(msgspec.Struct, frozen=True):
     chunk_bytes: int = CHUNK_BYTES
     log_bytes: int = LOG_BYTES
     base_bytes: int = BASE_BYTES
-
-
-class Chunk(msgspec.Struct, frozen=True):
-    """A piece of a log. `items` are JSON objects, or several joined by SEPARATOR; `end` is the offset to request next;
-    `complete` is true if nothing follows `end` now."""
-
-    items: Sequence[bytes]
-    end: LogOffset
-    complete: bool
-
-
-class ReadLease(list[bytes]):
-    """Items that were read from disk. They count as memory for as long as a reader references this list."""
-
-    __slots__ = ("__weakref__",)
-
-
-SEPARATOR = b",\n"
-
-
-def split_chunk(items: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the single objects of a chunk, one at a time, so that no reader has a second copy of it."""
-    for joined in items:
-        start = 0
-        while (end := joined.find(SEPARATOR, start)) >= 0:
-            yield joined[start:end]
-            start = end + len(SEPARATOR)
-        yield joined[start:]
 
 
 class ShapeLog:

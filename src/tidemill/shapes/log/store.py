@@ -39,8 +39,9 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.base.status.status import StatusTracker
+from tidemill.shapes.log.chunks import ReadLease
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import LogLimits, ReadLease
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredItem, StoredShape
 from tidemill.shapes.memory_budget import Budget, reserve_in_all

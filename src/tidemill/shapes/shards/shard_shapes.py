@@ -32,6 +32,7 @@ from tidemill.shapes.definition.planner import (
 )
 from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest, SubsetScope
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import ResponseMemory
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.row_writer import RowWriter
@@ -40,7 +41,6 @@ from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget, OverBudgetError
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.shards.feed import ShardFeed, read_contents, shard_schema_json, shard_where_types
 from tidemill.shapes.shards.subsets import SubsetRowReader
 from tidemill.shapes.where import Where

@@ -35,8 +35,8 @@ from tidemill.shapes.log.row_writer import Headers, RowWriter
 from tidemill.shapes.loop_share import Turn
 from tidemill.shapes.memory_budget import OverBudgetError
 from tidemill.shapes.tables.backlog import InboxEntry, Transaction
+from tidemill.shapes.tables.initial_snapshot import SnapshotFilter
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, Verdict, WhereWithVerdicts
-from tidemill.shapes.tables.snapshot_filter import SnapshotFilter
 from tidemill.shapes.where import Equality, EvaluationError, Where
 
 

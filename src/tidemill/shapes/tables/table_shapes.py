@@ -31,6 +31,7 @@ from tidemill.shapes.definition.planner import (
 from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest
 from tidemill.shapes.definition.table_columns import TableColumns
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import ResponseMemory
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import snapshot_end_item
 from tidemill.shapes.log.log import LogLimits, ShapeLog
@@ -38,7 +39,6 @@ from tidemill.shapes.log.saved_shape import SavedTableShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import CapturedDatabase, Relations, TableFinder, needs_old_rows

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shapes.where.expressions import BOOL, Evaluate, Expression, Row, fewest_values
-from tidemill.shapes.where.parser import parse_clause
+from tidemill.shapes.where.sql_tree import parse_clause
 from tidemill.shapes.where.types import EvaluationError, Value
 
 WHERE_PREFIX = "SELECT 1 WHERE "

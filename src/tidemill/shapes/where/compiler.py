@@ -46,8 +46,7 @@ from tidemill.shapes.where.functions import (
     numeric_functions,
     strings,
 )
-from tidemill.shapes.where.parser import compile_guarded, parse_clause
-from tidemill.shapes.where.sql_printer import print_sql
+from tidemill.shapes.where.sql_tree import compile_guarded, parse_clause, print_sql
 from tidemill.shapes.where.types import (
     CHAR_BYTES,
     TRUNCATED_BYTES,

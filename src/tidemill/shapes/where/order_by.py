@@ -13,8 +13,7 @@ from tidemill.shapes.where.clause import evaluate_checked
 from tidemill.shapes.where.compiler import TreeCompiler, table_qualifiers
 from tidemill.shapes.where.expressions import Expression, Row, column
 from tidemill.shapes.where.operators import comparator
-from tidemill.shapes.where.parser import compile_guarded, parse_clause
-from tidemill.shapes.where.sql_printer import identifier, print_sql
+from tidemill.shapes.where.sql_tree import compile_guarded, identifier, parse_clause, print_sql
 from tidemill.shapes.where.types import Type, Value, WhereError
 
 ORDER_BY_PREFIX = "SELECT 1 ORDER BY "

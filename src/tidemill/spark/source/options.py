@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError, unknown_name_fix
-from tidemill.shards.read.time_parsing import LATEST, as_of_ms
+from tidemill.shards.read.holds import LATEST, as_of_ms
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.settings import OBJECTS_VARIABLE, StoreUrls
 
