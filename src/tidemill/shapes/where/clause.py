@@ -37,7 +37,7 @@ class Where:
     given     values of the $n as the client numbers them
     columns   names of the columns that it reads
     equality  a condition on one column without which no row matches, if the clause has one; see `Equality`
-    may_fail  evaluation may fail on a row (a division, an overflow, a cast, two collations), which would reveal
+    may_fail  evaluation may fail on a row (a division, an overflow, a cast), which would reveal
               something of the row
     """
 
