@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,25 @@ def test_prose_is_plain(path: Path) -> None:
 def test_pages_are_plain(page: Path) -> None:
     text = CODE.sub("", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
     assert not DIALECT.findall(text)
+
+
+CONSTANT = re.compile(r"\b[A-Z][A-Z0-9]+_[A-Z0-9_]+\b")
+FOREIGN_CONSTANTS = {
+    *("SO_REUSEPORT", "UIO_MAXIOV", "RLIMIT_CPU", "RLIMIT_AS", "PG_UNICODE_FAST"),  # names of other systems
+    *("START_MS", "PARENT_PID", "FOOTER_CRC", "MAX_LENGTH"),  # parts of a syntax that the prose describes
+}
+
+
+def test_constants_that_prose_names_exist() -> None:
+    known, named = set(FOREIGN_CONSTANTS), {}
+    for path in SOURCE.rglob("*.py"):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            found = CONSTANT.findall(token.string)
+            if token.type == tokenize.COMMENT or token.string.lstrip("r").startswith('"""'):
+                named |= dict.fromkeys(found, relative(path))
+            else:
+                known.update(found)
+    assert not {name: path for name, path in named.items() if name not in known}
 
 
 def test_errors_end_in_error() -> None:
