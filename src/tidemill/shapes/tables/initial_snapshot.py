@@ -180,7 +180,7 @@ class PostgresSource:
 
     @asynccontextmanager
     async def evaluation_connection(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
-        """Open a connection for `judge`. Raises UnavailableError or InvalidError, also for queries on the
+        """Open a connection for `remote_evaluation`. Raises UnavailableError or InvalidError, also for queries on the
         connection."""
         async with self._connection(self._questions) as connection:
             yield connection

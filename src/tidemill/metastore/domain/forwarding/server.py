@@ -131,7 +131,7 @@ class ForwardingServer:
         try:
             found = await self._consensus.read(self._requests, self._position, READ_REQUESTS)
         except MissingError:
-            # Another leader executed and truncated them. `stands` raises if it has superseded this one.
+            # Another leader executed and truncated them. The check raises if it has superseded this one.
             await self._leader.check_still_leading()
             raise
         started: list[tuple[Request | None, Reply | None, asyncio.Future[int]]] = []
