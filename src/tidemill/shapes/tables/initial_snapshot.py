@@ -87,7 +87,7 @@ class SnapshotFilter:
     A transaction with xid ≥ xmax may be streamed before one that the snapshot sees: of two that commit at the same
     time, the first one in the WAL need not be the first to become visible. But nothing that the snapshot sees is at or
     after the end of the WAL at that time. From that LSN on nothing is skipped. The LSN decides even if the shape was
-    quiet for so many transactions that the next xid is outside the 2³¹ window in which xids can be compared.
+    quiet until the next xid is outside the 2³¹ window in which xids can be compared.
 
     `passed` is valid within one session and never stored. After a restart the stream begins at an earlier position. It
     repeats transactions that the snapshot contains and that left no item in the log of the shape.

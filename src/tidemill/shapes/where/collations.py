@@ -29,7 +29,7 @@ class Collation(msgspec.Struct, frozen=True):
 
 
 _UNKNOWN_ORDER = Collation("", False, "simple")
-"""The database's collation, if no operand tells more about it."""
+"""The database's collation, if no operand determines it further."""
 
 
 def common_collation(*operands: Expression, location: str = "") -> Collation:
